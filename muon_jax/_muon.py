@@ -1,0 +1,251 @@
+"""The Muon optimizer: `scale_by_muon` and `muon`, drop-in for those of `optax.contrib`.
+
+Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
+
+1.  The iteration computes in bfloat16 (`ns_dtype`), as every other Muon does. `ns_dtype=None` is
+    optax's choice, the momentum's own dtype.
+2.  `ns_coeffs="dion"` with `ns_steps` below 5 runs its last steps and above 5 raises. optax raises
+    below and silently runs 5 above.
+3.  `ns_coeffs` takes the same names in `scale_by_muon` as in `muon`. optax documents a name
+    `"muon"`, which it rejects; the name is `"standard"`.
+4.  A gradient of zeros gives an update of zeros in every dtype (optax: NaN in float16), and one of
+    magnitude 1e30 the same update as one of magnitude 1 (optax: zero, its norm overflows).
+5.  `preconditioning="spectral"` works in bfloat16 and float16 (optax: no SVD in those dtypes).
+6.  `eps` applies to `preconditioning="aol"` and `"schatten"` too. optax drops it there.
+7.  `"schatten"` takes complex parameters through XXᴴ (optax: XXᵀ).
+8.  The state holds what training changes, `count` and `mu`. optax keeps the coefficients in it, so
+    that a checkpoint does not load under another set of them.
+9.  Updates have the dtype of the gradients and `mu` keeps its own, whatever is promoted between
+    (optax: a float32 `mu` makes bfloat16 gradients into float32 updates).
+10. Errors name the parameter and say what to do.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muon_jax import _coefficients, _matrix_axes, _scaling
+from muon_jax._newton_schulz import PRECONDITIONINGS, Preconditioning, newton_schulz
+
+type DimensionNumbers = _matrix_axes.DimensionNumbersTree | _matrix_axes.DimensionNumbersFn | None
+
+# A dtype and not the class jnp.bfloat16: optax.inject_hyperparams takes callables for schedules.
+_BFLOAT16 = jnp.dtype(jnp.bfloat16)
+
+
+class MuonState(NamedTuple):
+    """State of `scale_by_muon`."""
+
+    count: jax.Array  # int32, the number of updates made
+    mu: optax.Updates  # exponential moving average of the gradients
+
+
+def scale_by_muon(
+    ns_coeffs: _coefficients.NSCoeffs = "standard",
+    ns_steps: jax.typing.ArrayLike = 5,
+    beta: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: Preconditioning = "frobenius",
+    weight_dimension_numbers: DimensionNumbers = None,
+    ns_dtype: jax.typing.DTypeLike | None = _BFLOAT16,
+    implementation: str | None = None,
+) -> optax.GradientTransformation:
+    """Replaces each gradient by the orthogonalized momentum of its parameter.
+
+    With gradient g at step t = 1, 2, …, for each matrix
+
+        m <- βm + (1 - β)g,
+        u = β·m/(1 - βᵗ⁺¹) + (1 - β)·g/(1 - βᵗ) with Nesterov momentum, else m/(1 - βᵗ),
+
+    and the update is `newton_schulz(u)`, close to the nearest orthogonal matrix.
+
+    Args:
+        ns_coeffs: coefficients of the Newton–Schulz steps: a triple, a table of triples or a name,
+            see `newton_schulz`.
+        ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
+        beta: decay rate β of the momentum.
+        eps: added to the norm that u is divided by.
+        mu_dtype: dtype of the momentum; None for that of the parameters.
+        nesterov: whether to use Nesterov momentum.
+        adaptive: whether to multiply the update o of a parameter by its dual norm ⟨u, o⟩
+            (`Bernstein and Newhouse <https://arxiv.org/abs/2409.20325>`_).
+        preconditioning: `"frobenius"`, `"spectral"`, `"aol"` or `"schatten"`, see `newton_schulz`.
+        weight_dimension_numbers: `optax.contrib.MuonDimensionNumbers` for each parameter, as a tree
+            that may be a prefix of the parameters', or a callable that makes one from them: which
+            axes are rows (the reduction axes) and which are columns; all others are batch axes, and
+            matrices along them are orthogonalized each by itself. None for matrices: rank 2.
+        ns_dtype: dtype of the iteration's products; None for the momentum's.
+        implementation: of the symmetric products, `"xla"`, `"triton"` or None for the fastest; see
+            `pallas_kernels.syrk`.
+
+    Raises:
+        ValueError: an argument is none of the values above, or a parameter is no matrix.
+        NotImplementedError: the named implementation cannot run here.
+    """
+    if preconditioning not in PRECONDITIONINGS:
+        raise ValueError(
+            f"preconditioning must be one of {PRECONDITIONINGS}, got {preconditioning!r}"
+        )
+    ns_coeffs = _coefficients.canonicalize(ns_coeffs)
+    _coefficients.resolve(ns_coeffs, ns_steps)
+    if _coefficients.is_traced((ns_coeffs, ns_steps)):  # under optax.inject_hyperparams
+        orthogonalize = newton_schulz.__wrapped__
+    else:
+        orthogonalize, ns_steps = newton_schulz, int(ns_steps)
+
+    def init_fn(params):
+        return MuonState(
+            count=jnp.zeros([], jnp.int32), mu=optax.tree.zeros_like(params, dtype=mu_dtype)
+        )
+
+    def update_fn(updates, state, params=None):
+        del params
+        count = optax.safe_increment(state.count)
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        if nesterov:
+            momentum = jax.tree.map(
+                lambda m, g: beta * m + (1 - beta) * g,
+                optax.tree.bias_correction(mu, beta, optax.safe_increment(count)),
+                optax.tree.bias_correction(updates, beta, count),
+            )
+        else:
+            momentum = optax.tree.bias_correction(mu, beta, count)
+
+        def orthogonal_update(axes, u, gradient):
+            matrices = orthogonalize(
+                _matrix_axes.to_matrices(u, axes),
+                ns_coeffs,
+                ns_steps,
+                eps,
+                dtype=ns_dtype,
+                preconditioning=preconditioning,
+                implementation=implementation,
+            )
+            update = _matrix_axes.from_matrices(matrices, axes, u.shape)
+            if adaptive:
+                update *= jnp.sum(u.conj() * update)
+            return update.astype(gradient.dtype)
+
+        orthogonalized = _matrix_axes.tree_map_matrices(
+            orthogonal_update, weight_dimension_numbers, momentum, updates
+        )
+        mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
+        return orthogonalized, MuonState(count, mu)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    ns_coeffs: _coefficients.NSCoeffs = "standard",
+    ns_steps: jax.typing.ArrayLike = 5,
+    beta: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: jax.typing.ArrayLike = 0.0,
+    weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: Preconditioning = "frobenius",
+    adam_b1: jax.typing.ArrayLike = 0.9,
+    adam_b2: jax.typing.ArrayLike = 0.999,
+    adam_eps_root: jax.typing.ArrayLike = 0.0,
+    adam_weight_decay: jax.typing.ArrayLike = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    muon_weight_dimension_numbers: DimensionNumbers = None,
+    consistent_rms: jax.typing.ArrayLike | None = None,
+    ns_dtype: jax.typing.DTypeLike | None = _BFLOAT16,
+    implementation: str | None = None,
+) -> optax.GradientTransformation:
+    """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
+
+    The update of a matrix W with learning rate η and weight decay λ is -η(s·O + λW), where O is the
+    output of `scale_by_muon` and s depends on the shape alone (`consistent_rms`).
+
+    Args:
+        learning_rate: η, a number or a schedule.
+        ns_coeffs: coefficients of the Newton–Schulz steps, see `newton_schulz`.
+        ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
+        beta: decay rate of Muon's momentum.
+        eps: added to the norm that the momentum is divided by, and to AdamW's denominator.
+        weight_decay: λ, multiplied by the learning rate; on matrices.
+        weight_decay_mask: tree of booleans (or a callable that makes one): which matrices decay.
+        mu_dtype: dtype of the momentum and of AdamW's first moment; None for the parameters'.
+        nesterov: whether both sides use Nesterov momentum.
+        adaptive: whether to multiply each update by its dual norm, see `scale_by_muon`.
+        preconditioning: `"frobenius"`, `"spectral"`, `"aol"` or `"schatten"`, see `newton_schulz`.
+        adam_b1: decay rate of AdamW's first moment.
+        adam_b2: decay rate of AdamW's second moment.
+        adam_eps_root: added under the square root of AdamW's denominator.
+        adam_weight_decay: weight decay on everything else.
+        adam_learning_rate: AdamW's learning rate; None for `learning_rate`.
+        muon_weight_dimension_numbers: which parameters are matrices, and how: a tree of
+            `optax.contrib.MuonDimensionNumbers` that may be a prefix of the parameters', None where
+            AdamW applies, or a callable that makes one from them. None itself gives Muon all
+            parameters of rank 2, embeddings and output heads among them: name those None in a tree.
+        consistent_rms: None for s = √max(1, fan_out/fan_in); a number r for
+            s = r·√max(fan_in, fan_out), where r = 0.2 matches the root mean square of AdamW's
+            updates, so that one learning rate suits both (`Liu et al.
+            <https://arxiv.org/abs/2502.16982>`_).
+        ns_dtype: dtype of the iteration's products; None for the momentum's.
+        implementation: of the symmetric products, see `pallas_kernels.syrk`.
+
+    Raises:
+        ValueError: an argument is none of the values above, or a parameter is no matrix.
+        NotImplementedError: the named implementation cannot run here.
+
+    References:
+        Jordan et al., `Muon: an optimizer for hidden layers in neural networks
+        <https://kellerjordan.github.io/posts/muon/>`_, 2024.
+    """
+
+    def label_params(params):
+        numbers = muon_weight_dimension_numbers
+        if numbers is None:
+            return jax.tree.map(lambda p: "muon" if p.ndim == 2 else "adam", params)
+        if callable(numbers):
+            numbers = numbers(params)
+        return jax.tree.map(
+            lambda n, subtree: jax.tree.map(lambda _: "adam" if n is None else "muon", subtree),
+            numbers,
+            params,
+            is_leaf=_matrix_axes.is_dimension_numbers,
+        )
+
+    on_matrices = optax.chain(
+        scale_by_muon(
+            ns_coeffs,
+            ns_steps,
+            beta,
+            eps,
+            mu_dtype,
+            nesterov=nesterov,
+            adaptive=adaptive,
+            preconditioning=preconditioning,
+            weight_dimension_numbers=muon_weight_dimension_numbers,
+            ns_dtype=ns_dtype,
+            implementation=implementation,
+        ),
+        _scaling.scale_by_shape(muon_weight_dimension_numbers, consistent_rms),
+        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    on_the_rest = optax.adamw(
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
+        b1=adam_b1,
+        b2=adam_b2,
+        eps=eps,
+        eps_root=adam_eps_root,
+        weight_decay=adam_weight_decay,
+        mu_dtype=mu_dtype,
+        nesterov=nesterov,
+    )
+    return optax.multi_transform({"muon": on_matrices, "adam": on_the_rest}, label_params)

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m muon_jax.benchmarks --help`."""

@@ -1,0 +1,151 @@
+"""`syrk` and `syrkx`: checks their operands and chooses an implementation before tracing it."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_triton, _reference
+
+_IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "xla": _reference.syrkx,
+    "triton": _pallas_triton.syrkx,
+}
+
+type Operand = jax.Array | jax.ShapeDtypeStruct
+
+
+def syrk(
+    a_matrix: jax.Array,
+    c_matrix: jax.Array | None = None,
+    *,
+    alpha: jax.typing.ArrayLike = 1,
+    beta: jax.typing.ArrayLike = 0,
+    diagonal: jax.typing.ArrayLike = 0,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Symmetric rank-n update: alpha·A·Aᵀ + beta·C + diagonal·I.
+
+    `syrkx` with B = A: see there for everything but the operand that is missing.
+    """
+    return syrkx(
+        a_matrix,
+        a_matrix,
+        c_matrix,
+        alpha=alpha,
+        beta=beta,
+        diagonal=diagonal,
+        implementation=implementation,
+    )
+
+
+def syrkx(
+    a_matrix: jax.Array,
+    b_matrix: jax.Array,
+    c_matrix: jax.Array | None = None,
+    *,
+    alpha: jax.typing.ArrayLike = 1,
+    beta: jax.typing.ArrayLike = 0,
+    diagonal: jax.typing.ArrayLike = 0,
+    implementation: str | None = None,
+) -> jax.Array:
+    """A product known to be symmetric: alpha·A·Bᵀ + beta·C + diagonal·I.
+
+    Only the lower triangle of A·Bᵀ and of C is used; the caller knows that both are symmetric. The
+    result is full, and exactly equal to its transpose. Products accumulate in float32 and the sum
+    is rounded once, to the operands' dtype. Leading dimensions are a batch, computed in one launch,
+    under `jax.vmap` too.
+
+    `"xla"` also takes float64 and complex operands (which accumulate in their own precision; A·Bᴴ,
+    Hermitian, for complex ones) and can be differentiated. `"triton"` cannot.
+
+    Args:
+        a_matrix: shape `(..., m, n)`, m, n ≥ 1; bfloat16, float16 or float32.
+        b_matrix: shape and dtype of `a_matrix`.
+        c_matrix: shape `(..., m, m)` and dtype of `a_matrix`, or None for no such term.
+        alpha, beta, diagonal: real coefficients, which may be traced: scalars, or one for each
+            matrix, of shape `(...)`.
+        implementation: `"xla"`, `"triton"`, or None for the choice of `select_implementation`.
+
+    Returns:
+        The product, of shape `(..., m, m)` and the operands' dtype.
+
+    Raises:
+        ValueError: the operands do not fit together, or `implementation` is no implementation.
+        NotImplementedError: the named implementation cannot run here; `unsupported_reason` says
+            why.
+
+    References:
+        `SYRK <https://www.netlib.org/lapack/explore-html/>`_ of the BLAS, and SYRKX of cuBLAS.
+    """
+    _check_operands(a_matrix, b_matrix, c_matrix)
+    batch = a_matrix.shape[:-2]
+    accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
+    coefficients = {}
+    for name, value in (("alpha", alpha), ("beta", beta), ("diagonal", diagonal)):
+        value = jnp.asarray(value, dtype=accumulator)
+        if value.shape not in ((), batch):
+            raise ValueError(
+                f"{name} must be a scalar or have the batch shape {batch} of a_matrix, got shape"
+                f" {value.shape}"
+            )
+        coefficients[name] = value
+    implementation = implementation or select_implementation(a_matrix)
+    if reason := unsupported_reason(implementation, a_matrix):
+        raise NotImplementedError(
+            f"implementation={implementation!r} cannot run: {reason}. Pass implementation=None to"
+            f" have one chosen that can."
+        )
+    return _IMPLEMENTATIONS[implementation](a_matrix, b_matrix, c_matrix, **coefficients)
+
+
+def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
+    """Returns why `syrkx(a_matrix, …, implementation=implementation)` would raise, or None.
+
+    Args:
+        implementation: `"xla"` or `"triton"`.
+        a_matrix: the operand, or anything with its `shape` and `dtype`.
+
+    Raises:
+        ValueError: `implementation` is not one of those.
+    """
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be one of {sorted(_IMPLEMENTATIONS)} or None,"
+            f" got {implementation!r}"
+        )
+    if implementation == "triton":
+        return _pallas_triton.unsupported_reason(a_matrix)
+    return None
+
+
+def select_implementation(a_matrix: Operand) -> str:
+    """Returns the implementation that `implementation=None` stands for.
+
+    It is chosen by the operand's shape and dtype and by the default device (the abstract mesh's
+    device, where one is set), never by trying.
+
+    Args:
+        a_matrix: the operand, or anything with its `shape` and `dtype`.
+    """
+    if unsupported_reason("triton", a_matrix) is None and _pallas_triton.is_fastest(a_matrix):
+        return "triton"
+    return "xla"
+
+
+def _check_operands(a_matrix, b_matrix, c_matrix):
+    if a_matrix.ndim < 2 or not jnp.issubdtype(a_matrix.dtype, jnp.inexact):
+        raise ValueError(
+            "a_matrix must have a float dtype and shape (..., m, n), got"
+            f" {a_matrix.dtype}{list(a_matrix.shape)}"
+        )
+    *batch, m, _ = a_matrix.shape
+    expected = {"b_matrix": (b_matrix, a_matrix.shape), "c_matrix": (c_matrix, (*batch, m, m))}
+    for name, (operand, shape) in expected.items():
+        if operand is not None and (operand.shape, operand.dtype) != (shape, a_matrix.dtype):
+            raise ValueError(
+                f"{name} must be {a_matrix.dtype}{list(shape)} to fit a_matrix,"
+                f" {a_matrix.dtype}{list(a_matrix.shape)}; got"
+                f" {operand.dtype}{list(operand.shape)}"
+            )

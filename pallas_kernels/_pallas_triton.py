@@ -1,0 +1,187 @@
+"""Implementation `"triton"`: a Pallas kernel lowered through Triton, for NVIDIA GPUs since Ampere.
+
+One program computes one square tile of the lower triangle and stores it twice: as it is, and
+transposed into the upper triangle. A tile on the diagonal is mirrored in place and stored once, so
+no element of the result has two writers.
+
+JAX has deprecated this lowering (no removal date is announced as of 0.12.0). Nothing else in the
+package imports from this file but the dispatch table, so it can be deleted whole.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import _triangle
+
+# Raised while lowering, so it cannot be filtered around the call.
+warnings.filterwarnings(
+    "ignore", "The Pallas Triton backend is deprecated", category=DeprecationWarning
+)
+
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Shape of one program: a `tile` × `tile` block of the result, in steps of `tile_k`."""
+
+    tile: int
+    tile_k: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self):
+        for name in ("tile", "tile_k", "num_warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, got {value}")
+        if min(self.tile, self.tile_k) < 16:
+            raise ValueError(f"tiles of a matrix product are at least 16 wide, got {self}")
+
+
+def unsupported_reason(a_matrix: jax.Array) -> str | None:
+    """Returns why this implementation cannot take `(..., m, n)` operands here, or None."""
+    if a_matrix.dtype not in _DTYPES:
+        supported = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        return f"the dtype {a_matrix.dtype} is not one of {supported}"
+    if not math.prod(a_matrix.shape):
+        return f"the shape {a_matrix.shape} has no elements"
+    if not plt.is_gpu_device():
+        return "the default device is not a GPU"
+    try:
+        info = plt.get_gpu_info()
+    except ValueError as error:
+        return str(error)
+    if info.compute_capability < 80:
+        return f"{info.arch_name} is not an NVIDIA GPU of compute capability 8.0 or higher"
+    return None
+
+
+def is_fastest(a_matrix: jax.Array) -> bool:
+    """Returns whether this kernel beats XLA's product for `(..., m, n)` operands."""
+    *_, m, n = a_matrix.shape
+    return jnp.dtype(a_matrix.dtype).itemsize == 2 and m % 8 == n % 8 == 0
+
+
+def default_config(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Config:
+    """Returns the tile shape for operands of one shape and dtype."""
+    if jnp.dtype(dtype).itemsize == 4:
+        return Config(tile=64, tile_k=32, num_warps=4, num_stages=3)
+    *batch, m, _ = shape
+    if math.prod(batch) * _triangle.num_tiles(pl.cdiv(m, 128)) < 200:
+        return Config(tile=64, tile_k=64, num_warps=4, num_stages=3)
+    return Config(tile=128, tile_k=64, num_warps=4, num_stages=3)
+
+
+def syrkx(
+    a_matrix: jax.Array,
+    b_matrix: jax.Array,
+    c_matrix: jax.Array | None,
+    alpha: jax.Array,
+    beta: jax.Array,
+    diagonal: jax.Array,
+    *,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """As `_reference.syrkx`; every leading dimension is part of one launch, also under `vmap`."""
+    *batch, m, n = a_matrix.shape
+    config = config or default_config(a_matrix.shape, a_matrix.dtype)
+    coefficients = jnp.stack(
+        [jnp.broadcast_to(x, batch).astype(jnp.float32) for x in (alpha, beta, diagonal)], axis=-1
+    )
+    out = _stacked(config, interpret)(
+        a_matrix.reshape(-1, m, n),
+        b_matrix.reshape(-1, m, n),
+        None if c_matrix is None else c_matrix.reshape(-1, m, m),
+        coefficients.reshape(-1, 3),
+    )
+    return out.reshape(*batch, m, m)
+
+
+def _stacked(config: Config, interpret: bool):
+    """The kernel over stacks `(batch, ...)`, which `vmap` makes longer instead of launching more."""
+
+    @jax.custom_batching.custom_vmap
+    def call(a_matrix, b_matrix, c_matrix, coefficients):
+        batch, m, n = a_matrix.shape
+        return pl.pallas_call(
+            functools.partial(_kernel, config=config),
+            grid=(batch * _triangle.num_tiles(pl.cdiv(m, config.tile)),),
+            out_shape=jax.ShapeDtypeStruct((batch, m, m), a_matrix.dtype),
+            compiler_params=plt.CompilerParams(
+                num_warps=config.num_warps, num_stages=config.num_stages
+            ),
+            interpret=interpret,
+            name="syrkx",
+        )(coefficients, a_matrix, b_matrix, c_matrix)
+
+    @call.def_vmap
+    def _(axis_size, in_batched, *operands):
+        def merge(operand, batched):
+            if not batched:
+                operand = jnp.broadcast_to(operand, (axis_size, *operand.shape))
+            return operand.reshape(-1, *operand.shape[2:])
+
+        out = call(*jax.tree.map(merge, operands, tuple(in_batched)))
+        return out.reshape(axis_size, -1, *out.shape[1:]), True
+
+    return call
+
+
+def _kernel(coefficients_gmem, a_gmem, b_gmem, c_gmem, out_gmem, *, config: Config):
+    _, m, n = a_gmem.shape
+    tile, tile_k = config.tile, config.tile_k
+    tiles_per_matrix = _triangle.num_tiles(pl.cdiv(m, tile))
+    program = pl.program_id(0)
+    batch = program // tiles_per_matrix
+    tile_row, tile_col = _triangle.row_col(program % tiles_per_matrix)
+    rows, cols = pl.ds(tile_row * tile, tile), pl.ds(tile_col * tile, tile)
+    row_ids = tile_row * tile + jnp.arange(tile)
+    col_ids = tile_col * tile + jnp.arange(tile)
+
+    def in_bounds(ids_0, ids_1, limit_1):
+        """Mask of a tile of an (m, limit_1) matrix, or None where every tile fits."""
+        if m % tile == 0 and limit_1 % ids_1.size == 0:
+            return None
+        return (ids_0 < m)[:, None] & (ids_1 < limit_1)[None, :]
+
+    def load(gmem, rows, row_ids, cols, col_ids):
+        mask = in_bounds(row_ids, col_ids, gmem.shape[-1])
+        other = None if mask is None else 0.0
+        return plt.load(gmem.at[batch, rows, cols], mask=mask, other=other)
+
+    def accumulate(step, accumulator):
+        start = step * tile_k
+        depth, depth_ids = pl.ds(start, tile_k), start + jnp.arange(tile_k)
+        a_tile = load(a_gmem, rows, row_ids, depth, depth_ids)
+        b_tile = load(b_gmem, cols, col_ids, depth, depth_ids)
+        return accumulator + plt.dot(a_tile, b_tile, trans_b=True)
+
+    accumulator = jax.lax.fori_loop(
+        0, pl.cdiv(n, tile_k), accumulate, jnp.zeros((tile, tile), jnp.float32)
+    )
+
+    alpha, beta, diagonal = (
+        plt.load(coefficients_gmem.at[batch, jnp.int32(i)]) for i in range(3)
+    )
+    total = alpha * accumulator
+    if c_gmem is not None:
+        total += beta * load(c_gmem, rows, row_ids, cols, col_ids).astype(jnp.float32)
+    total += jnp.where(row_ids[:, None] == col_ids[None, :], diagonal, 0.0)
+    out = total.astype(out_gmem.dtype)
+    mirrored = out.T
+    out = jnp.where(row_ids[:, None] >= col_ids[None, :], out, mirrored)
+
+    plt.store(out_gmem.at[batch, rows, cols], out, mask=in_bounds(row_ids, col_ids, m))
+
+    @pl.when(tile_row != tile_col)
+    def _():
+        plt.store(out_gmem.at[batch, cols, rows], mirrored, mask=in_bounds(col_ids, row_ids, m))
