@@ -93,6 +93,11 @@ def scale_by_muon(
         raise ValueError(
             f"preconditioning must be one of {PRECONDITIONINGS}, got {preconditioning!r}"
         )
+    if isinstance(ns_dtype, jax.Array):
+        raise ValueError(
+            f"ns_dtype must be a dtype, got an array: optax.inject_hyperparams takes {ns_dtype.dtype}"
+            " for a schedule; give it static_args='ns_dtype'"
+        )
     ns_coeffs = _coefficients.canonicalize(ns_coeffs)
     _coefficients.resolve(ns_coeffs, ns_steps)
     if _coefficients.is_traced((ns_coeffs, ns_steps)):  # under optax.inject_hyperparams

@@ -38,9 +38,9 @@ def newton_schulz(
     `syrk`, `syrk` with everything else in its epilogue, and one matrix product. The norm is read
     off the first A, ‖X‖² = trace(XXᵀ), and divided out through the first step's coefficients.
 
-    The result does not depend on the scale of X, from the smallest normal number of its dtype to
-    the largest: X is first multiplied by a power of two, exactly, so that no product overflows.
-    Zero gives zero. A matrix with a NaN or an infinity gives NaN throughout.
+    The result does not depend on the scale of X, as long as its entries are normal numbers: X is
+    first multiplied by a power of two, exactly, so that no product overflows. Zero gives zero. A
+    matrix with a NaN or an infinity gives NaN throughout.
 
     Args:
         x: matrices of shape `(..., m, n)` and any float dtype. Where m > n the iteration runs on
@@ -143,24 +143,26 @@ def _scaled_by_power_of_two(x, dtype):
 
 
 def _inverse_norm(x, gram, eps, scale, preconditioning):
+    """1/(norm of X, with eps in it), and 0 for the zero matrix."""
     accumulator = jnp.finfo(jnp.promote_types(gram.dtype, jnp.float32)).dtype
     if preconditioning == "frobenius":
         *batch, m, _ = gram.shape
         diagonal = gram.reshape(*batch, m * m)[..., :: m + 1]  # jnp.diagonal is a kernel of its own
-        norm = jnp.sqrt(jnp.sum(diagonal.real.astype(accumulator), axis=-1)) + eps * scale
+        norm = jnp.sqrt(jnp.sum(diagonal.real.astype(accumulator), axis=-1))
+        regularized = norm + eps * scale
     elif preconditioning == "schatten":
-        squares = jnp.sum(jnp.abs(gram).astype(accumulator) ** 2, axis=(-2, -1))
-        norm = jnp.sqrt(jnp.maximum(jnp.sqrt(squares), (eps * scale) * scale))
+        norm = jnp.sqrt(jnp.sum(jnp.abs(gram).astype(accumulator) ** 2, axis=(-2, -1)))
+        regularized = jnp.sqrt(jnp.maximum(norm, (eps * scale) * scale))
     else:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        norm = jnp.linalg.norm(wide, ord=2, axis=(-2, -1)) + eps * scale
-    return jnp.where(norm == 0, 0, 1 / norm)
+        norm = jnp.linalg.norm(wide, ord=2, axis=(-2, -1))
+        regularized = norm + eps * scale
+    return jnp.where(norm == 0, 0, 1 / regularized)
 
 
 def _balance_rows(x, gram, least):
     """DX and DAD for the diagonal D with D⁻² = max(Σⱼ|Aᵢⱼ|, least): the AOL preconditioner."""
     accumulator = jnp.finfo(jnp.promote_types(gram.dtype, jnp.float32)).dtype
     sums = jnp.sum(jnp.abs(gram).astype(accumulator), axis=-1, keepdims=True)
-    sums = jnp.maximum(sums, least[..., None, None])
-    d = jnp.where(sums == 0, 0, jax.lax.rsqrt(sums))
+    d = jnp.where(sums == 0, 0, jax.lax.rsqrt(jnp.maximum(sums, least[..., None, None])))
     return (x * d).astype(x.dtype), (gram * d * d.mT).astype(gram.dtype)

@@ -111,9 +111,10 @@ def main() -> int:
         shape = tuple(int(size) for size in text.split("x"))
         measurement = measure(arguments.benchmark, shape, arguments.dtype)
         times = measurement["microseconds"]
-        cells = [f"{name} {t['median']:.1f} ({t['q1']:.1f}–{t['q3']:.1f})" for name, t in times.items()]
-        ratio = times["jnp"]["median"] / times["None"]["median"]
-        print(f"{text}: {', '.join(cells)}; jnp / None {ratio:.2f}", flush=True)
+        clock = "device" if "device" in times["jnp"] else "wall"
+        medians = {name: by_clock[clock][1] for name, by_clock in times.items()}
+        cells = ", ".join(f"{name} {median:.1f}" for name, median in medians.items())
+        print(f"{text}: {cells} µs {clock}; jnp / None {medians['jnp'] / medians['None']:.2f}")
         report["measurements"].append(measurement)
         if arguments.json:
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")

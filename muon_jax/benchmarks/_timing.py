@@ -1,4 +1,4 @@
-"""Interleaved timing of variants, each repeated inside one compiled program."""
+"""Interleaved timing of variants: wall clock, and the time their kernels spend on the GPU."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -6,58 +6,54 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+ROUNDS = 11
 
 
 def time_interleaved(
-    variants: Mapping[str, Callable[[jax.Array], jax.Array]],
-    x: jax.Array,
-    *,
-    rounds: int = 15,
-    seconds_per_call: float = 0.01,
-) -> dict[str, dict[str, float]]:
-    """Times each variant on `x`, in turns, `rounds` times.
+    variants: Mapping[str, Callable[[jax.Array], jax.Array]], x: jax.Array
+) -> dict[str, dict[str, list[float]]]:
+    """Times each jitted variant on `x`, in turns, `ROUNDS` times after a warm-up.
 
     Returns:
-        For each variant, in µs per application, the `median`, and the quartiles `q1` and `q3`.
+        For each variant the quartiles (25%, median, 75%), in µs per application, of
+
+        - `wall`: the wall clock of consecutive calls that are enqueued together, so that launch
+          overhead shows only where it exceeds the work;
+        - `device`: the sum over the kernels' own durations, by CUPTI; on GPUs only.
     """
-    programs = {}
-    for name, function in variants.items():
-        once = repeated(function, 1)
-        repeats = int(np.clip(seconds_per_call / min(_seconds(once, x) for _ in range(4)), 2, 50))
-        programs[name] = (repeated(function, repeats), repeats)
-        _seconds(programs[name][0], x)
-    samples = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, (program, repeats) in programs.items():
-            samples[name].append(_seconds(program, x) / repeats * 1e6)
+    programs = {name: jax.jit(function).lower(x).compile() for name, function in variants.items()}
+    calls = {}
+    for name, program in programs.items():
+        _wall(program, x, calls=1)
+        calls[name] = int(np.clip(0.02 / _wall(program, x, calls=3), 3, 50))
+    clocks = {"wall": _wall}
+    if x.device.platform == "gpu":
+        clocks["device"] = _device
+    samples = {name: {clock: [] for clock in clocks} for name in programs}
+    for _ in range(ROUNDS):
+        for name, program in programs.items():
+            for clock, measure in clocks.items():
+                samples[name][clock].append(measure(program, x, calls[name]) * 1e6)
     return {
-        name: dict(zip(("q1", "median", "q3"), np.quantile(values, (0.25, 0.5, 0.75)), strict=True))
-        for name, values in samples.items()
+        name: {
+            clock: np.quantile(values, (0.25, 0.5, 0.75)).round(2).tolist()
+            for clock, values in by_clock.items()
+        }
+        for name, by_clock in samples.items()
     }
 
 
-def repeated(function: Callable[[jax.Array], jax.Array], repeats: int):
-    """Compiles `repeats` applications of `function`, each of which waits for the one before.
-
-    One element of the argument is moved by a multiple of one element of the result too small to
-    count: a dependency that costs one tiny kernel and that no compiler can remove.
-    """
-
-    @jax.jit
-    def program(x):
-        first = (0,) * x.ndim
-        for _ in range(repeats):
-            result = function(x)
-            x = x.at[first].add((1e-30 * result[(0,) * result.ndim]).astype(x.dtype))
-        return x[first]
-
-    return program
-
-
-def _seconds(program, x) -> float:
+def _wall(program, x: jax.Array, calls: int) -> float:
     start = time.perf_counter()
-    jax.block_until_ready(program(x))
-    return time.perf_counter() - start
+    jax.block_until_ready([program(x) for _ in range(calls)])
+    return (time.perf_counter() - start) / calls
+
+
+def _device(program, x: jax.Array, calls: int) -> float:
+    _, milliseconds = profiler.measure(program, iterations=calls)(x)
+    return float(np.mean(milliseconds)) * 1e-3
 
 
 def relative_error(result: jax.Array, reference: jax.Array) -> float:

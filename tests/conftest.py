@@ -1,0 +1,13 @@
+"""Eight CPU devices where there is no GPU; the `gpu` marker."""
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_collection_modifyitems(items):
+    on_gpu = jax.default_backend() == "gpu"
+    for item in items:
+        if item.get_closest_marker("gpu") and not on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

@@ -1,0 +1,77 @@
+"""Inputs, float64 oracles and error measures that several tests share."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels import _pallas_triton, syrkx
+
+# Small enough for interpret mode to be quick, and several tiles in every direction.
+INTERPRETED = _pallas_triton.Config(tile=32, tile_k=16, num_warps=4, num_stages=3)
+
+GPUS = {
+    "A100": AbstractDevice("NVIDIA A100", 108, "gpu"),
+    "H200": AbstractDevice("NVIDIA H200", 132, "gpu"),
+    "B200": AbstractDevice("NVIDIA B200", 148, "gpu"),
+    "RTX 4090": AbstractDevice("NVIDIA GeForce RTX 4090", 128, "gpu"),
+}
+
+
+def described_gpu(name: str):
+    """A context in which functions are traced and lowered for a GPU that is not there."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=GPUS[name]))
+
+
+def interpreted_triton(a_matrix, b_matrix, c_matrix=None, *, alpha=1.0, beta=0.0, diagonal=0.0):
+    """`syrkx(implementation="triton")`, run by the interpreter on the CPU."""
+    coefficients = (jnp.asarray(value, jnp.float32) for value in (alpha, beta, diagonal))
+    return _pallas_triton.syrkx(
+        a_matrix, b_matrix, c_matrix, *coefficients, config=INTERPRETED, interpret=True
+    )
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "xla": functools.partial(syrkx, implementation="xla"),
+    "triton, interpreted": interpreted_triton,
+    "triton": functools.partial(syrkx, implementation="triton"),
+}
+each_implementation = pytest.mark.parametrize(
+    "implementation",
+    ["xla", "triton, interpreted", pytest.param("triton", marks=pytest.mark.gpu)],
+)
+
+
+def integers(rng: np.random.Generator, shape: tuple[int, ...], dtype) -> jax.Array:
+    """Integers in [-2, 2], whose products and sums float32 holds exactly."""
+    return jnp.asarray(rng.integers(-2, 3, shape), dtype)
+
+
+def exact_syrkx(a_matrix, b_matrix, c_matrix=None, *, alpha=1.0, beta=0.0, diagonal=0.0):
+    """alpha·A·Bᵀ + beta·C + diagonal·I in float64, its lower triangle mirrored."""
+    a_matrix, b_matrix = np.asarray(a_matrix, np.float64), np.asarray(b_matrix, np.float64)
+    alpha, beta, diagonal = (np.asarray(x, np.float64)[..., None, None] for x in (alpha, beta, diagonal))
+    total = alpha * (a_matrix @ b_matrix.mT) + diagonal * np.eye(a_matrix.shape[-2])
+    if c_matrix is not None:
+        total = total + beta * np.asarray(c_matrix, np.float64)
+    return np.tril(total) + np.tril(total, -1).mT
+
+
+def exact_newton_schulz(x, triples) -> np.ndarray:
+    """X/‖X‖_F, then X <- aX + (bA + cA²)X with A = XXᵀ for each triple, in float64."""
+    x = np.asarray(x, np.float64 if np.isrealobj(x) else np.complex128)
+    x = x / np.linalg.norm(x, axis=(-2, -1), keepdims=True)
+    for a, b, c in triples:
+        gram = x @ x.conj().mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def relative_error(result, reference) -> float:
+    """‖result - reference‖ / ‖reference‖ (Frobenius)."""
+    result = np.asarray(result, np.result_type(reference))
+    return float(np.linalg.norm(result - reference) / np.linalg.norm(reference))

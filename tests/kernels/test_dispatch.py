@@ -1,0 +1,84 @@
+import functools
+
+import helpers
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import select_implementation, syrk, syrkx, unsupported_reason
+
+MATRIX = jnp.ones((64, 128), jnp.bfloat16)
+
+
+def operand(shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_without_a_gpu_the_choice_is_xla_and_triton_says_why_not():
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    assert select_implementation(MATRIX) == "xla"
+    assert unsupported_reason("xla", MATRIX) is None
+    assert unsupported_reason("triton", MATRIX) == "the default device is not a GPU"
+    with pytest.raises(NotImplementedError, match="implementation='triton' cannot run: the default"):
+        syrk(MATRIX, implementation="triton")
+
+
+@pytest.mark.parametrize("gpu", helpers.GPUS)
+def test_the_choice_follows_the_described_device(gpu):
+    with helpers.described_gpu(gpu):
+        assert unsupported_reason("triton", MATRIX) is None
+        assert select_implementation(operand((4096, 4096))) == "triton"
+        assert select_implementation(operand((4096, 4096), jnp.float32)) == "xla"
+        assert select_implementation(operand((1001, 1001))) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((64, 64), jnp.float64, "dtype float64 is not one of bfloat16, float16, float32"),
+        ((64, 64), jnp.complex64, "dtype complex64 is not one of"),
+        ((0, 64, 64), jnp.bfloat16, "has no elements"),
+    ],
+)
+def test_triton_states_its_limits(shape, dtype, reason):
+    with helpers.described_gpu("H200"):
+        assert reason in unsupported_reason("triton", operand(shape, dtype))
+
+
+def test_triton_needs_ampere():
+    old = jax.sharding.AbstractDevice("Tesla T4", 40, "gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=old)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert "compute capability 8.0" in unsupported_reason("triton", MATRIX)
+        assert select_implementation(MATRIX) == "xla"
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H200", "B200"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("shape", [(256, 128), (2, 100, 33)], ids=str)
+def test_triton_lowers_for_gpus(gpu, dtype, shape):
+    *batch, m, _ = shape
+    function = functools.partial(syrk, beta=1.0, diagonal=2.0, implementation="triton")
+    with helpers.described_gpu(gpu):
+        traced = jax.jit(function).trace(operand(shape, dtype), operand((*batch, m, m), dtype))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: syrk(jnp.ones(3)), r"shape \(\.\.\., m, n\), got float32\[3\]"),
+        (lambda: syrk(jnp.ones((2, 3), jnp.int32)), r"float dtype .* got int32\[2, 3\]"),
+        (lambda: syrkx(MATRIX, MATRIX.T), r"b_matrix must be bfloat16\[64, 128\].*got.*\[128, 64\]"),
+        (lambda: syrk(MATRIX, MATRIX), r"c_matrix must be bfloat16\[64, 64\]"),
+        (lambda: syrk(MATRIX, jnp.ones((64, 64))), r"c_matrix must be bfloat16.*got\s+float32"),
+        (lambda: syrk(MATRIX, alpha=jnp.ones(2)), r"alpha must be a scalar.*got shape \(2,\)"),
+        (lambda: syrk(MATRIX, implementation="cuda"), r"one of \['triton', 'xla'\].*got 'cuda'"),
+        (lambda: unsupported_reason("gpu", MATRIX), r"one of \['triton', 'xla'\].*got 'gpu'"),
+    ],
+)
+def test_wrong_calls_say_what_was_wrong(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

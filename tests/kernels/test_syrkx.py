@@ -1,0 +1,156 @@
+"""One body of tests for every implementation of `syrkx`, against float64."""
+
+import functools
+
+import chex
+import helpers
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import IMPLEMENTATIONS, each_implementation
+
+from pallas_kernels import syrk, syrkx
+
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
+SHAPES = [(64, 96), (1, 1), (1, 50), (50, 1), (33, 17), (3, 40, 20), (2, 3, 35, 16)]
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+
+
+@each_implementation
+@each_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_integers_are_exact_with_the_whole_epilogue(implementation, dtype, shape):
+    rng = np.random.default_rng(0)
+    *batch, m, _ = shape
+    a = helpers.integers(rng, shape, dtype)
+    c = helpers.integers(rng, (*batch, m, m), dtype)  # not symmetric: only its lower triangle counts
+    alpha = rng.integers(1, 4, batch).astype(np.float32)  # one for each matrix
+    kwargs = {"alpha": alpha, "beta": -2.0, "diagonal": 3.0}
+    expected = helpers.exact_syrkx(a, a, c, **kwargs).astype(dtype)  # exact, then rounded once
+    chex.assert_trees_all_equal(IMPLEMENTATIONS[implementation](a, a, c, **kwargs), expected)
+
+
+@each_implementation
+@each_dtype
+def test_integers_are_exact_without_an_epilogue(implementation, dtype):
+    a = helpers.integers(np.random.default_rng(1), (70, 30), dtype)
+    expected = helpers.exact_syrkx(a, a).astype(dtype)
+    chex.assert_trees_all_equal(IMPLEMENTATIONS[implementation](a, a), expected)
+
+
+@each_implementation
+def test_two_operands_whose_product_is_symmetric(implementation):
+    symmetric = helpers.integers(np.random.default_rng(2), (40, 40), jnp.float32)
+    a = jnp.tril(symmetric) + jnp.tril(symmetric, -1).T
+    b = a @ a + 2 * a  # commutes with a
+    expected = helpers.exact_syrkx(a, b).astype(np.float32)
+    chex.assert_trees_all_equal(IMPLEMENTATIONS[implementation](a, b), expected)
+
+
+@each_implementation
+@hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
+@hypothesis.given(
+    m=st.integers(1, 80),
+    n=st.integers(1, 80),
+    batch=st.sampled_from([(), (1,), (3,)]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_error_is_at_most_twice_that_of_xlas_product(implementation, m, n, batch, dtype, seed):
+    rng = np.random.default_rng(seed)
+    a = jnp.asarray(rng.standard_normal((*batch, m, n)), dtype)
+    c = jnp.asarray(rng.standard_normal((*batch, m, m)), dtype)
+    kwargs = {"alpha": 0.7, "beta": -1.3, "diagonal": 2.5}
+    expected = helpers.exact_syrkx(a, a, c, **kwargs)
+    lower = jnp.tril(c).astype(jnp.float32)
+    c_symmetric = lower + jnp.tril(lower, -1).mT
+    with jax.default_matmul_precision("highest"):
+        out = IMPLEMENTATIONS[implementation](a, a, c, **kwargs)
+        product = jnp.matmul(a, a.mT, preferred_element_type=jnp.float32)
+    by_xla = (0.7 * product - 1.3 * c_symmetric + 2.5 * jnp.eye(m)).astype(dtype)
+    limit = 2 * helpers.relative_error(by_xla, expected) + 1e-7
+    assert helpers.relative_error(out, expected) <= limit
+
+
+@each_implementation
+@each_dtype
+@pytest.mark.parametrize("same", [True, False], ids=["syrk", "syrkx"])
+def test_the_result_equals_its_transpose_exactly(implementation, dtype, same):
+    rng = np.random.default_rng(3)
+    a, b, c = (jnp.asarray(rng.standard_normal((2, 77, 77)), dtype) for _ in range(3))
+    out = IMPLEMENTATIONS[implementation](a, a if same else b, c, beta=0.5)
+    chex.assert_trees_all_equal(out, out.mT)
+
+
+@each_implementation
+@pytest.mark.parametrize("in_axes", [(0, None, None), (1, 2, 0), (None, None, 0)], ids=str)
+def test_vmap_gives_what_a_loop_gives(implementation, in_axes):
+    rng = np.random.default_rng(4)
+    shapes = [(2, 30, 20), (2, 30, 30), (2,)]
+    a, c, alpha = (
+        helpers.integers(rng, shape if axis is None else (*shape[:axis], 3, *shape[axis:]), "float32")
+        for shape, axis in zip(shapes, in_axes, strict=True)
+    )
+
+    def function(a, c, alpha):
+        return IMPLEMENTATIONS[implementation](a, a, c, alpha=alpha, beta=2.0)
+
+    out = jax.vmap(function, in_axes)(a, c, alpha)
+    chex.assert_shape(out, (3, 2, 30, 30))
+    for i in range(3):
+        one = (
+            operand if axis is None else jnp.take(operand, i, axis)
+            for operand, axis in zip((a, c, alpha), in_axes, strict=True)
+        )
+        chex.assert_trees_all_equal(out[i], function(*one))
+
+
+def test_vmap_of_triton_launches_one_kernel():
+    jaxpr = jax.make_jaxpr(jax.vmap(jax.vmap(lambda a: helpers.interpreted_triton(a, a))))
+    text = str(jaxpr(jnp.ones((3, 2, 4, 30, 20))))
+    assert text.count("pallas_call[") == 1
+    assert "grid=(24,)" in text
+
+
+@each_implementation
+def test_nan_and_infinity_stay_visible(implementation):
+    a = jnp.ones((40, 20)).at[3, 4].set(jnp.nan).at[35, 0].set(jnp.inf)
+    out = np.asarray(IMPLEMENTATIONS[implementation](a, a))
+    assert np.isnan(out[3]).all()
+    assert np.isnan(out[:, 3]).all()
+    assert np.isinf(out[35, 0])
+    assert np.isfinite(np.delete(np.delete(out, [3, 35], 0), [3, 35], 1)).all()
+
+
+def test_coefficients_may_be_traced():
+    a = helpers.integers(np.random.default_rng(5), (30, 20), jnp.bfloat16)
+
+    @jax.jit
+    def function(a, alpha, diagonal):
+        return syrk(a, alpha=alpha, diagonal=diagonal)
+
+    expected = helpers.exact_syrkx(a, a, alpha=2.0, diagonal=-1.0).astype(jnp.bfloat16)
+    chex.assert_trees_all_equal(function(a, 2, -1), expected)
+
+
+def test_xla_is_differentiable():
+    rng = np.random.default_rng(6)
+    a, c = (jnp.asarray(rng.standard_normal((5, 5)), jnp.float32) for _ in range(2))
+    function = functools.partial(syrk, alpha=0.5, beta=2.0, diagonal=3.0, implementation="xla")
+    with jax.default_matmul_precision("highest"):
+        jax.test_util.check_grads(function, (a, c), order=1, modes=["fwd", "rev"], eps=1e-2)
+
+
+def test_xla_takes_float64_and_complex():
+    rng = np.random.default_rng(7)
+    a = rng.standard_normal((6, 4)) + 1j * rng.standard_normal((6, 4))
+    with jax.enable_x64(True):
+        out = syrk(jnp.asarray(a), diagonal=2.0)
+        chex.assert_trees_all_close(out, a @ a.conj().T + 2 * np.eye(6), rtol=1e-12)
+        chex.assert_trees_all_equal(out, out.mT.conj())
+        real = jnp.asarray(a.real)
+        chex.assert_trees_all_close(syrkx(real, real), a.real @ a.real.T, rtol=1e-12)

@@ -1,0 +1,289 @@
+import inspect
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import muon_jax
+from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
+
+DIMENSION_NUMBERS = {
+    "wide": MuonDimensionNumbers(),
+    "tall": MuonDimensionNumbers(),
+    "stack": MuonDimensionNumbers(1, 2),
+    "conv": MuonDimensionNumbers((0, 1, 2), 3),
+    "bias": None,
+}
+
+
+def tree(seed=0, dtype=jnp.float32):
+    shapes = {
+        "wide": (20, 50),
+        "tall": (48, 16),
+        "stack": (3, 12, 18),
+        "conv": (3, 3, 4, 24),
+        "bias": (11,),
+    }
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {
+        name: jax.random.normal(key, shape, dtype)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def trajectory(optimizer, steps, params=None):
+    """The last update and parameters after `steps` steps on gradients drawn at random."""
+    params = tree() if params is None else params
+
+    @jax.jit
+    def step(params, state, gradient):
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, updates
+
+    state = optimizer.init(params)
+    for seed in range(steps):
+        params, state, updates = step(params, state, tree(seed + 1))
+    assert step._cache_size() == 1  # nothing is compiled a second time
+    return updates, params, state
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"nesterov": False, "weight_decay": 0.1, "consistent_rms": 0.2},
+        {"adaptive": True, "ns_coeffs": "dion", "adam_learning_rate": 1e-3},
+        {"preconditioning": "schatten", "ns_coeffs": (2.0, -1.5, 0.5), "ns_steps": 8},
+        {"preconditioning": "aol"},
+        {"preconditioning": "spectral", "beta": 0.8, "adam_b1": 0.8, "adam_weight_decay": 0.1},
+    ],
+    ids=lambda kwargs: " ".join(kwargs) or "defaults",
+)
+def test_a_hundred_steps_are_those_of_optax(kwargs):
+    kwargs = {"learning_rate": 1e-2, "muon_weight_dimension_numbers": DIMENSION_NUMBERS, **kwargs}
+    with jax.default_matmul_precision("highest"):
+        ours = trajectory(muon(**kwargs, ns_dtype=None), 100)
+        theirs = trajectory(optax.contrib.muon(**kwargs), 100)
+    for ours_, theirs_ in zip(ours[:2], theirs[:2], strict=True):
+        for name in DIMENSION_NUMBERS:
+            error = jnp.max(jnp.abs(ours_[name] - theirs_[name])) / jnp.max(jnp.abs(theirs_[name]))
+            assert error <= 1e-5, name
+
+
+def test_the_default_dtype_is_bfloat16_and_close_to_optax():
+    ours, _, _ = trajectory(muon(1e-2, muon_weight_dimension_numbers=DIMENSION_NUMBERS), 5)
+    theirs, _, _ = trajectory(
+        optax.contrib.muon(1e-2, muon_weight_dimension_numbers=DIMENSION_NUMBERS), 5
+    )
+    for name in ("wide", "tall", "stack", "conv"):
+        error = jnp.linalg.norm(ours[name] - theirs[name]) / jnp.linalg.norm(theirs[name])
+        assert 1e-4 < error < 5e-2, name
+
+
+@pytest.mark.parametrize("name", ["muon", "scale_by_muon"])
+def test_parameters_and_their_order_are_those_of_optax(name):
+    ours = inspect.signature(getattr(muon_jax, name)).parameters
+    theirs = inspect.signature(getattr(optax.contrib, name)).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert list(ours)[len(theirs) :] == ["ns_dtype", "implementation"]
+    for key, parameter in theirs.items():
+        assert ours[key].kind == parameter.kind
+        if key != "ns_coeffs":
+            assert ours[key].default == parameter.default, key
+    coefficients = muon_jax._coefficients.NAMED[ours["ns_coeffs"].default]
+    assert coefficients == (theirs["ns_coeffs"].default,)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("mu_dtype", [None, jnp.bfloat16, jnp.float32])
+def test_updates_and_state_keep_dtype_and_structure(dtype, mu_dtype):
+    params = {"w": tree(dtype=dtype)["wide"]}
+    optimizer = muon(1e-2, mu_dtype=mu_dtype, consistent_rms=0.2, weight_decay=0.1)
+    state = optimizer.init(params)
+    updates, new_state = optimizer.update(params, state, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
+    mu = state.inner_states["muon"].inner_state[0].mu
+    chex.assert_type(mu["w"], mu_dtype or dtype)
+    chex.assert_tree_all_finite(updates)
+
+
+def test_state_holds_what_training_changes_and_nothing_else():
+    params = tree()["wide"]
+    optimizer = scale_by_muon()
+    state = optimizer.init(params)
+    assert state._fields == ("count", "mu")
+    _, new_state = optimizer.update(params, state)
+    for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(new_state), strict=True):
+        assert not (old == new).all()
+    for other in ("dion", (1.0, 2.0, 3.0)):
+        chex.assert_trees_all_equal_structs(state, scale_by_muon(other).init(params))
+
+
+def test_init_takes_shapes():
+    optimizer = muon(1e-2, muon_weight_dimension_numbers=DIMENSION_NUMBERS)
+    shapes = jax.eval_shape(tree)
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+        jax.eval_shape(optimizer.init, shapes), optimizer.init(tree())
+    )
+
+
+@pytest.mark.parametrize("spec", [("x", None), (None, "x"), (None, None)], ids=str)
+def test_updates_and_state_keep_their_sharding(spec):
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    params = jax.device_put({"w": tree()["tall"]}, sharding)
+    optimizer = muon(1e-2)
+    state = optimizer.init(params)
+    updates, new_state = jax.jit(optimizer.update)(params, state, params)
+    mu = new_state.inner_states["muon"].inner_state[0].mu
+    for array in (updates["w"], mu["w"]):
+        assert array.sharding.is_equivalent_to(sharding, 2)
+    one = {"w": tree()["tall"]}
+    alone, _ = optimizer.update(one, optimizer.init(one), one)
+    chex.assert_trees_all_close(jax.device_get(updates), alone, atol=1e-4)
+
+
+def test_donated_state_and_schedules():
+    schedule = optax.linear_schedule(1e-1, 0.0, 4)
+    optimizer = muon(schedule, muon_weight_dimension_numbers=DIMENSION_NUMBERS)
+
+    def step(params, state, gradient):
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    donating = jax.jit(step, donate_argnums=(0, 1))
+    params, donated = tree(), tree()
+    state, donated_state = optimizer.init(params), optimizer.init(donated)
+    for seed in range(5):
+        params, state = jax.jit(step)(params, state, tree(seed))
+        before = donated["wide"]
+        donated, donated_state = donating(donated, donated_state, tree(seed))
+        assert before.is_deleted()
+    chex.assert_trees_all_close(donated, params, rtol=1e-6)
+    last = jax.tree.map(jnp.subtract, step(params, state, tree(9))[0], params)
+    chex.assert_trees_all_close(last, jax.tree.map(jnp.zeros_like, last))  # the rate has reached 0
+
+
+@pytest.mark.parametrize("ns_coeffs", ["standard", "dion", (3.0, -3.0, 1.0)], ids=str)
+def test_inject_hyperparams(ns_coeffs):
+    kwargs = {
+        "ns_coeffs": ns_coeffs,
+        "ns_steps": 3,
+        "muon_weight_dimension_numbers": DIMENSION_NUMBERS,
+    }
+    injected = optax.inject_hyperparams(muon)(learning_rate=1e-2, **kwargs)
+    updates, _, state = trajectory(injected, 3)
+    expected, _, _ = trajectory(muon(1e-2, **kwargs), 3)
+    chex.assert_trees_all_close(updates, expected, atol=1e-6)
+    state.hyperparams["learning_rate"] *= 2
+    doubled, _ = injected.update(tree(7), state, tree())
+    state.hyperparams["learning_rate"] /= 2
+    once, _ = injected.update(tree(7), state, tree())
+    chex.assert_trees_all_close(doubled, jax.tree.map(lambda u: 2 * u, once), rtol=1e-5)
+
+
+def test_multi_steps_accumulates():
+    def optimizer():
+        return muon(1e-2, muon_weight_dimension_numbers=DIMENSION_NUMBERS)
+
+    accumulating = optax.MultiSteps(optimizer(), every_k_schedule=2)
+    params = tree()
+    state = accumulating.init(params)
+    for seed in (1, 2):
+        updates, state = jax.jit(accumulating.update)(tree(seed), state, params)
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, tree(1), tree(2))
+    expected, _ = optimizer().update(mean, optimizer().init(params), params)
+    chex.assert_trees_all_close(updates, expected, atol=2e-4)
+
+
+def test_a_chain_with_clipping():
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), muon(1e-2))
+    params = {"w": tree()["wide"], "b": tree()["bias"]}
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    scale = jnp.linalg.svd(updates["w"] / 1e-2 / np.sqrt(50 / 20), compute_uv=False)
+    assert 0.6 < float(scale.min()) < float(scale.max()) < 1.3
+
+
+@pytest.mark.parametrize(
+    ("shape", "numbers", "consistent_rms", "factor"),
+    [
+        ((20, 50), MuonDimensionNumbers(), None, np.sqrt(2.5)),
+        ((50, 20), MuonDimensionNumbers(), None, 1.0),
+        ((50, 20), MuonDimensionNumbers(1, 0), None, np.sqrt(2.5)),
+        ((3, 3, 4, 24), MuonDimensionNumbers((0, 1, 2), 3), None, 1.0),
+        ((50, 20), MuonDimensionNumbers(), 0.2, 0.2 * np.sqrt(50)),
+        ((3, 12, 18), MuonDimensionNumbers(1, 2), 0.2, 0.2 * np.sqrt(18)),
+    ],
+)
+def test_scale_by_shape(shape, numbers, consistent_rms, factor):
+    update = jnp.ones(shape)
+    transform = muon_jax._scaling.scale_by_shape(numbers, consistent_rms)
+    scaled, _ = transform.update(update, transform.init(update))
+    chex.assert_trees_all_close(scaled, factor * update, rtol=1e-6)
+
+
+def test_zero_gradients_give_zero_updates():
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        params = {"w": jnp.zeros((8, 12), dtype)}
+        optimizer = muon(1e-2, ns_dtype=None)
+        updates, _ = optimizer.update(params, optimizer.init(params), params)
+        chex.assert_trees_all_equal(updates, params)
+
+
+def test_huge_gradients_give_the_updates_of_ordinary_ones():
+    params = {"w": tree()["wide"]}
+    optimizer = muon(1e-2)
+    ordinary, _ = optimizer.update(params, optimizer.init(params), params)
+    huge = jax.tree.map(lambda p: 2.0**100 * p, params)  # exact
+    updates, _ = optimizer.update(huge, optimizer.init(params), params)
+    chex.assert_trees_all_close(updates, ordinary, rtol=1e-5)
+
+
+@pytest.mark.parametrize("preconditioning", ["aol", "schatten"])
+def test_eps_reaches_every_preconditioning(preconditioning):
+    params = {"w": 1e-3 * tree()["wide"]}
+
+    def norm(eps):
+        optimizer = muon(1.0, eps=eps, preconditioning=preconditioning)
+        updates, _ = optimizer.update(params, optimizer.init(params), params)
+        return float(jnp.linalg.norm(updates["w"]))
+
+    assert norm(1e4) < 0.1 * norm(1e-8)  # optax: equal
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: muon(0.1, ns_coeffs="muon"), r"one of \['dion', 'standard'\], got 'muon'"),
+        (lambda: muon(0.1, ns_coeffs="dion", ns_steps=10), r"has 5 steps, got ns_steps=10"),
+        (lambda: muon(0.1, ns_coeffs=[1.0, 2.0]), r"shape \(3,\) or \(steps, 3\), got \(2,\)"),
+        (lambda: muon(0.1, ns_steps=0), r"at least 1, got 0"),
+        (lambda: muon(0.1, preconditioning="svd"), r"preconditioning must be one of.*got 'svd'"),
+        (
+            lambda: scale_by_muon().update({"a": jnp.ones(3)}, scale_by_muon().init({"a": jnp.ones(3)})),
+            r"parameter \['a'\] of shape \(3,\) is no matrix.*MuonDimensionNumbers",
+        ),
+        (
+            lambda: optax.inject_hyperparams(muon)(0.1, ns_dtype=jnp.bfloat16).init(jnp.ones((2, 2))),
+            r"ns_dtype.*static_args",
+        ),
+    ],
+)
+def test_wrong_calls_say_what_was_wrong(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_list_of_coefficients_is_taken_too():
+    params = {"w": tree()["wide"]}
+    table = muon_jax._coefficients.NAMED["dion"]
+    expected, _ = muon(1e-2, "dion").update(params, muon(1e-2).init(params), params)
+    for ns_coeffs in (list(table), np.array(table), jnp.array(table)):
+        updates, _ = muon(1e-2, ns_coeffs).update(params, muon(1e-2).init(params), params)
+        chex.assert_trees_all_close(updates, expected, atol=1e-6)

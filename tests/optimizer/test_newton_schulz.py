@@ -1,0 +1,243 @@
+import chex
+import helpers
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import each_implementation
+
+import muon_jax._newton_schulz
+import pallas_kernels
+from muon_jax import _coefficients, newton_schulz
+
+STANDARD = _coefficients.NAMED["standard"][0]
+DION = _coefficients.NAMED["dion"]
+# Relative errors of five steps in each dtype, on the spectra below; float32 at highest precision.
+TOLERANCE = {"float32": 3e-5, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+@pytest.fixture(autouse=True)
+def highest_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """`newton_schulz` over a named implementation, the interpreter among them."""
+
+    def run(x, *args, implementation="xla", **kwargs):
+        if implementation == "triton, interpreted":
+            interpreted = helpers.IMPLEMENTATIONS[implementation]
+
+            def syrk(a, c=None, *, implementation, **coefficients):
+                return interpreted(a, a, c, **coefficients)
+
+            monkeypatch.setattr(muon_jax._newton_schulz, "syrk", syrk)
+            return newton_schulz.__wrapped__(x, *args, **kwargs)
+        return newton_schulz(x, *args, implementation=implementation, **kwargs)
+
+    return run
+
+
+def normal(shape, dtype="float32", seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(48, 80), (80, 48), (64, 64), (2, 3, 21, 34)], ids=str)
+def test_it_computes_its_polynomial(dtype, shape):
+    x = normal(shape)
+    out = newton_schulz(x, dtype=dtype)
+    chex.assert_type(out, jnp.float32)
+    expected = helpers.exact_newton_schulz(x, [STANDARD] * 5)
+    assert helpers.relative_error(out, expected) < TOLERANCE[dtype]
+
+
+@each_implementation
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("bfloat16", (48, 80)), ("float16", (80, 48)), ("float32", (2, 3, 21, 34))]
+)
+def test_it_does_so_over_every_implementation(run, implementation, dtype, shape):
+    x = normal(shape)
+    out = run(x, ns_steps=2, dtype=dtype, implementation=implementation)
+    expected = helpers.exact_newton_schulz(x, [STANDARD] * 2)
+    assert helpers.relative_error(out, expected) < TOLERANCE[dtype]
+
+
+@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+@hypothesis.given(m=st.integers(1, 40), n=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
+def test_any_shape(m, n, seed):
+    x = normal((m, n), seed=seed)
+    expected = helpers.exact_newton_schulz(x, [STANDARD] * 5)
+    assert helpers.relative_error(newton_schulz(x, dtype="float32"), expected) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("ns_coeffs", "ns_steps", "triples"),
+    [
+        ("standard", 3, [STANDARD] * 3),
+        ((2.0, -1.5, 0.5), 12, [(2.0, -1.5, 0.5)] * 12),
+        ("dion", 5, DION),
+        ("dion", 2, DION[-2:]),
+        (DION[:4], 5, DION[:4]),
+        ((*DION, *DION), 5, [*DION, *DION]),
+    ],
+)
+def test_coefficients_and_steps(ns_coeffs, ns_steps, triples):
+    x = normal((30, 50))
+    out = newton_schulz(x, ns_coeffs, ns_steps, dtype="float32")
+    assert helpers.relative_error(out, helpers.exact_newton_schulz(x, triples)) < 1e-4
+
+
+def test_a_convergent_triple_gives_the_polar_factor():
+    x = normal((40, 60))
+    u, _, vt = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
+    out = newton_schulz(x, (2.0, -1.5, 0.5), 20, dtype="float32")
+    chex.assert_trees_all_close(np.asarray(out, np.float64), u @ vt, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("magnitude", [1e-34, 1e-30, 1e30, 3e38])
+def test_the_result_does_not_depend_on_scale(dtype, magnitude):
+    x = normal((24, 40))
+    x /= jnp.max(jnp.abs(x))
+    expected = helpers.exact_newton_schulz(x, [STANDARD] * 5)
+    out = newton_schulz(magnitude * x, dtype=dtype)
+    assert helpers.relative_error(out, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("preconditioning", ["frobenius", "spectral", "aol", "schatten"])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_preconditionings_do_not_depend_on_scale(preconditioning, scale):
+    x = normal((24, 40))
+    expected = newton_schulz(x, dtype="float32", preconditioning=preconditioning)
+    out = newton_schulz(scale * x, dtype="float32", preconditioning=preconditioning)
+    assert helpers.relative_error(out, np.asarray(expected, np.float64)) < 1e-4
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (2, 24, 24)], ids=str)
+def test_preconditionings_divide_by_their_norms(shape):
+    x = normal(shape)
+    wide = np.asarray(x.mT if x.shape[-2] > x.shape[-1] else x, np.float64)
+    gram = wide @ wide.mT
+    divided = {
+        "spectral": wide / np.linalg.norm(wide, 2, (-2, -1), keepdims=True),
+        "schatten": wide / np.sqrt(np.linalg.norm(gram, axis=(-2, -1), keepdims=True)),
+        "aol": wide / np.sqrt(np.abs(gram).sum(-1, keepdims=True)),
+    }
+    a, b, c = STANDARD
+    for preconditioning, y in divided.items():
+        gram = y @ y.mT
+        expected = a * y + (b * gram + c * gram @ gram) @ y
+        out = newton_schulz(x, ns_steps=1, dtype=None, preconditioning=preconditioning)
+        out = np.asarray(out.mT if x.shape[-2] > x.shape[-1] else out, np.float64)
+        assert helpers.relative_error(out, expected) < 1e-5, preconditioning
+
+
+def test_eps_is_added_to_the_norm():
+    x = normal((24, 40))
+    norm = float(jnp.linalg.norm(x))
+    out = newton_schulz(x, (1.0, 0.0, 0.0), 1, eps=norm, dtype="float32")
+    chex.assert_trees_all_close(out, x / (2 * norm), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("preconditioning", ["frobenius", "spectral", "aol", "schatten"])
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_zero_gives_zero(dtype, preconditioning, eps):
+    x = jnp.zeros((2, 9, 5), dtype)
+    out = newton_schulz(x, eps=eps, dtype=dtype, preconditioning=preconditioning)
+    chex.assert_trees_all_equal(out, x)
+
+
+def test_one_row_and_one_column_are_normalized():
+    x = normal((1, 50))
+    slope = float(helpers.exact_newton_schulz(np.ones((1, 1)), [STANDARD] * 5)[0, 0])
+    expected = slope * x / jnp.linalg.norm(x)
+    chex.assert_trees_all_close(newton_schulz(x, dtype="float32"), expected, atol=1e-5)
+    chex.assert_trees_all_close(newton_schulz(x.T, dtype="float32"), expected.T, atol=1e-5)
+
+
+@each_implementation
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 23)], ids=str)
+def test_a_bad_element_makes_its_whole_matrix_nan_and_no_other(run, implementation, bad, shape):
+    x = normal((2, *shape)).at[1, 3, 4].set(bad)
+    out = run(x, ns_steps=1, implementation=implementation)
+    assert bool(jnp.isfinite(out[0]).all())
+    assert bool(jnp.isnan(out[1]).all())
+
+
+def test_tall_is_the_transpose_of_wide():
+    x = normal((48, 30))
+    wide = newton_schulz(x.T, dtype="float32")
+    chex.assert_trees_all_close(newton_schulz(x, dtype="float32"), wide.T, atol=1e-6)
+
+
+@each_implementation
+def test_a_stack_and_vmap_are_each_matrix_alone(run, implementation):
+    def function(x):
+        return run(x, ns_steps=1, dtype="float32", implementation=implementation)
+
+    x = normal((3, 2, 40, 24))
+    stacked = function(x)
+    chex.assert_trees_all_close(jax.vmap(function, 1, 1)(x), stacked, atol=1e-6)
+    chex.assert_trees_all_close(stacked[1, 1], function(x[1, 1]), atol=1e-6)
+
+
+@pytest.mark.parametrize("in_dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", None])
+def test_the_dtype_of_the_input_is_returned(in_dtype, dtype):
+    chex.assert_type(newton_schulz(normal((8, 8), in_dtype), dtype=dtype), jnp.dtype(in_dtype))
+
+
+def test_float64_and_complex():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((12, 20)) + 1j * rng.standard_normal((12, 20))
+    single = newton_schulz(jnp.asarray(x, jnp.complex64))
+    expected = helpers.exact_newton_schulz(x, [STANDARD] * 5)
+    chex.assert_type(single, jnp.complex64)
+    assert helpers.relative_error(single, expected) < 1e-5
+    with jax.enable_x64(True):
+        for value in (x, x.real):
+            expected = helpers.exact_newton_schulz(value, [STANDARD] * 5)
+            out = newton_schulz(jnp.asarray(value), dtype=None)
+            assert helpers.relative_error(out, expected) < 1e-12
+
+
+def test_each_step_is_three_products():
+    x = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16)
+    with helpers.described_gpu("H200"):
+        jaxpr = jax.make_jaxpr(newton_schulz.__wrapped__)(x)
+    kernels = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "custom_vmap_call"]
+    products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    assert (len(kernels), len(products)) == (10, 5)
+
+
+def test_the_implementation_is_obeyed_or_refused():
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    with pytest.raises(NotImplementedError, match="'triton' cannot run: the default device"):
+        newton_schulz(jnp.ones((8, 8)), implementation="triton")
+    assert pallas_kernels.select_implementation(jnp.ones((8, 8))) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: newton_schulz(x[0]), r"shape \(\.\.\., m, n\), got float32\[8\]"),
+        (lambda x: newton_schulz(x.astype(int)), r"float dtype"),
+        (lambda x: newton_schulz(x, "muon"), r"one of \['dion', 'standard'\], got 'muon'"),
+        (lambda x: newton_schulz(x, (1.0, 2.0)), r"shape \(3,\) or \(steps, 3\), got \(2,\)"),
+        (lambda x: newton_schulz(x, "dion", 6), r"'dion' has 5 steps, got ns_steps=6"),
+        (lambda x: newton_schulz(x, ns_steps=0), r"at least 1, got 0"),
+        (lambda x: newton_schulz(x, preconditioning="svd"), r"preconditioning must be.*got 'svd'"),
+        (lambda x: newton_schulz(x, implementation="cuda"), r"implementation must be.*got 'cuda'"),
+    ],
+)
+def test_wrong_calls_say_what_was_wrong(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(jnp.ones((8, 8)))
