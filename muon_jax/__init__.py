@@ -7,8 +7,9 @@ UVᵀ, computed by a few Newton–Schulz steps X <- (aI + bA + cA²)X with A = X
 chains of one's own; `newton_schulz` the iteration alone.
 """
 
+from optax.contrib import MuonDimensionNumbers
+
 from muon_jax._muon import MuonState, muon, scale_by_muon
 from muon_jax._newton_schulz import newton_schulz
-from optax.contrib import MuonDimensionNumbers
 
 __all__ = ["MuonDimensionNumbers", "MuonState", "muon", "newton_schulz", "scale_by_muon"]

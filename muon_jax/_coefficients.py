@@ -1,9 +1,13 @@
 """Coefficients (a, b, c) of the steps X <- aX + bAX + cA²X with A = XXᵀ, by name."""
 
-import jax
-import numpy as np
+from typing import Any
 
-type Triple = tuple[jax.typing.ArrayLike, jax.typing.ArrayLike, jax.typing.ArrayLike]
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+type Triple = tuple[float | jax.Array, float | jax.Array, float | jax.Array]
 type NSCoeffs = str | Triple | tuple[Triple, ...]
 
 # Each maps singular values in (0, 1] close to 1, so X must enter with spectral norm at most 1.
@@ -24,18 +28,20 @@ NAMED: dict[str, tuple[tuple[float, float, float], ...]] = {
 
 def is_traced(value) -> bool:
     """Returns whether any leaf of `value` is known only when the traced function runs."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
 
 
-def canonicalize(ns_coeffs) -> NSCoeffs:
-    """Returns concrete coefficients as a name or as nested tuples of floats, which hash."""
-    if isinstance(ns_coeffs, str) or is_traced(ns_coeffs):
+def canonicalize(ns_coeffs) -> Any:
+    """Returns the coefficients as a name or nested tuples of floats, which hash, or traced."""
+    if isinstance(ns_coeffs, str):
         return ns_coeffs
+    if is_traced(ns_coeffs):
+        return jnp.asarray(ns_coeffs)
     values = np.asarray(ns_coeffs, np.float64).tolist()
     return tuple(map(tuple, values)) if np.ndim(ns_coeffs) == 2 else tuple(values)
 
 
-def resolve(ns_coeffs: NSCoeffs, ns_steps: jax.typing.ArrayLike):
+def resolve(ns_coeffs: Any, ns_steps: int | jax.Array):
     """Returns (rows, first, last): step i in [first, last) uses `rows[i]`, or the only row.
 
     A triple, or a name of one, is repeated `ns_steps` times. A name of several rows runs its last

@@ -82,8 +82,8 @@ def tree_map_matrices(
         def map_leaf(path, leaf, *leaves):
             if numbers is None and leaf.ndim != 2:
                 raise ValueError(
-                    f"the parameter {jax.tree_util.keystr(path)} of shape {leaf.shape} is no matrix:"
-                    " give it MuonDimensionNumbers, or leave it to another optimizer"
+                    f"the parameter {jax.tree_util.keystr(path)} of shape {leaf.shape} is no"
+                    " matrix: give it MuonDimensionNumbers, or leave it to another optimizer"
                 )
             axes = matrix_axes(leaf.ndim, numbers or MuonDimensionNumbers())
             return function(axes, leaf, *leaves)

@@ -20,6 +20,7 @@ Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
 10. Errors name the parameter and say what to do.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,17 +38,17 @@ _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 
 class MuonState(NamedTuple):
-    """State of `scale_by_muon`."""
+    """State of `scale_by_muon`: the number of updates (int32) and the average of gradients."""
 
-    count: jax.Array  # int32, the number of updates made
-    mu: optax.Updates  # exponential moving average of the gradients
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride] (optax's name)
+    mu: optax.Updates
 
 
 def scale_by_muon(
     ns_coeffs: _coefficients.NSCoeffs = "standard",
-    ns_steps: jax.typing.ArrayLike = 5,
-    beta: jax.typing.ArrayLike = 0.95,
-    eps: jax.typing.ArrayLike = 1e-8,
+    ns_steps: int | jax.Array = 5,
+    beta: float | jax.Array = 0.95,
+    eps: float | jax.Array = 1e-8,
     mu_dtype: jax.typing.DTypeLike | None = None,
     *,
     nesterov: bool = True,
@@ -95,13 +96,13 @@ def scale_by_muon(
         )
     if isinstance(ns_dtype, jax.Array):
         raise ValueError(
-            f"ns_dtype must be a dtype, got an array: optax.inject_hyperparams takes {ns_dtype.dtype}"
-            " for a schedule; give it static_args='ns_dtype'"
+            f"ns_dtype must be a dtype, got an array: optax.inject_hyperparams takes"
+            f" {ns_dtype.dtype} for a schedule; give it static_args='ns_dtype'"
         )
     ns_coeffs = _coefficients.canonicalize(ns_coeffs)
     _coefficients.resolve(ns_coeffs, ns_steps)
     if _coefficients.is_traced((ns_coeffs, ns_steps)):  # under optax.inject_hyperparams
-        orthogonalize = newton_schulz.__wrapped__
+        orthogonalize = inspect.unwrap(newton_schulz)
     else:
         orthogonalize, ns_steps = newton_schulz, int(ns_steps)
 
@@ -112,7 +113,7 @@ def scale_by_muon(
 
     def update_fn(updates, state, params=None):
         del params
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         if nesterov:
             momentum = jax.tree.map(
@@ -150,23 +151,23 @@ def scale_by_muon(
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     ns_coeffs: _coefficients.NSCoeffs = "standard",
-    ns_steps: jax.typing.ArrayLike = 5,
-    beta: jax.typing.ArrayLike = 0.95,
-    eps: jax.typing.ArrayLike = 1e-8,
-    weight_decay: jax.typing.ArrayLike = 0.0,
+    ns_steps: int | jax.Array = 5,
+    beta: float | jax.Array = 0.95,
+    eps: float | jax.Array = 1e-8,
+    weight_decay: float | jax.Array = 0.0,
     weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
     *,
     nesterov: bool = True,
     adaptive: bool = False,
     preconditioning: Preconditioning = "frobenius",
-    adam_b1: jax.typing.ArrayLike = 0.9,
-    adam_b2: jax.typing.ArrayLike = 0.999,
-    adam_eps_root: jax.typing.ArrayLike = 0.0,
-    adam_weight_decay: jax.typing.ArrayLike = 0.0,
+    adam_b1: float | jax.Array = 0.9,
+    adam_b2: float | jax.Array = 0.999,
+    adam_eps_root: float | jax.Array = 0.0,
+    adam_weight_decay: float | jax.Array = 0.0,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     muon_weight_dimension_numbers: DimensionNumbers = None,
-    consistent_rms: jax.typing.ArrayLike | None = None,
+    consistent_rms: float | jax.Array | None = None,
     ns_dtype: jax.typing.DTypeLike | None = _BFLOAT16,
     implementation: str | None = None,
 ) -> optax.GradientTransformation:

@@ -21,8 +21,8 @@ PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
 def newton_schulz(
     x: jax.Array,
     ns_coeffs: _coefficients.NSCoeffs = "standard",
-    ns_steps: jax.typing.ArrayLike = 5,
-    eps: jax.typing.ArrayLike = 0.0,
+    ns_steps: int | jax.Array = 5,
+    eps: float | jax.Array = 0.0,
     *,
     dtype: jax.typing.DTypeLike | None = jnp.bfloat16,
     preconditioning: Preconditioning = "frobenius",
@@ -111,7 +111,7 @@ def newton_schulz(
     if _coefficients.is_traced((first, last)):
         x = jax.lax.fori_loop(first + 1, last, body, x)
     else:
-        for step in range(first + 1, last):
+        for step in range(int(first) + 1, int(last)):
             x = body(step, x)
     return (x.mT if transposed else x)[..., :m, :n].astype(in_dtype)
 

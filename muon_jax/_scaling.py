@@ -13,7 +13,7 @@ def scale_by_shape(
     weight_dimension_numbers: _matrix_axes.DimensionNumbersTree
     | _matrix_axes.DimensionNumbersFn
     | None = None,
-    consistent_rms: jax.typing.ArrayLike | None = None,
+    consistent_rms: float | jax.Array | None = None,
 ) -> optax.GradientTransformation:
     """Scales the update of each parameter by its fan-in and fan-out.
 

@@ -1,6 +1,5 @@
 """`syrk` and `syrkx`: checks their operands and chooses an implementation before tracing it."""
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -20,24 +19,16 @@ def syrk(
     a_matrix: jax.Array,
     c_matrix: jax.Array | None = None,
     *,
-    alpha: jax.typing.ArrayLike = 1,
-    beta: jax.typing.ArrayLike = 0,
-    diagonal: jax.typing.ArrayLike = 0,
+    alpha: float | jax.Array = 1,
+    beta: float | jax.Array = 0,
+    diagonal: float | jax.Array = 0,
     implementation: str | None = None,
 ) -> jax.Array:
     """Symmetric rank-n update: alpha·A·Aᵀ + beta·C + diagonal·I.
 
     `syrkx` with B = A: see there for everything but the operand that is missing.
     """
-    return syrkx(
-        a_matrix,
-        a_matrix,
-        c_matrix,
-        alpha=alpha,
-        beta=beta,
-        diagonal=diagonal,
-        implementation=implementation,
-    )
+    return _syrkx(a_matrix, None, c_matrix, alpha, beta, diagonal, implementation)
 
 
 def syrkx(
@@ -45,17 +36,16 @@ def syrkx(
     b_matrix: jax.Array,
     c_matrix: jax.Array | None = None,
     *,
-    alpha: jax.typing.ArrayLike = 1,
-    beta: jax.typing.ArrayLike = 0,
-    diagonal: jax.typing.ArrayLike = 0,
+    alpha: float | jax.Array = 1,
+    beta: float | jax.Array = 0,
+    diagonal: float | jax.Array = 0,
     implementation: str | None = None,
 ) -> jax.Array:
     """A product known to be symmetric: alpha·A·Bᵀ + beta·C + diagonal·I.
 
-    Only the lower triangle of A·Bᵀ and of C is used; the caller knows that both are symmetric. The
-    result is full, and exactly equal to its transpose. Products accumulate in float32 and the sum
-    is rounded once, to the operands' dtype. Leading dimensions are a batch, computed in one launch,
-    under `jax.vmap` too.
+    The caller knows that A·Bᵀ is symmetric; half of it is computed. The result is full, and exactly
+    equal to its transpose. Products accumulate in float32 and the sum is rounded once, to the
+    operands' dtype. Leading dimensions are a batch, computed in one launch, under `jax.vmap` too.
 
     `"xla"` also takes float64 and complex operands (which accumulate in their own precision; A·Bᴴ,
     Hermitian, for complex ones) and can be differentiated. `"triton"` cannot.
@@ -63,7 +53,7 @@ def syrkx(
     Args:
         a_matrix: shape `(..., m, n)`, m, n ≥ 1; bfloat16, float16 or float32.
         b_matrix: shape and dtype of `a_matrix`.
-        c_matrix: shape `(..., m, m)` and dtype of `a_matrix`, or None for no such term.
+        c_matrix: symmetric, shape `(..., m, m)` and dtype of `a_matrix`; None for no such term.
         alpha, beta, diagonal: real coefficients, which may be traced: scalars, or one for each
             matrix, of shape `(...)`.
         implementation: `"xla"`, `"triton"`, or None for the choice of `select_implementation`.
@@ -79,25 +69,7 @@ def syrkx(
     References:
         `SYRK <https://www.netlib.org/lapack/explore-html/>`_ of the BLAS, and SYRKX of cuBLAS.
     """
-    _check_operands(a_matrix, b_matrix, c_matrix)
-    batch = a_matrix.shape[:-2]
-    accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
-    coefficients = {}
-    for name, value in (("alpha", alpha), ("beta", beta), ("diagonal", diagonal)):
-        value = jnp.asarray(value, dtype=accumulator)
-        if value.shape not in ((), batch):
-            raise ValueError(
-                f"{name} must be a scalar or have the batch shape {batch} of a_matrix, got shape"
-                f" {value.shape}"
-            )
-        coefficients[name] = value
-    implementation = implementation or select_implementation(a_matrix)
-    if reason := unsupported_reason(implementation, a_matrix):
-        raise NotImplementedError(
-            f"implementation={implementation!r} cannot run: {reason}. Pass implementation=None to"
-            f" have one chosen that can."
-        )
-    return _IMPLEMENTATIONS[implementation](a_matrix, b_matrix, c_matrix, **coefficients)
+    return _syrkx(a_matrix, b_matrix, c_matrix, alpha, beta, diagonal, implementation)
 
 
 def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
@@ -132,6 +104,28 @@ def select_implementation(a_matrix: Operand) -> str:
     if unsupported_reason("triton", a_matrix) is None and _pallas_triton.is_fastest(a_matrix):
         return "triton"
     return "xla"
+
+
+def _syrkx(a_matrix, b_matrix, c_matrix, alpha, beta, diagonal, implementation):
+    _check_operands(a_matrix, b_matrix, c_matrix)
+    batch = a_matrix.shape[:-2]
+    accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
+    coefficients = {}
+    for name, value in (("alpha", alpha), ("beta", beta), ("diagonal", diagonal)):
+        value = jnp.asarray(value, dtype=accumulator)
+        if value.shape not in ((), batch):
+            raise ValueError(
+                f"{name} must be a scalar or have the batch shape {batch} of a_matrix, got shape"
+                f" {value.shape}"
+            )
+        coefficients[name] = value
+    implementation = implementation or select_implementation(a_matrix)
+    if reason := unsupported_reason(implementation, a_matrix):
+        raise NotImplementedError(
+            f"implementation={implementation!r} cannot run: {reason}. Pass implementation=None to"
+            f" have one chosen that can."
+        )
+    return _IMPLEMENTATIONS[implementation](a_matrix, b_matrix, c_matrix, **coefficients)
 
 
 def _check_operands(a_matrix, b_matrix, c_matrix):

@@ -1,6 +1,5 @@
 """Inputs, float64 oracles and error measures that several tests share."""
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels import _pallas_triton, syrkx
+from pallas_kernels import _pallas_triton, syrk, syrkx
 
 # Small enough for interpret mode to be quick, and several tiles in every direction.
 INTERPRETED = _pallas_triton.Config(tile=32, tile_k=16, num_warps=4, num_stages=3)
@@ -27,7 +26,9 @@ def described_gpu(name: str):
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=GPUS[name]))
 
 
-def interpreted_triton(a_matrix, b_matrix, c_matrix=None, *, alpha=1.0, beta=0.0, diagonal=0.0):
+def interpreted_triton(
+    a_matrix, b_matrix=None, c_matrix=None, *, alpha=1.0, beta=0.0, diagonal=0.0
+):
     """`syrkx(implementation="triton")`, run by the interpreter on the CPU."""
     coefficients = (jnp.asarray(value, jnp.float32) for value in (alpha, beta, diagonal))
     return _pallas_triton.syrkx(
@@ -35,10 +36,21 @@ def interpreted_triton(a_matrix, b_matrix, c_matrix=None, *, alpha=1.0, beta=0.0
     )
 
 
+def by_name(implementation: str):
+    """`syrk` where B is None, else `syrkx`, with the arguments of `interpreted_triton`."""
+
+    def function(a_matrix, b_matrix=None, c_matrix=None, **kwargs):
+        if b_matrix is None:
+            return syrk(a_matrix, c_matrix, implementation=implementation, **kwargs)
+        return syrkx(a_matrix, b_matrix, c_matrix, implementation=implementation, **kwargs)
+
+    return function
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
-    "xla": functools.partial(syrkx, implementation="xla"),
+    "xla": by_name("xla"),
     "triton, interpreted": interpreted_triton,
-    "triton": functools.partial(syrkx, implementation="triton"),
+    "triton": by_name("triton"),
 }
 each_implementation = pytest.mark.parametrize(
     "implementation",
@@ -51,10 +63,16 @@ def integers(rng: np.random.Generator, shape: tuple[int, ...], dtype) -> jax.Arr
     return jnp.asarray(rng.integers(-2, 3, shape), dtype)
 
 
-def exact_syrkx(a_matrix, b_matrix, c_matrix=None, *, alpha=1.0, beta=0.0, diagonal=0.0):
+def symmetric(x: jax.Array) -> jax.Array:
+    """The lower triangle of `x`, mirrored."""
+    return jnp.tril(x) + jnp.tril(x, -1).mT
+
+
+def exact_syrkx(a_matrix, b_matrix=None, c_matrix=None, *, alpha=1.0, beta=0.0, diagonal=0.0):
     """alpha·A·Bᵀ + beta·C + diagonal·I in float64, its lower triangle mirrored."""
-    a_matrix, b_matrix = np.asarray(a_matrix, np.float64), np.asarray(b_matrix, np.float64)
-    alpha, beta, diagonal = (np.asarray(x, np.float64)[..., None, None] for x in (alpha, beta, diagonal))
+    a_matrix = np.asarray(a_matrix, np.float64)
+    b_matrix = a_matrix if b_matrix is None else np.asarray(b_matrix, np.float64)
+    alpha, beta, diagonal = (np.asarray(x)[..., None, None] for x in (alpha, beta, diagonal))
     total = alpha * (a_matrix @ b_matrix.mT) + diagonal * np.eye(a_matrix.shape[-2])
     if c_matrix is not None:
         total = total + beta * np.asarray(c_matrix, np.float64)

@@ -14,6 +14,7 @@ ALLOWED = {
     muon_jax: {"jax", "muon_jax", "numpy", "optax", "pallas_kernels"},
 }
 
+
 def imported_packages(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):

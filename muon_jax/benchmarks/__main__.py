@@ -1,7 +1,7 @@
 """Times `syrk` and `newton_schulz` beside XLA, and fails where a result is wrong.
 
-    python -m muon_jax.benchmarks syrk --json syrk.json
-    python -m muon_jax.benchmarks newton_schulz --shapes 4096x4096 24x1024x4096
+python -m muon_jax.benchmarks syrk --json syrk.json
+python -m muon_jax.benchmarks newton_schulz --shapes 4096x4096 24x1024x4096
 """
 
 import argparse

@@ -29,7 +29,7 @@ def time_interleaved(
         _wall(program, x, calls=1)
         calls[name] = int(np.clip(0.02 / _wall(program, x, calls=3), 3, 50))
     clocks = {"wall": _wall}
-    if x.device.platform == "gpu":
+    if jax.default_backend() == "gpu":
         clocks["device"] = _device
     samples = {name: {clock: [] for clock in clocks} for name in programs}
     for _ in range(ROUNDS):

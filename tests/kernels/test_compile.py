@@ -56,7 +56,7 @@ def compiled(function, *shapes, dtype):
         return jax.jit(function).lower(*operands).compile().as_text()
 
 for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
-    for n in (1024, 4096, 100):
+    for n in (256, 1024, 3072, 4096, 100):
         text = compiled(
             lambda a, c: syrk(a, c, beta=1.0, diagonal=2.0, implementation="triton"),
             (n, n), (n, n), dtype=dtype,

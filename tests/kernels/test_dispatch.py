@@ -20,7 +20,7 @@ def test_without_a_gpu_the_choice_is_xla_and_triton_says_why_not():
     assert select_implementation(MATRIX) == "xla"
     assert unsupported_reason("xla", MATRIX) is None
     assert unsupported_reason("triton", MATRIX) == "the default device is not a GPU"
-    with pytest.raises(NotImplementedError, match="implementation='triton' cannot run: the default"):
+    with pytest.raises(NotImplementedError, match="'triton' cannot run: the default"):
         syrk(MATRIX, implementation="triton")
 
 
@@ -71,7 +71,7 @@ def test_triton_lowers_for_gpus(gpu, dtype, shape):
     [
         (lambda: syrk(jnp.ones(3)), r"shape \(\.\.\., m, n\), got float32\[3\]"),
         (lambda: syrk(jnp.ones((2, 3), jnp.int32)), r"float dtype .* got int32\[2, 3\]"),
-        (lambda: syrkx(MATRIX, MATRIX.T), r"b_matrix must be bfloat16\[64, 128\].*got.*\[128, 64\]"),
+        (lambda: syrkx(MATRIX, MATRIX.T), r"b_matrix must be bfloat16\[64, 128\].*\[128, 64\]"),
         (lambda: syrk(MATRIX, MATRIX), r"c_matrix must be bfloat16\[64, 64\]"),
         (lambda: syrk(MATRIX, jnp.ones((64, 64))), r"c_matrix must be bfloat16.*got\s+float32"),
         (lambda: syrk(MATRIX, alpha=jnp.ones(2)), r"alpha must be a scalar.*got shape \(2,\)"),

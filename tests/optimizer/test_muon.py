@@ -21,6 +21,9 @@ DIMENSION_NUMBERS = {
 }
 
 
+BIAS = {"a": jnp.ones(3)}
+
+
 def tree(seed=0, dtype=jnp.float32):
     shapes = {
         "wide": (20, 50),
@@ -266,11 +269,11 @@ def test_eps_reaches_every_preconditioning(preconditioning):
         (lambda: muon(0.1, ns_steps=0), r"at least 1, got 0"),
         (lambda: muon(0.1, preconditioning="svd"), r"preconditioning must be one of.*got 'svd'"),
         (
-            lambda: scale_by_muon().update({"a": jnp.ones(3)}, scale_by_muon().init({"a": jnp.ones(3)})),
+            lambda: scale_by_muon().update(BIAS, scale_by_muon().init(BIAS)),
             r"parameter \['a'\] of shape \(3,\) is no matrix.*MuonDimensionNumbers",
         ),
         (
-            lambda: optax.inject_hyperparams(muon)(0.1, ns_dtype=jnp.bfloat16).init(jnp.ones((2, 2))),
+            lambda: optax.inject_hyperparams(muon)(0.1, ns_dtype=jnp.bfloat16).init(BIAS),
             r"ns_dtype.*static_args",
         ),
     ],

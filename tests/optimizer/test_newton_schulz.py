@@ -33,7 +33,7 @@ def run(monkeypatch):
             interpreted = helpers.IMPLEMENTATIONS[implementation]
 
             def syrk(a, c=None, *, implementation, **coefficients):
-                return interpreted(a, a, c, **coefficients)
+                return interpreted(a, None, c, **coefficients)
 
             monkeypatch.setattr(muon_jax._newton_schulz, "syrk", syrk)
             return newton_schulz.__wrapped__(x, *args, **kwargs)

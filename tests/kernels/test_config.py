@@ -1,0 +1,37 @@
+import helpers
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels._pallas_triton import Config, default_config
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile", "num_warps"),
+    [
+        ((256, 256), 32, 4),
+        ((1024, 4096), 64, 4),
+        ((2048, 2048), 64, 4),
+        ((3072, 3072), 128, 8),  # 300 tiles: 3 rounds of 132, not 2 of 264
+        ((4096, 4096), 128, 4),  # 528 tiles: 2 full rounds of 264
+        ((48, 768, 768), 128, 4),
+    ],
+)
+def test_the_tile_follows_the_number_of_programs(shape, tile, num_warps):
+    with helpers.described_gpu("H200"):
+        config = default_config(shape, jnp.bfloat16)
+    assert (config.tile, config.num_warps) == (tile, num_warps)
+
+
+def test_large_configs_are_hopper_s_alone():
+    for gpu in ("A100", "RTX 4090"):
+        with helpers.described_gpu(gpu):
+            assert default_config((3072, 3072), jnp.bfloat16).num_stages == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [({"tile": 96}, "tile must be a power of two, got 96"), ({"tile_k": 8}, "at least 16 wide")],
+)
+def test_a_config_is_validated(field, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**{"tile": 64, "tile_k": 64, "num_warps": 4, "num_stages": 3, **field})
