@@ -95,18 +95,18 @@ def newton_schulz(
     if jnp.iscomplexobj(x):
         dtype = jnp.promote_types(dtype, jnp.complex64)
 
+    product = functools.partial(syrk, symmetrize_output=False, implementation=implementation)
     x, scale = _scaled_by_power_of_two(x.mT if transposed else x, dtype)
-    gram = syrk(x, implementation=implementation)
+    gram = product(x)
     if preconditioning == "aol":
         x, gram = _balance_rows(x, gram, (eps * scale) * scale)
         inverse_norm = jnp.ones(batch)
     else:
         inverse_norm = _inverse_norm(x, gram, eps, scale, preconditioning)
-    x = _apply(x, gram, triple(first), inverse_norm, implementation)
+    x = _apply(product, x, gram, triple(first), inverse_norm)
 
     def body(step, x):
-        gram = syrk(x, implementation=implementation)
-        return _apply(x, gram, triple(step), 1.0, implementation)
+        return _apply(product, x, product(x), triple(step), 1.0)
 
     if _coefficients.is_traced((first, last)):
         x = jax.lax.fori_loop(first + 1, last, body, x)
@@ -116,13 +116,10 @@ def newton_schulz(
     return (x.mT if transposed else x)[..., :m, :n].astype(in_dtype)
 
 
-def _apply(x, gram, triple, s, implementation):
+def _apply(product, x, gram, triple, s):
     """(a·s·I + b·s³·A + c·s⁵·A²)·X: one step on s·X, without forming it."""
     a, b, c = triple
-    polynomial = syrk(
-        gram, gram, alpha=c * s**5, beta=b * s**3, diagonal=a * s, implementation=implementation
-    )
-    return polynomial @ x
+    return product(gram, gram, alpha=c * s**5, beta=b * s**3, diagonal=a * s) @ x
 
 
 def _scaled_by_power_of_two(x, dtype):

@@ -22,13 +22,15 @@ def syrk(
     alpha: float | jax.Array = 1,
     beta: float | jax.Array = 0,
     diagonal: float | jax.Array = 0,
+    symmetrize_output: bool = True,
     implementation: str | None = None,
 ) -> jax.Array:
     """Symmetric rank-n update: alpha·A·Aᵀ + beta·C + diagonal·I.
 
     `syrkx` with B = A: see there for everything but the operand that is missing.
     """
-    return _syrkx(a_matrix, None, c_matrix, alpha, beta, diagonal, implementation)
+    coefficients = {"alpha": alpha, "beta": beta, "diagonal": diagonal}
+    return _syrkx(a_matrix, None, c_matrix, coefficients, symmetrize_output, implementation)
 
 
 def syrkx(
@@ -39,6 +41,7 @@ def syrkx(
     alpha: float | jax.Array = 1,
     beta: float | jax.Array = 0,
     diagonal: float | jax.Array = 0,
+    symmetrize_output: bool = True,
     implementation: str | None = None,
 ) -> jax.Array:
     """A product known to be symmetric: alpha·A·Bᵀ + beta·C + diagonal·I.
@@ -56,6 +59,7 @@ def syrkx(
         c_matrix: symmetric, shape `(..., m, m)` and dtype of `a_matrix`; None for no such term.
         alpha, beta, diagonal: real coefficients, which may be traced: scalars, or one for each
             matrix, of shape `(...)`.
+        symmetrize_output: False lets the two halves differ in rounding, which saves `"xla"` a pass.
         implementation: `"xla"`, `"triton"`, or None for the choice of `select_implementation`.
 
     Returns:
@@ -69,7 +73,8 @@ def syrkx(
     References:
         `SYRK <https://www.netlib.org/lapack/explore-html/>`_ of the BLAS, and SYRKX of cuBLAS.
     """
-    return _syrkx(a_matrix, b_matrix, c_matrix, alpha, beta, diagonal, implementation)
+    coefficients = {"alpha": alpha, "beta": beta, "diagonal": diagonal}
+    return _syrkx(a_matrix, b_matrix, c_matrix, coefficients, symmetrize_output, implementation)
 
 
 def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
@@ -106,26 +111,26 @@ def select_implementation(a_matrix: Operand) -> str:
     return "xla"
 
 
-def _syrkx(a_matrix, b_matrix, c_matrix, alpha, beta, diagonal, implementation):
+def _syrkx(a_matrix, b_matrix, c_matrix, coefficients, symmetrize_output, implementation):
     _check_operands(a_matrix, b_matrix, c_matrix)
     batch = a_matrix.shape[:-2]
     accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
-    coefficients = {}
-    for name, value in (("alpha", alpha), ("beta", beta), ("diagonal", diagonal)):
-        value = jnp.asarray(value, dtype=accumulator)
+    coefficients = {name: jnp.asarray(x, accumulator) for name, x in coefficients.items()}
+    for name, value in coefficients.items():
         if value.shape not in ((), batch):
             raise ValueError(
                 f"{name} must be a scalar or have the batch shape {batch} of a_matrix, got shape"
                 f" {value.shape}"
             )
-        coefficients[name] = value
     implementation = implementation or select_implementation(a_matrix)
     if reason := unsupported_reason(implementation, a_matrix):
         raise NotImplementedError(
             f"implementation={implementation!r} cannot run: {reason}. Pass implementation=None to"
             f" have one chosen that can."
         )
-    return _IMPLEMENTATIONS[implementation](a_matrix, b_matrix, c_matrix, **coefficients)
+    return _IMPLEMENTATIONS[implementation](
+        a_matrix, b_matrix, c_matrix, **coefficients, symmetrize_output=symmetrize_output
+    )
 
 
 def _check_operands(a_matrix, b_matrix, c_matrix):

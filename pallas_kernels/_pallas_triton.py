@@ -107,6 +107,7 @@ def syrkx(
     alpha: jax.Array,
     beta: jax.Array,
     diagonal: jax.Array,
+    symmetrize_output: bool,
     *,
     config: Config | None = None,
     interpret: bool = False,
@@ -117,7 +118,8 @@ def syrkx(
     coefficients = jnp.stack(
         [jnp.broadcast_to(x, batch).astype(jnp.float32) for x in (alpha, beta, diagonal)], axis=-1
     )
-    out = _stacked(config, interpret)(
+    mirrored_on_diagonal = symmetrize_output and b_matrix is not None
+    out = _stacked(config, mirrored_on_diagonal, interpret)(
         a_matrix.reshape(-1, m, n),
         None if b_matrix is None else b_matrix.reshape(-1, m, n),
         None if c_matrix is None else c_matrix.reshape(-1, m, m),
@@ -126,14 +128,14 @@ def syrkx(
     return out.reshape(*batch, m, m)
 
 
-def _stacked(config: Config, interpret: bool):
+def _stacked(config: Config, mirrored_on_diagonal: bool, interpret: bool):
     """The kernel over stacks `(batch, ...)`: `vmap` makes them longer, in the same launch."""
 
     @jax.custom_batching.custom_vmap
     def call(a_matrix, b_matrix, c_matrix, coefficients):
         batch, m, n = a_matrix.shape
         return pl.pallas_call(
-            functools.partial(_kernel, config=config),
+            functools.partial(_kernel, config=config, mirrored_on_diagonal=mirrored_on_diagonal),
             grid=(batch * _triangle.num_tiles(pl.cdiv(m, config.tile)),),
             out_shape=jax.ShapeDtypeStruct((batch, m, m), a_matrix.dtype),
             compiler_params=plt.CompilerParams(
@@ -156,7 +158,9 @@ def _stacked(config: Config, interpret: bool):
     return call
 
 
-def _kernel(coefficients_gmem, a_gmem, b_gmem, c_gmem, out_gmem, *, config: Config):
+def _kernel(
+    coefficients_gmem, a_gmem, b_gmem, c_gmem, out_gmem, *, config: Config, mirrored_on_diagonal
+):
     _, m, n = a_gmem.shape
     tile, tile_k = config.tile, config.tile_k
     tiles_per_matrix = _triangle.num_tiles(pl.cdiv(m, tile))
@@ -195,7 +199,7 @@ def _kernel(coefficients_gmem, a_gmem, b_gmem, c_gmem, out_gmem, *, config: Conf
         total += beta * load(c_gmem, rows, row_ids, cols, col_ids).astype(jnp.float32)
     total += jnp.where(row_ids[:, None] == col_ids[None, :], diagonal, 0.0)
     out = total.astype(out_gmem.dtype)
-    if b_gmem is not None:
+    if mirrored_on_diagonal:
         out = jnp.where(row_ids[:, None] >= col_ids[None, :], out, out.T)
     plt.store(out_gmem.at[batch, rows, cols], out, mask=in_bounds(row_ids, col_ids, m))
 

@@ -32,7 +32,7 @@ def interpreted_triton(
     """`syrkx(implementation="triton")`, run by the interpreter on the CPU."""
     coefficients = (jnp.asarray(value, jnp.float32) for value in (alpha, beta, diagonal))
     return _pallas_triton.syrkx(
-        a_matrix, b_matrix, c_matrix, *coefficients, config=INTERPRETED, interpret=True
+        a_matrix, b_matrix, c_matrix, *coefficients, True, config=INTERPRETED, interpret=True
     )
 
 

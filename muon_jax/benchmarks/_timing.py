@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-ROUNDS = 11
+ROUNDS = 7
 
 
 def time_interleaved(
-    variants: Mapping[str, Callable[[jax.Array], jax.Array]], x: jax.Array
+    programs: Mapping[str, Callable[[jax.Array], jax.Array]], x: jax.Array
 ) -> dict[str, dict[str, list[float]]]:
-    """Times each jitted variant on `x`, in turns, `ROUNDS` times after a warm-up.
+    """Times each compiled program on `x`, in turns, `ROUNDS` times after a warm-up.
 
     Returns:
         For each variant the quartiles (25%, median, 75%), in µs per application, of
@@ -23,7 +23,6 @@ def time_interleaved(
           overhead shows only where it exceeds the work;
         - `device`: the sum over the kernels' own durations, by CUPTI; on GPUs only.
     """
-    programs = {name: jax.jit(function).lower(x).compile() for name, function in variants.items()}
     calls = {}
     for name, program in programs.items():
         _wall(program, x, calls=1)

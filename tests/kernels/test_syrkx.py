@@ -76,9 +76,12 @@ def test_error_is_at_most_twice_that_of_xlas_product(implementation, m, n, batch
 @each_implementation
 @each_dtype
 @pytest.mark.parametrize("same", [True, False], ids=["syrk", "syrkx"])
-def test_the_result_equals_its_transpose_exactly(implementation, dtype, same):
+@pytest.mark.parametrize("shape", [(2, 77, 77), (40, 3000), (90, 31)], ids=str)
+def test_the_result_equals_its_transpose_exactly(implementation, dtype, same, shape):
     rng = np.random.default_rng(3)
-    a, b, c = (jnp.asarray(rng.standard_normal((2, 77, 77)), dtype) for _ in range(3))
+    *batch, m, n = shape
+    shapes = (shape, shape, (*batch, m, m))
+    a, b, c = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
     c = helpers.symmetric(c)
     out = IMPLEMENTATIONS[implementation](a, None if same else b, c, beta=0.5)
     chex.assert_trees_all_equal(out, out.mT)

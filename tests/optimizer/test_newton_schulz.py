@@ -32,7 +32,7 @@ def run(monkeypatch):
         if implementation == "triton, interpreted":
             interpreted = helpers.IMPLEMENTATIONS[implementation]
 
-            def syrk(a, c=None, *, implementation, **coefficients):
+            def syrk(a, c=None, *, symmetrize_output, implementation, **coefficients):
                 return interpreted(a, None, c, **coefficients)
 
             monkeypatch.setattr(muon_jax._newton_schulz, "syrk", syrk)
