@@ -68,36 +68,40 @@ def unsupported_reason(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> str | None
 def is_fastest(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Returns whether None should mean this kernel for `(..., m, n)` operands.
 
-    Measured on an H200 against `_reference.syrkx`, which it beats at every such shape of
-    `python -m muon_jax.benchmarks syrk`; untuned elsewhere. Rows that do not start on 16 bytes
-    cannot be loaded fast. float32 is not tuned.
+    Measured on an H200 against `_reference.syrkx` by `python -m muon_jax.benchmarks syrk`, untuned
+    elsewhere. XLA is faster in float32, on rows that do not start on 16 bytes, and on wide operands
+    with too few tiles to fill the GPU (1024×4096: 17.7 µs against 19.6), whose sums it splits.
     """
-    *_, m, n = a_matrix.shape
-    return jnp.dtype(a_matrix.dtype).itemsize == 2 and m % 8 == n % 8 == 0
+    *batch, m, n = a_matrix.shape
+    aligned = jnp.dtype(a_matrix.dtype).itemsize == 2 and m % 8 == n % 8 == 0
+    return aligned and not (n >= 4 * m and _programs(batch, m, tile=64) <= 264)
 
 
 def default_config(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Config:
     """Returns the fastest tile shape for `(..., m, n)` operands.
 
     Fitted to an H200, untuned elsewhere. Its 132 multiprocessors take 4 programs each of tile 64, 2
-    of tile 128 with 4 warps or 1 with 8: the small tile as long as all programs fit at once, else
-    the large one, in the variant whose rounds take less time (13.2 and 7.5 ns per column of A).
+    of tile 128 with 4 warps or 1 with 8. The small tile wins as long as all programs fit at once,
+    but for wide operands that fill the GPU with large ones (2048×8192: 87 µs against 95, it reads
+    twice as much); of the large ones the variant whose rounds take less time, 13.2 and 7.5 ns per
+    column of A.
     """
-    *batch, m, _ = shape
-
-    def programs(tile):
-        return math.prod(batch) * _triangle.num_tiles(pl.cdiv(m, tile))
-
+    *batch, m, n = shape
+    programs = _programs(batch, m, tile=128)
     if jnp.dtype(dtype).itemsize == 4:
         return Config(tile=64, tile_k=32, num_warps=4, num_stages=3)
-    if m <= 256 and programs(32) <= 528:
+    if m <= 256 and _programs(batch, m, tile=32) <= 528:
         return Config(tile=32, tile_k=128, num_warps=4, num_stages=4)
-    if programs(64) <= 528:
+    if _programs(batch, m, tile=64) <= 528 and not (n >= 4 * m and programs >= 132):
         return Config(tile=64, tile_k=64, num_warps=4, num_stages=3)
-    is_hopper = plt.get_gpu_info().compute_capability == 90  # the second needs 128 KiB on chip
-    if is_hopper and 7.5 * pl.cdiv(programs(128), 132) < 13.2 * pl.cdiv(programs(128), 264):
+    is_hopper = plt.get_gpu_info().compute_capability == 90  # the next takes 128 KiB on chip
+    if is_hopper and 7.5 * pl.cdiv(programs, 132) < 13.2 * pl.cdiv(programs, 264):
         return Config(tile=128, tile_k=64, num_warps=8, num_stages=4)
     return Config(tile=128, tile_k=64, num_warps=4, num_stages=3)
+
+
+def _programs(batch, m: int, tile: int) -> int:
+    return math.prod(batch) * _triangle.num_tiles(pl.cdiv(m, tile))
 
 
 def syrkx(

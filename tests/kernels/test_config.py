@@ -11,6 +11,7 @@ from pallas_kernels._pallas_triton import Config, default_config
         ((256, 256), 32, 4),
         ((1024, 4096), 64, 4),
         ((2048, 2048), 64, 4),
+        ((2048, 8192), 128, 4),
         ((3072, 3072), 128, 8),  # 300 tiles: 3 rounds of 132, not 2 of 264
         ((4096, 4096), 128, 4),  # 528 tiles: 2 full rounds of 264
         ((48, 768, 768), 128, 4),

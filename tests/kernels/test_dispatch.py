@@ -31,6 +31,8 @@ def test_the_choice_follows_the_described_device(gpu):
         assert select_implementation(operand((4096, 4096))) == "triton"
         assert select_implementation(operand((4096, 4096), jnp.float32)) == "xla"
         assert select_implementation(operand((1001, 1001))) == "xla"
+        assert select_implementation(operand((1024, 4096))) == "xla"
+        assert select_implementation(operand((24, 1024, 4096))) == "triton"
 
 
 @pytest.mark.parametrize(

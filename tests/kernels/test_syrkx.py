@@ -51,7 +51,7 @@ def test_two_operands_whose_product_is_symmetric(implementation):
 
 
 @each_implementation
-@hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
 @hypothesis.given(
     m=st.integers(1, 80),
     n=st.integers(1, 80),

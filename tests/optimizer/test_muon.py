@@ -24,7 +24,7 @@ DIMENSION_NUMBERS = {
 BIAS = {"a": jnp.ones(3)}
 
 
-def tree(seed=0, dtype=jnp.float32):
+def tree(seed=0, dtype=jnp.float32, names=tuple(DIMENSION_NUMBERS)):
     shapes = {
         "wide": (20, 50),
         "tall": (48, 16),
@@ -36,12 +36,13 @@ def tree(seed=0, dtype=jnp.float32):
     return {
         name: jax.random.normal(key, shape, dtype)
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        if name in names
     }
 
 
-def trajectory(optimizer, steps, params=None):
-    """The last update and parameters after `steps` steps on gradients drawn at random."""
-    params = tree() if params is None else params
+def trajectory(optimizer, steps, names=tuple(DIMENSION_NUMBERS)):
+    """The last update, parameters and state of `steps` steps on gradients drawn at random."""
+    params = tree(names=names)
 
     @jax.jit
     def step(params, state, gradient):
@@ -50,7 +51,7 @@ def trajectory(optimizer, steps, params=None):
 
     state = optimizer.init(params)
     for seed in range(steps):
-        params, state, updates = step(params, state, tree(seed + 1))
+        params, state, updates = step(params, state, tree(seed + 1, names=names))
     assert step._cache_size() == 1  # nothing is compiled a second time
     return updates, params, state
 
@@ -175,33 +176,28 @@ def test_donated_state_and_schedules():
 
 @pytest.mark.parametrize("ns_coeffs", ["standard", "dion", (3.0, -3.0, 1.0)], ids=str)
 def test_inject_hyperparams(ns_coeffs):
-    kwargs = {
-        "ns_coeffs": ns_coeffs,
-        "ns_steps": 3,
-        "muon_weight_dimension_numbers": DIMENSION_NUMBERS,
-    }
-    injected = optax.inject_hyperparams(muon)(learning_rate=1e-2, **kwargs)
-    updates, _, state = trajectory(injected, 3)
-    expected, _, _ = trajectory(muon(1e-2, **kwargs), 3)
+    names = ("wide", "bias")
+    injected = optax.inject_hyperparams(muon)(learning_rate=1e-2, ns_coeffs=ns_coeffs, ns_steps=3)
+    updates, params, state = trajectory(injected, 3, names)
+    expected, _, _ = trajectory(muon(1e-2, ns_coeffs, 3), 3, names)
     chex.assert_trees_all_close(updates, expected, atol=1e-6)
+    update = jax.jit(injected.update)
     state.hyperparams["learning_rate"] *= 2
-    doubled, _ = injected.update(tree(7), state, tree())
+    doubled, _ = update(tree(7, names=names), state, params)
     state.hyperparams["learning_rate"] /= 2
-    once, _ = injected.update(tree(7), state, tree())
+    once, _ = update(tree(7, names=names), state, params)
     chex.assert_trees_all_close(doubled, jax.tree.map(lambda u: 2 * u, once), rtol=1e-5)
 
 
 def test_multi_steps_accumulates():
-    def optimizer():
-        return muon(1e-2, muon_weight_dimension_numbers=DIMENSION_NUMBERS)
-
-    accumulating = optax.MultiSteps(optimizer(), every_k_schedule=2)
-    params = tree()
-    state = accumulating.init(params)
-    for seed in (1, 2):
-        updates, state = jax.jit(accumulating.update)(tree(seed), state, params)
-    mean = jax.tree.map(lambda a, b: (a + b) / 2, tree(1), tree(2))
-    expected, _ = optimizer().update(mean, optimizer().init(params), params)
+    optimizer = muon(1e-2)
+    accumulating = optax.MultiSteps(optimizer, every_k_schedule=2)
+    params, first, second = (tree(seed, names=("wide", "bias")) for seed in range(3))
+    update = jax.jit(accumulating.update)
+    _, state = update(first, accumulating.init(params), params)
+    updates, _ = update(second, state, params)
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
+    expected, _ = optimizer.update(mean, optimizer.init(params), params)
     chex.assert_trees_all_close(updates, expected, atol=2e-4)
 
 
