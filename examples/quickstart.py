@@ -4,6 +4,7 @@
 
 The images come with scikit-learn. Both optimizers start from the same models and see the same
 batches in the same order, under the same shape of schedule, each with its own tuned learning rate.
+The three epochs are few on purpose: after a dozen, AdamW has caught up.
 """
 
 import argparse
@@ -27,8 +28,8 @@ WIDTH, DEPTH = 64, 2
 BATCH_SIZE = 50
 WEIGHT_DECAY = 0.01
 
-# The best of the grid after 3 epochs, as `--tune` finds them: by the loss on validation images that
-# are used for nothing else, mean of five runs whose seeds the comparison does not use.
+# The best of the grid after 3 epochs, as `--tune` finds them in a few minutes: by the loss on
+# validation images, the mean of five runs. Images and seeds are used for nothing else.
 LEARNING_RATES = {"AdamW": 0.008, "Muon": 0.016}
 LEARNING_RATE_GRID = (0.004, 0.0056, 0.008, 0.011, 0.016, 0.022, 0.032)
 TUNING_SEEDS = range(1000, 1005)

@@ -54,22 +54,20 @@ def resolve(ns_coeffs: Any, ns_steps: int | jax.Array):
         if ns_coeffs not in NAMED:
             raise ValueError(f"ns_coeffs must be one of {sorted(NAMED)}, got {ns_coeffs!r}")
         rows = NAMED[ns_coeffs]
-        repeated = len(rows) == 1
     else:
         shape = np.shape(ns_coeffs)
         if len(shape) not in (1, 2) or shape[-1] != 3 or shape[0] == 0:
             raise ValueError(f"ns_coeffs must have shape (3,) or (steps, 3), got {shape}")
-        repeated = len(shape) == 1
-        rows = (ns_coeffs,) if repeated else ns_coeffs
-        if not repeated:
-            return rows, 0, len(rows)
+        if len(shape) == 2:
+            return ns_coeffs, 0, shape[0]
+        rows = (ns_coeffs,)
     if not is_traced(ns_steps):
         ns_steps = int(ns_steps)
         if ns_steps < 1:
             raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
-        if not repeated and ns_steps > len(rows):
+        if ns_steps > len(rows) > 1:
             raise ValueError(
                 f"ns_coeffs={ns_coeffs!r} has {len(rows)} steps, got ns_steps={ns_steps}: pass"
                 " fewer steps, or a table with a row for each"
             )
-    return (rows, 0, ns_steps) if repeated else (rows, len(rows) - ns_steps, len(rows))
+    return (rows, 0, ns_steps) if len(rows) == 1 else (rows, len(rows) - ns_steps, len(rows))

@@ -113,6 +113,9 @@ def select_implementation(a_matrix: Operand) -> str:
 
 def _syrkx(a_matrix, b_matrix, c_matrix, coefficients, symmetrize_output, implementation):
     _check_operands(a_matrix, b_matrix, c_matrix)
+    beta = coefficients["beta"]
+    if c_matrix is None and not (isinstance(beta, int | float) and beta == 0):
+        raise ValueError(f"beta={beta} multiplies c_matrix, which is None: pass both or neither")
     batch = a_matrix.shape[:-2]
     accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
     coefficients = {name: jnp.asarray(x, accumulator) for name, x in coefficients.items()}

@@ -11,7 +11,7 @@ import pallas_kernels
 
 ALLOWED = {
     pallas_kernels: {"jax", "pallas_kernels"},
-    muon_jax: {"jax", "muon_jax", "numpy", "optax", "pallas_kernels"},
+    muon_jax: {"jax", "matplotlib", "muon_jax", "numpy", "optax", "pallas_kernels"},
 }
 
 

@@ -1,9 +1,9 @@
 """Times `syrk` and `newton_schulz` beside plain jnp, and fails where a result is wrong.
 
-    python -m muon_jax.benchmarks syrk --json syrk.json
+    python -m muon_jax.benchmarks syrk --json syrk.json --png syrk.png
     python -m muon_jax.benchmarks newton_schulz --shapes 4096x4096 24x1024x4096
 
-On a GPU the table gives the time that the kernels spend on the device, the JSON the wall clock too.
+On a GPU it prints the time that the kernels spend on the device; the JSON has the wall clock too.
 """
 
 import argparse
@@ -91,6 +91,20 @@ def environment(dtype: str) -> dict:
     }
 
 
+def plot(speedups: dict[str, float], title: str, path: Path) -> None:
+    """Saves a bar for each shape: how many times faster than plain jnp."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 0.3 * len(speedups) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh(list(speedups), list(speedups.values()))
+    axes.bar_label(bars, fmt="%.2f×", padding=3)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set(title=title, xlabel="speedup over plain jnp", xlim=(0, 1.15 * max(speedups.values())))
+    axes.invert_yaxis()
+    figure.savefig(path, format="png", dpi=150)
+
+
 def main() -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(
@@ -102,10 +116,12 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", metavar="[BATCHx]MxN")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
+    parser.add_argument("--png", type=Path, help="also plot the speedups (needs matplotlib)")
     arguments = parser.parse_args()
 
     report = {"benchmark": arguments.benchmark, **environment(arguments.dtype), "measurements": []}
     print(", ".join(f"{key}: {value}" for key, value in report.items() if key != "measurements"))
+    speedups = {}
     for text in arguments.shapes or SHAPES[arguments.benchmark].split():
         measurement = measure(
             arguments.benchmark, tuple(int(size) for size in text.split("x")), arguments.dtype
@@ -114,11 +130,17 @@ def main() -> int:
         clock = "device" if "device" in times["jnp"] else "wall"
         medians = {name: by_clock[clock][1] for name, by_clock in times.items()}
         cells = ", ".join(f"{name} {median:.1f}" for name, median in medians.items())
-        ratio = medians["jnp"] / medians["None"]
-        print(f"{text}: {measurement['chosen']}, {cells} µs {clock}, {ratio:.2f}×", flush=True)
+        speedups[text] = medians["jnp"] / medians["None"]
+        print(
+            f"{text}: {measurement['chosen']}, {cells} µs {clock}, {speedups[text]:.2f}×",
+            flush=True,
+        )
         report["measurements"].append(measurement)
         if arguments.json:
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    if arguments.png:
+        title = f"{arguments.benchmark}, {report['device']}, {arguments.dtype}"
+        plot(speedups, title, arguments.png)
     return 0
 
 

@@ -48,11 +48,15 @@ def test_triton_states_its_limits(shape, dtype, reason):
         assert reason in unsupported_reason("triton", operand(shape, dtype))
 
 
-def test_triton_needs_ampere():
-    old = jax.sharding.AbstractDevice("Tesla T4", 40, "gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=old)
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("Tesla T4", "compute capability 8.0"), ("Some GPU", "Unsupported GPU device kind: Some GPU")],
+)
+def test_triton_needs_a_gpu_that_it_knows_since_ampere(kind, reason):
+    device = jax.sharding.AbstractDevice(kind, 40, "gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert "compute capability 8.0" in unsupported_reason("triton", MATRIX)
+        assert reason in unsupported_reason("triton", MATRIX)
         assert select_implementation(MATRIX) == "xla"
 
 
@@ -76,6 +80,7 @@ def test_triton_lowers_for_gpus(gpu, dtype, shape):
         (lambda: syrkx(MATRIX, MATRIX.T), r"b_matrix must be bfloat16\[64, 128\].*\[128, 64\]"),
         (lambda: syrk(MATRIX, MATRIX), r"c_matrix must be bfloat16\[64, 64\]"),
         (lambda: syrk(MATRIX, jnp.ones((64, 64))), r"c_matrix must be bfloat16.*got\s+float32"),
+        (lambda: syrk(MATRIX, beta=2.0), r"beta=2.0 multiplies c_matrix, which is None"),
         (lambda: syrk(MATRIX, alpha=jnp.ones(2)), r"alpha must be a scalar.*got shape \(2,\)"),
         (lambda: syrk(MATRIX, implementation="cuda"), r"one of \['triton', 'xla'\].*got 'cuda'"),
         (lambda: unsupported_reason("gpu", MATRIX), r"one of \['triton', 'xla'\].*got 'gpu'"),
