@@ -185,7 +185,7 @@ def muon(
         weight_decay: λ, multiplied by the learning rate; on matrices.
         weight_decay_mask: tree of booleans (or a callable that makes one): which matrices decay.
         mu_dtype: dtype of the momentum and of AdamW's first moment; None for the parameters'.
-        nesterov: whether both sides use Nesterov momentum.
+        nesterov: whether both sides use Nesterov momentum, so that AdamW is NAdamW, as in optax.
         adaptive: whether to multiply each update by its dual norm, see `scale_by_muon`.
         preconditioning: `"frobenius"`, `"spectral"`, `"aol"` or `"schatten"`, see `newton_schulz`.
         adam_b1: decay rate of AdamW's first moment.
@@ -197,6 +197,8 @@ def muon(
             `optax.contrib.MuonDimensionNumbers` that may be a prefix of the parameters', None where
             AdamW applies, or a callable that makes one from them. None itself gives Muon all
             parameters of rank 2, embeddings and output heads among them: name those None in a tree.
+            The callable is called with the parameters in `init`, with the gradients in `update`, and
+            with those of AdamW masked out (`optax.MaskedNode`): let it decide leaf by leaf.
         consistent_rms: None for s = √max(1, fan_out/fan_in); a number r for
             s = r·√max(fan_in, fan_out), where r = 0.2 matches the root mean square of AdamW's
             updates, so that one learning rate suits both (`Liu et al.
