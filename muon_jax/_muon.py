@@ -197,8 +197,8 @@ def muon(
             `optax.contrib.MuonDimensionNumbers` that may be a prefix of the parameters', None where
             AdamW applies, or a callable that makes one from them. None itself gives Muon all
             parameters of rank 2, embeddings and output heads among them: name those None in a tree.
-            The callable is called with the parameters in `init`, with the gradients in `update`, and
-            with those of AdamW masked out (`optax.MaskedNode`): let it decide leaf by leaf.
+            A callable gets the parameters in `init` and the gradients in `update`, at times with
+            those of AdamW masked out (`optax.MaskedNode`): let it decide leaf by leaf.
         consistent_rms: None for s = √max(1, fan_out/fan_in); a number r for
             s = r·√max(fan_in, fan_out), where r = 0.2 matches the root mean square of AdamW's
             updates, so that one learning rate suits both (`Liu et al.

@@ -118,7 +118,6 @@ def syrkx(
 ) -> jax.Array:
     """As `_reference.syrkx`; every leading dimension is part of one launch, also under `vmap`."""
     *batch, m, n = a_matrix.shape
-    config = config or default_config(a_matrix.shape, a_matrix.dtype)
     coefficients = jnp.stack(
         [jnp.broadcast_to(x, batch).astype(jnp.float32) for x in (alpha, beta, diagonal)], axis=-1
     )
@@ -132,12 +131,13 @@ def syrkx(
     return out.reshape(*batch, m, m)
 
 
-def _stacked(config: Config, mirrored_on_diagonal: bool, interpret: bool):
+def _stacked(given: Config | None, mirrored_on_diagonal: bool, interpret: bool):
     """The kernel over stacks `(batch, ...)`: `vmap` makes them longer, in the same launch."""
 
     @jax.custom_batching.custom_vmap
     def call(a_matrix, b_matrix, c_matrix, coefficients):
-        batch, m, n = a_matrix.shape
+        batch, m, _ = a_matrix.shape
+        config = given or default_config(a_matrix.shape, a_matrix.dtype)
         return pl.pallas_call(
             functools.partial(_kernel, config=config, mirrored_on_diagonal=mirrored_on_diagonal),
             grid=(batch * _triangle.num_tiles(pl.cdiv(m, config.tile)),),

@@ -1,7 +1,9 @@
 import helpers
+import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import syrk
 from pallas_kernels._pallas_triton import Config, default_config
 
 
@@ -36,3 +38,12 @@ def test_large_configs_are_hopper_s_alone():
 def test_a_config_is_validated(field, message):
     with pytest.raises(ValueError, match=message):
         Config(**{"tile": 64, "tile_k": 64, "num_warps": 4, "num_stages": 3, **field})
+
+
+def test_vmap_chooses_for_the_whole_stack():
+    matrices = jax.ShapeDtypeStruct((48, 768, 768), jnp.bfloat16)
+    with helpers.described_gpu("H200"):
+        alone = jax.make_jaxpr(syrk)(matrices)
+        mapped = jax.make_jaxpr(jax.vmap(lambda x: syrk(x, implementation="triton")))(matrices)
+    grid = f"grid=({48 * 21},)"  # 6 rows of tiles of 128
+    assert grid in str(alone) and grid in str(mapped)
