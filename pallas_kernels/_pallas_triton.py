@@ -159,7 +159,17 @@ def _stacked(given: Config | None, mirrored_on_diagonal: bool, interpret: bool):
         out = call(*jax.tree.map(merge, operands, tuple(in_batched)))
         return out.reshape(axis_size, -1, *out.shape[1:]), True
 
-    return call
+    @jax.custom_jvp
+    def undifferentiable(*operands):
+        return call(*operands)
+
+    @undifferentiable.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(
+            "implementation='triton' has no derivative: pass implementation='xla' to differentiate"
+        )
+
+    return undifferentiable
 
 
 def _kernel(

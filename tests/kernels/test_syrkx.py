@@ -146,6 +146,11 @@ def test_xla_is_differentiable():
         jax.test_util.check_grads(function, (a, c), order=1, modes=["fwd", "rev"], eps=1e-2)
 
 
+def test_triton_says_that_it_has_no_derivative():
+    with pytest.raises(NotImplementedError, match="'triton' has no derivative.*'xla'"):
+        jax.grad(lambda a: helpers.interpreted_triton(a).sum())(jnp.ones((5, 5)))
+
+
 def test_xla_takes_float64_and_complex():
     rng = np.random.default_rng(7)
     a = rng.standard_normal((6, 4)) + 1j * rng.standard_normal((6, 4))

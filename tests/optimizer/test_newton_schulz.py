@@ -212,7 +212,7 @@ def test_each_step_is_three_products():
     x = jax.ShapeDtypeStruct((1024, 2048), jnp.bfloat16)
     with helpers.described_gpu("H200"):
         jaxpr = jax.make_jaxpr(newton_schulz.__wrapped__)(x)
-    kernels = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "custom_vmap_call"]
+    kernels = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "custom_jvp_call"]
     products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
     assert (len(kernels), len(products)) == (10, 5)
 
