@@ -75,7 +75,7 @@ def tree_map_matrices(
         tree: the arrays.
         *rest: further trees of the same structure.
     """
-    if callable(dimension_numbers) and not is_dimension_numbers(dimension_numbers):
+    if callable(dimension_numbers):
         dimension_numbers = dimension_numbers(tree)
 
     def map_subtree(numbers, subtree, *rest):

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax import _coefficients, _matrix_axes, _scaling
-from muon_jax._newton_schulz import PRECONDITIONINGS, Preconditioning, newton_schulz
+from muon_jax._newton_schulz import Preconditioning, check_preconditioning, newton_schulz
 
 type DimensionNumbers = _matrix_axes.DimensionNumbersTree | _matrix_axes.DimensionNumbersFn | None
 
@@ -90,13 +90,10 @@ def scale_by_muon(
         ValueError: an argument is none of the values above, or a parameter is no matrix.
         NotImplementedError: the named implementation cannot run here.
     """
-    if preconditioning not in PRECONDITIONINGS:
-        raise ValueError(
-            f"preconditioning must be one of {PRECONDITIONINGS}, got {preconditioning!r}"
-        )
+    check_preconditioning(preconditioning)
     if isinstance(ns_dtype, jax.Array):
         raise ValueError(
-            f"ns_dtype must be a dtype, got an array: optax.inject_hyperparams takes"
+            "ns_dtype must be a dtype, got an array: optax.inject_hyperparams takes"
             f" {ns_dtype.dtype} for a schedule; give it static_args='ns_dtype'"
         )
     ns_coeffs = _coefficients.canonicalize(ns_coeffs)

@@ -1,7 +1,7 @@
 """The Newton–Schulz iteration, written once over `syrk` and a plain matrix product."""
 
 import functools
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,12 @@ from pallas_kernels import syrk
 
 type Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
-PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
+
+def check_preconditioning(preconditioning: str) -> None:
+    """Raises ValueError unless `preconditioning` is one of `Preconditioning`."""
+    names = get_args(Preconditioning.__value__)
+    if preconditioning not in names:
+        raise ValueError(f"preconditioning must be one of {names}, got {preconditioning!r}")
 
 
 @functools.partial(
@@ -78,10 +83,7 @@ def newton_schulz(
         raise ValueError(
             f"x must have a float dtype and shape (..., m, n), got {x.dtype}{list(x.shape)}"
         )
-    if preconditioning not in PRECONDITIONINGS:
-        raise ValueError(
-            f"preconditioning must be one of {PRECONDITIONINGS}, got {preconditioning!r}"
-        )
+    check_preconditioning(preconditioning)
     rows, first, last = _coefficients.resolve(ns_coeffs, ns_steps)
 
     def triple(step):
@@ -129,8 +131,7 @@ def _scaled_by_power_of_two(x, dtype):
     exceeds 1. Not finite where x is not. Rows and columns of zeros, which no step changes, make
     m and n multiples of 8: matrix units load 16 bytes at a time.
     """
-    real = jnp.finfo(jnp.promote_types(x.dtype, jnp.float32)).dtype
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1)).astype(real)
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1)).astype(_accumulator(x))
     _, exponent = jnp.frexp(largest)
     exponent += ((x.shape[-1] - 1).bit_length() + 1) // 2
     scale = jnp.ldexp(jnp.ones_like(largest), -jnp.clip(exponent, -126, 126))
@@ -139,9 +140,14 @@ def _scaled_by_power_of_two(x, dtype):
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -size % 8) for size in x.shape[-2:]]), scale
 
 
+def _accumulator(x):
+    """The dtype of sums of absolute values of `x`: real, float32 or wider."""
+    return jnp.finfo(jnp.promote_types(x.dtype, jnp.float32)).dtype
+
+
 def _inverse_norm(x, gram, eps, scale, preconditioning):
     """1/(norm of X, with eps in it), and 0 for the zero matrix."""
-    accumulator = jnp.finfo(jnp.promote_types(gram.dtype, jnp.float32)).dtype
+    accumulator = _accumulator(gram)
     if preconditioning == "frobenius":
         *batch, m, _ = gram.shape
         diagonal = gram.reshape(*batch, m * m)[..., :: m + 1]  # jnp.diagonal is a kernel of its own
@@ -159,7 +165,6 @@ def _inverse_norm(x, gram, eps, scale, preconditioning):
 
 def _balance_rows(x, gram, least):
     """DX and DAD for the diagonal D with D⁻² = max(Σⱼ|Aᵢⱼ|, least): the AOL preconditioner."""
-    accumulator = jnp.finfo(jnp.promote_types(gram.dtype, jnp.float32)).dtype
-    sums = jnp.sum(jnp.abs(gram).astype(accumulator), axis=-1, keepdims=True)
+    sums = jnp.sum(jnp.abs(gram).astype(_accumulator(gram)), axis=-1, keepdims=True)
     d = jnp.where(sums == 0, 0, jax.lax.rsqrt(jnp.maximum(sums, least[..., None, None])))
     return (x * d).astype(x.dtype), (gram * d * d.mT).astype(gram.dtype)
