@@ -1,15 +1,18 @@
 """`syrk` and `syrkx`: checks their operands and chooses an implementation before tracing it."""
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_triton, _reference
+from pallas_kernels import _device, _pallas_mosaic_gpu, _pallas_triton, _reference, _tuning
 
 _IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "xla": _reference.syrkx,
     "triton": _pallas_triton.syrkx,
+    "mosaic_gpu": _pallas_mosaic_gpu.syrkx,
 }
 
 type Operand = jax.Array | jax.ShapeDtypeStruct
@@ -51,7 +54,8 @@ def syrkx(
     operands' dtype. Leading dimensions are a batch, computed in one launch, under `jax.vmap` too.
 
     `"xla"` also takes float64 and complex operands (which accumulate in their own precision; A·Bᴴ,
-    Hermitian, for complex ones) and can be differentiated. `"triton"` cannot.
+    Hermitian, for complex ones) and can be differentiated. The kernels, `"triton"` (NVIDIA GPUs
+    since Ampere) and `"mosaic_gpu"` (Hopper GPUs; bfloat16 and float16), cannot.
 
     Args:
         a_matrix: shape `(..., m, n)`, m, n ≥ 1; bfloat16, float16 or float32.
@@ -60,7 +64,8 @@ def syrkx(
         alpha, beta, diagonal: real coefficients, which may be traced: scalars, or one for each
             matrix, of shape `(...)`.
         symmetrize_output: False lets the two halves differ in rounding, which saves `"xla"` a pass.
-        implementation: `"xla"`, `"triton"`, or None for the choice of `select_implementation`.
+        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"`, or None for the choice of
+            `select_implementation`.
 
     Returns:
         The product, of shape `(..., m, m)` and the operands' dtype.
@@ -81,7 +86,7 @@ def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
     """Returns why `syrkx(a_matrix, …, implementation=implementation)` would raise, or None.
 
     Args:
-        implementation: `"xla"` or `"triton"`.
+        implementation: `"xla"`, `"triton"` or `"mosaic_gpu"`.
         a_matrix: the operand, or anything with its `shape` and `dtype`.
 
     Raises:
@@ -94,21 +99,56 @@ def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
         )
     if implementation == "triton":
         return _pallas_triton.unsupported_reason(a_matrix)
+    if implementation == "mosaic_gpu":
+        return _pallas_mosaic_gpu.unsupported_reason(a_matrix)
     return None
 
 
-def select_implementation(a_matrix: Operand) -> str:
-    """Returns the implementation that `implementation=None` stands for.
+class Selection(NamedTuple):
+    """An implementation, and what the choice rests on: "measured …", "modelled …" or "only …"."""
 
-    It is chosen by the operand's shape and dtype and by the default device (the abstract mesh's
-    device, where one is set), never by trying.
+    implementation: str
+    basis: str
+
+
+def select_implementation(
+    a_matrix: Operand, *, addend: bool = False, symmetrize_output: bool = True
+) -> Selection:
+    """Returns the implementation that `implementation=None` stands for, and why.
+
+    It is chosen by shape and dtype and by the default device (the abstract mesh's device, where one
+    is set), never by trying: the fastest of a table of measured times where the shape is in the
+    table of that device, and what a model or a rule fitted to such times says elsewhere.
 
     Args:
         a_matrix: the operand, or anything with its `shape` and `dtype`.
+        addend: whether there is a `c_matrix`.
+        symmetrize_output: as for `syrkx`.
     """
-    if unsupported_reason("triton", a_matrix) is None and _pallas_triton.is_fastest(a_matrix):
-        return "triton"
-    return "xla"
+    supported = [name for name in _IMPLEMENTATIONS if unsupported_reason(name, a_matrix) is None]
+    if len(supported) == 1:
+        return Selection(supported[0], "only this implementation runs here")
+    *batch, m, n = a_matrix.shape
+    shape = (math.prod(batch), m, n)
+    half_precision = jnp.dtype(a_matrix.dtype).itemsize == 2
+    times = _tuning.lookup(shape, addend=addend) if half_precision else None
+    if times:
+        skipped = "xla, not symmetrized" if symmetrize_output else "xla"
+        candidates = [
+            name for name in times if name != skipped and _implementation(name) in supported
+        ]
+        fastest = min(candidates, key=lambda name: times[name])
+        return Selection(_implementation(fastest), f"measured on an {_device.kind()}")
+    if "mosaic_gpu" in supported and _pallas_mosaic_gpu.is_fastest(shape):
+        return Selection("mosaic_gpu", "modelled after times on an H200")
+    if "triton" in supported and _pallas_triton.is_fastest(a_matrix):
+        return Selection("triton", "modelled after times on an H200")
+    return Selection("xla", "modelled after times on an H200")
+
+
+def _implementation(name: str) -> str:
+    """That of a name in the tables, which has a config or an option behind it."""
+    return name.replace(",", " ").split()[0]
 
 
 def _syrkx(a_matrix, b_matrix, c_matrix, coefficients, symmetrize_output, implementation):
@@ -125,7 +165,10 @@ def _syrkx(a_matrix, b_matrix, c_matrix, coefficients, symmetrize_output, implem
                 f"{name} must be a scalar or have the batch shape {batch} of a_matrix, got shape"
                 f" {value.shape}"
             )
-    implementation = implementation or select_implementation(a_matrix)
+    if implementation is None:
+        implementation, _ = select_implementation(
+            a_matrix, addend=c_matrix is not None, symmetrize_output=symmetrize_output
+        )
     if reason := unsupported_reason(implementation, a_matrix):
         raise NotImplementedError(
             f"implementation={implementation!r} cannot run: {reason}. Pass implementation=None to"

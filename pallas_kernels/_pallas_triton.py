@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import _triangle
+from pallas_kernels._stacked import stacked
 
 # Raised while lowering, so it cannot be filtered around the call.
 warnings.filterwarnings(
@@ -122,54 +123,27 @@ def syrkx(
         [jnp.broadcast_to(x, batch).astype(jnp.float32) for x in (alpha, beta, diagonal)], axis=-1
     )
     mirrored_on_diagonal = symmetrize_output and b_matrix is not None
-    out = _stacked(config, mirrored_on_diagonal, interpret)(
+    def kernel(a_matrix, b_matrix, c_matrix, coefficients):
+        batch, m, _ = a_matrix.shape
+        chosen = config or default_config(a_matrix.shape, a_matrix.dtype)
+        return pl.pallas_call(
+            functools.partial(_kernel, config=chosen, mirrored_on_diagonal=mirrored_on_diagonal),
+            grid=(batch * _triangle.num_tiles(pl.cdiv(m, chosen.tile)),),
+            out_shape=jax.ShapeDtypeStruct((batch, m, m), a_matrix.dtype),
+            compiler_params=plt.CompilerParams(
+                num_warps=chosen.num_warps, num_stages=chosen.num_stages
+            ),
+            interpret=interpret,
+            name="syrkx",
+        )(coefficients, a_matrix, b_matrix, c_matrix)
+
+    out = stacked(kernel, "triton")(
         a_matrix.reshape(-1, m, n),
         None if b_matrix is None else b_matrix.reshape(-1, m, n),
         None if c_matrix is None else c_matrix.reshape(-1, m, m),
         coefficients.reshape(-1, 3),
     )
     return out.reshape(*batch, m, m)
-
-
-def _stacked(given: Config | None, mirrored_on_diagonal: bool, interpret: bool):
-    """The kernel over stacks `(batch, ...)`: `vmap` makes them longer, in the same launch."""
-
-    @jax.custom_batching.custom_vmap
-    def call(a_matrix, b_matrix, c_matrix, coefficients):
-        batch, m, _ = a_matrix.shape
-        config = given or default_config(a_matrix.shape, a_matrix.dtype)
-        return pl.pallas_call(
-            functools.partial(_kernel, config=config, mirrored_on_diagonal=mirrored_on_diagonal),
-            grid=(batch * _triangle.num_tiles(pl.cdiv(m, config.tile)),),
-            out_shape=jax.ShapeDtypeStruct((batch, m, m), a_matrix.dtype),
-            compiler_params=plt.CompilerParams(
-                num_warps=config.num_warps, num_stages=config.num_stages
-            ),
-            interpret=interpret,
-            name="syrkx",
-        )(coefficients, a_matrix, b_matrix, c_matrix)
-
-    @call.def_vmap
-    def _(axis_size, in_batched, *operands):
-        def merge(operand, batched):
-            if not batched:
-                operand = jnp.broadcast_to(operand, (axis_size, *operand.shape))
-            return operand.reshape(-1, *operand.shape[2:])
-
-        out = call(*jax.tree.map(merge, operands, tuple(in_batched)))
-        return out.reshape(axis_size, -1, *out.shape[1:]), True
-
-    @jax.custom_jvp
-    def undifferentiable(*operands):
-        return call(*operands)
-
-    @undifferentiable.defjvp
-    def _(primals, tangents):
-        raise NotImplementedError(
-            "implementation='triton' has no derivative: pass implementation='xla' to differentiate"
-        )
-
-    return undifferentiable
 
 
 def _kernel(

@@ -1,35 +1,211 @@
 import json
+import os
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
+import optax.contrib
 import pytest
 
+from muon_jax import muon
 from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks import _timing
+from muon_jax.benchmarks import _measure, _models, _rivals, _shapes, _timing
+
+TINY = {"embedding": (32, 8), "layer/w": (8, 24), "layer/b": (24,), "experts": (3, 24, 8)}
+CASES = {
+    "syrk": ["--shapes", "16x16", "2x8x24"],
+    "newton_schulz": ["--shapes", "16x16", "2x8x24"],
+    "muon": ["--models", "tiny"],
+}
 
 
 @pytest.fixture(autouse=True)
-def two_rounds(monkeypatch):
+def small(monkeypatch):
     monkeypatch.setattr(_timing, "ROUNDS", 2)
+    monkeypatch.setitem(_models.MODELS, "tiny", TINY)
+    monkeypatch.setattr(_rivals, "_missing", lambda package: f"{package} is not installed")
 
 
-@pytest.mark.parametrize("benchmark", benchmarks.SHAPES)
-def test_it_times_checks_and_reports(benchmark, monkeypatch, capsys, tmp_path):
-    files = ["--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png")]
-    monkeypatch.setattr("sys.argv", ["", benchmark, "--shapes", "16x16", "2x8x24", *files])
-    assert benchmarks.main() == 0
-    assert "16x16: xla, jnp" in capsys.readouterr().out
-    report = json.loads((tmp_path / "a.json").read_text())
-    assert {"device", "python", "jax", "commit", "dtype", "input"} <= set(report)
-    assert [m["shape"] for m in report["measurements"]] == [[16, 16], [2, 8, 24]]
+@pytest.fixture
+def measure(tmp_path):
+    def run(benchmark, *words):
+        file = tmp_path / f"{benchmark}.json"
+        benchmarks.main([benchmark, *CASES[benchmark], *words, "--json", str(file)])
+        return file
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "variants"),
+    {
+        "syrk": ["jnp", "xla", "None", "None, symmetrize_output=False", "jnp + C", "None + C"],
+        "newton_schulz": ["jnp", "None", "optax f32", "optax bf16"],
+        "muon": ["optax", "None"],
+    }.items(),
+)
+def test_it_times_checks_and_reports(benchmark, variants, measure, capsys):
+    file = measure(benchmark)
+    assert ("tiny: optax" if benchmark == "muon" else "2×8×24: jnp") in capsys.readouterr().out
+    report = json.loads(file.read_text())
+    versions = {"python", "jax", "jaxlib", "optax"}
+    assert {"benchmark", "device", "commit", "dtype", "input"} | versions <= set(report)
+    assert len(report["measurements"]) == (1 if benchmark == "muon" else 2)
     for measurement in report["measurements"]:
-        low, median, high = measurement["microseconds"]["None"]["wall"]
-        assert 0 < low <= median <= high
+        assert measurement["errors"]["None"] < 0.1
+        assert list(measurement["microseconds"]) == variants
+        for by_clock in measurement["microseconds"].values():
+            low, median, high = by_clock["wall"]
+            assert 0 < low <= median <= high
+        if benchmark == "muon":
+            assert measurement["parameters"] == 32 * 8 + 8 * 24 + 24 + 3 * 24 * 8
+            for figure in ("compile_seconds", "temp_bytes"):
+                assert list(measurement[figure]) == variants
+        else:
+            assert measurement["shape"] in ([16, 16], [2, 8, 24])
+
+
+def test_float32_is_checked_against_float64():
+    measurement = _measure.measure_newton_schulz((16, 16), "float32")
+    assert 0 < measurement["errors"]["None"] < 1e-5
+
+
+@pytest.mark.parametrize("wrong", [1.3, jnp.nan])
+def test_a_wrong_orthogonalization_fails(wrong, monkeypatch):
+    right = _measure.newton_schulz
+    monkeypatch.setattr(_rivals, "programs", lambda x: {})
+    monkeypatch.setattr(_measure, "newton_schulz", lambda x, **kw: wrong * right(x, **kw))
+    with pytest.raises(ArithmeticError, match="None: the relative error .* that of jnp"):
+        _measure.measure_newton_schulz((16, 16), "bfloat16")
+
+
+def test_a_wrong_addend_fails(monkeypatch):
+    right = _measure.syrk
+    monkeypatch.setattr(
+        _measure, "syrk", lambda x, c=None, beta=0.0, **kw: right(x, c, beta=1.1 * beta, **kw)
+    )
+    with pytest.raises(ArithmeticError, match=r"None \+ C: the relative error .* jnp \+ C"):
+        _measure.measure_syrk((16, 16), "bfloat16")
+
+
+def test_a_wrong_update_fails(monkeypatch):
+    right = _measure.muon
+    monkeypatch.setattr(_measure, "muon", lambda learning_rate, **kw: right(-0.02, **kw))
+    with pytest.raises(ArithmeticError, match="the update of embedding differs from that of optax"):
+        _measure.measure_muon("tiny", "float32")
+
+
+def test_a_rival_that_fails_is_reported_and_not_timed(monkeypatch, measure, capsys):
+    def broken():
+        raise RuntimeError("no kernel\nmore")
+
+    rivals = {
+        "wrong": SimpleNamespace(result=lambda: jnp.zeros((16, 16))),
+        "broken": SimpleNamespace(result=broken),
+    }
+    monkeypatch.setattr(_rivals, "programs", lambda x: rivals)
+    monkeypatch.setitem(CASES, "newton_schulz", ["--shapes", "16x16"])
+    file = measure("newton_schulz")
+    assert "failed: wrong at 16×16 (the relative error is 1.00e+00" in capsys.readouterr().out
+    (measurement,) = json.loads(file.read_text())["measurements"]
+    assert measurement["failed"]["broken"] == "RuntimeError: no kernel"
+    assert set(measurement["microseconds"]) == {"jnp", "None"}
+    benchmarks.main(["report", str(file)])
+    out = capsys.readouterr().out
+    assert "| failed | failed |" in out and "- failed: broken at 16×16 (RuntimeError" in out
+
+
+def test_absent_rivals_are_named(measure, capsys):
+    file = measure("newton_schulz")
+    line = "absent: gram_newton_schulz (gram_newton_schulz is not installed)"
+    assert line in capsys.readouterr().out
+    benchmarks.main(["report", str(file)])
+    assert f"- {line}" in capsys.readouterr().out
+
+
+def test_the_reason_for_absence(monkeypatch):
+    monkeypatch.undo()  # the fixture's
+    monkeypatch.setattr(_rivals.importlib.util, "find_spec", lambda name: None)
+    assert _rivals.absent()["gram_newton_schulz"] == "torch is not installed"
+    assert _rivals.torch_versions() == {}
+
+
+def test_xla_leaves_memory_where_torch_is_installed(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(_rivals.importlib.util, "find_spec", lambda name: None)
+    _rivals.leave_memory_to_torch()
+    assert not os.environ
+    monkeypatch.setattr(_rivals.importlib.util, "find_spec", lambda name: name)
+    _rivals.leave_memory_to_torch()
+    assert os.environ == {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def test_report_is_a_table_and_a_plot(capsys, tmp_path):
+    def times(median):
+        return {"wall": [1.0, 9.0, 10.0], "device": [median, median, median]}
+
+    syrk = {
+        "benchmark": "syrk",
+        "device": "H200",
+        "dtype": "bfloat16",
+        "measurements": [
+            {
+                "shape": [2, 8, 16],
+                "chosen": "triton",
+                "errors": {"jnp": 0.00171, "None": 0.0016},
+                "microseconds": {"jnp": times(120.4), "xla": times(99.94), "None": times(60.2)},
+            }
+        ],
+    }
+    muon_report = {
+        "benchmark": "muon",
+        "device": "H200",
+        "dtype": "float32",
+        "measurements": [
+            {
+                "model": "tiny",
+                "errors": {"None": 0.0123},
+                "compile_seconds": {"optax": 37.66, "None": 2.4},
+                "temp_bytes": {"optax": 3 * 2**20, "None": 2**20},
+                "microseconds": {"optax": times(2000.0), "None": times(500.0)},
+            }
+        ],
+    }
+    files = [tmp_path / "syrk.json", tmp_path / "muon.json"]
+    for file, content in zip(files, (syrk, muon_report), strict=True):
+        file.write_text(json.dumps(content))
+    benchmarks.main(["report", *map(str, files), "--png", str(tmp_path / "a.png")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "benchmark: syrk, device: H200, dtype: bfloat16; µs, device, medians"
+    assert lines[2:5] == [
+        "| shape | jnp | syrk | speedup | xla | error of jnp | error of syrk | chosen |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| 2×8×16 | 120 | 60.2 | 2.00× | 99.9 | 0.0017 | 0.0016 | triton |",
+    ]
+    assert lines[-1] == "| tiny | 2000 | 500 | 4.00× | 0.012 | 37.7 | 2.4 | 3 | 1 |"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("wrong", [1.1, jnp.nan])
-def test_a_wrong_result_fails(wrong, monkeypatch):
-    right = benchmarks.newton_schulz
-    monkeypatch.setattr(benchmarks, "newton_schulz", lambda x: wrong * right(x))
-    with pytest.raises(ArithmeticError, match="more than twice that of jnp"):
-        benchmarks.measure("newton_schulz", (16, 16), "bfloat16")
+def test_named_shapes():
+    assert _shapes.shapes("24x8x16") == [(24, 8, 16)]
+    for name in _shapes.SETS:
+        assert all(shape[-2] <= shape[-1] for shape in _shapes.shapes(name))
+
+
+@pytest.mark.parametrize("word", ["llama", "16", "0x16", "1x2x3x4"])
+def test_shapes_that_are_none(word, capsys):
+    with pytest.raises(SystemExit):
+        benchmarks.main(["syrk", "--shapes", word])
+    assert "--shapes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", _models.MODELS)
+def test_both_optimizers_take_the_models(name):
+    shapes = _models.MODELS[name]
+    parameters = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()}
+    numbers = _models.dimension_numbers(shapes)
+    for make in (muon, optax.contrib.muon):
+        optimizer = make(0.02, muon_weight_dimension_numbers=numbers)
+        state = jax.eval_shape(optimizer.init, parameters)
+        updates, _ = jax.eval_shape(optimizer.update, parameters, state, parameters)
+        assert jax.tree.map(jnp.shape, updates) == shapes

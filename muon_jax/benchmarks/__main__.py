@@ -1,146 +1,137 @@
-"""Times `syrk` and `newton_schulz` beside plain jnp, and fails where a result is wrong.
+"""Times `syrk`, `newton_schulz` and `muon` beside others, and fails where a result is wrong.
 
-    python -m muon_jax.benchmarks syrk --json syrk.json --png syrk.png
-    python -m muon_jax.benchmarks newton_schulz --shapes 4096x4096 24x1024x4096
+    python -m muon_jax.benchmarks syrk --json syrk.json
+    python -m muon_jax.benchmarks newton_schulz --shapes peers 24x512x2048
+    python -m muon_jax.benchmarks muon --models gpt2-small
+    python -m muon_jax.benchmarks report syrk.json --png syrk.png
 
-On a GPU it prints the time that the kernels spend on the device; the JSON has the wall clock too.
+On a GPU it prints the time that the kernels spend on the device (for rivals in torch the time
+between CUDA events, with the gaps between kernels); the JSON has the wall clock too.
 """
 
 import argparse
+import importlib.metadata
+import itertools
 import json
 import platform
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from muon_jax import _coefficients, newton_schulz
-from muon_jax.benchmarks import _timing
-from pallas_kernels import select_implementation, syrk
+from muon_jax.benchmarks import _measure, _models, _report, _rivals, _shapes, _tune
+from pallas_kernels import _tuning
 
-# (m, n) or (batch, m, n): layers of transformers and stacks of them, and small squares.
-SHAPES = {
-    "syrk": (
-        "64x64 128x128 256x256 512x512 896x896 1024x1024 1536x1536 2048x2048 3072x3072 3584x3584"
-        " 4096x4096 8192x8192 1024x4096 2048x8192 2560x4096 4096x16384 8x2048x2048 48x768x768"
-        " 24x1024x4096 200x512x1280"
-    ),
-    "newton_schulz": (
-        "128x128 256x256 512x512 896x896 896x1152 1024x1024 2048x2048 2048x2560 2560x4096 3584x3584"
-        " 3584x4608 4096x4096 1001x1500 2048x8192 4096x16384 16x2048x5464 200x512x1280"
-        " 24x1024x4096 48x768x768"
-    ),
+MEASURES = {
+    "syrk": _measure.measure_syrk,
+    "newton_schulz": _measure.measure_newton_schulz,
+    "muon": _measure.measure_muon,
 }
 
 
-def newton_schulz_in_jnp(x: jax.Array) -> jax.Array:
-    """Keller Jordan's five steps as everybody writes them, in the dtype of `x`."""
-    ((a, b, c),) = _coefficients.NAMED["standard"]
-    x /= jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7
-    for _ in range(5):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
-
-
-def measure(benchmark: str, shape: tuple[int, ...], dtype: str) -> dict:
-    """Times the variants at one shape and checks them. Raises ArithmeticError on a wrong result."""
-    x = jax.random.normal(jax.random.key(0), shape, jnp.dtype(dtype))
-    if benchmark == "syrk":
-        variants = {"jnp": lambda x: x @ x.mT, "None": syrk}
-    else:
-        variants = {"jnp": newton_schulz_in_jnp, "None": newton_schulz}
-    programs = {name: jax.jit(function).lower(x).compile() for name, function in variants.items()}
-    with jax.default_matmul_precision("highest"):
-        exact = jax.jit(variants["jnp"])(x.astype(jnp.float32))
-    errors = {name: _timing.relative_error(run(x), exact) for name, run in programs.items()}
-    if not errors["None"] <= 2 * errors["jnp"]:
-        raise ArithmeticError(
-            f"{benchmark} {shape}: the relative error is {errors['None']:.2e}, more than twice that"
-            f" of jnp, {errors['jnp']:.2e}"
-        )
-    if benchmark == "syrk" and shape[-1] == shape[-2]:
-        with_c = {
-            "jnp + C": lambda x: 0.5 * x + x @ x.mT,
-            "None + C": lambda x: syrk(x, x, beta=0.5, diagonal=2.0),
-        }
-        programs |= {name: jax.jit(run).lower(x).compile() for name, run in with_c.items()}
-    return {
-        "shape": shape,
-        "chosen": select_implementation(x),
-        "errors": errors,
-        "microseconds": _timing.time_interleaved(programs, x),
-    }
-
-
-def environment(dtype: str) -> dict:
-    """Returns what a measurement needs to be repeated."""
+def environment() -> dict[str, str]:
+    """Returns what a measurement needs to be repeated: device, versions, commit."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    packages = ("jax", "jaxlib", "optax")
     return {
         "device": jax.devices()[0].device_kind,
         "python": platform.python_version(),
-        "jax": jax.__version__,
-        "commit": commit or None,
-        "dtype": dtype,
-        "input": "standard normal",
+        **{package: importlib.metadata.version(package) for package in packages},
+        "commit": commit or "unknown",
     }
 
 
-def plot(speedups: dict[str, float], title: str, path: Path) -> None:
-    """Saves a bar for each shape: how many times faster than plain jnp."""
-    from matplotlib.figure import Figure
+def measure(arguments: argparse.Namespace) -> None:
+    """Measures case by case, prints each, and writes the JSON anew after each."""
+    if arguments.command == "muon":
+        cases = arguments.models
+    else:
+        cases = dict.fromkeys(itertools.chain.from_iterable(arguments.shapes))
+    report: dict[str, Any] = {"benchmark": arguments.command}
+    if arguments.command == "newton_schulz":
+        _rivals.leave_memory_to_torch()
+        report |= {"absent": _rivals.absent(), **_rivals.torch_versions()}
+    report |= environment()
+    report |= {"dtype": arguments.dtype, "input": "standard normal", "measurements": []}
+    print("\n".join([_report.heading(report), *_report.absent(report)]))
+    for case in cases:
+        measurement = MEASURES[arguments.command](case, arguments.dtype)
+        print(_report.line(measurement), flush=True)
+        report["measurements"].append(measurement)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
-    figure = Figure(figsize=(7, 0.3 * len(speedups) + 1.2), layout="constrained")
-    axes = figure.subplots()
-    bars = axes.barh(list(speedups), list(speedups.values()))
-    axes.bar_label(bars, fmt="%.2f×", padding=3)
-    axes.axvline(1.0, color="black", linewidth=1)
-    axes.set(title=title, xlabel="speedup over plain jnp", xlim=(0, 1.15 * max(speedups.values())))
-    axes.invert_yaxis()
-    figure.savefig(path, format="png", dpi=150)
+
+def tune(arguments: argparse.Namespace) -> None:
+    """Measures the candidates of each product, prints them, and writes the table anew after each."""
+    path = arguments.json or _tuning.table_path(jax.devices()[0].device_kind)
+    shapes = itertools.chain.from_iterable(arguments.shapes)
+    table: dict[str, Any] = {"version": 1, **environment(), "dtype": "bfloat16"}
+    table |= {"input": "standard normal", "entries": []}
+    for shape, addend in _tune.cases([*shapes]):
+        entry = _tune.measure(shape, addend)
+        times = ", ".join(f"{name} {time:.1f}" for name, time in entry["microseconds"].items())
+        print(f"{'×'.join(map(str, shape))}{' + C' * addend}: {times} µs", flush=True)
+        table["entries"].append(entry)
+        path.write_text(json.dumps(table, indent=1) + "\n")
 
 
-def main() -> int:
-    """Runs the command line."""
+def show(arguments: argparse.Namespace) -> None:
+    """Prints reports as Markdown, and plots them."""
+    reports = [json.loads(file.read_text()) for file in arguments.files]
+    print("\n\n".join(map(_report.markdown, reports)))
+    if arguments.png:
+        _report.plot(reports, arguments.png)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Runs the command line, `words` in place of the process's own arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m muon_jax.benchmarks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("benchmark", choices=SHAPES)
-    parser.add_argument("--shapes", nargs="+", metavar="[BATCHx]MxN")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--json", type=Path, help="also write the measurements to this file")
-    parser.add_argument("--png", type=Path, help="also plot the speedups (needs matplotlib)")
-    arguments = parser.parse_args()
+    commands = parser.add_subparsers(dest="command", required=True)
 
-    report = {"benchmark": arguments.benchmark, **environment(arguments.dtype), "measurements": []}
-    print(", ".join(f"{key}: {value}" for key, value in report.items() if key != "measurements"))
-    speedups = {}
-    for text in arguments.shapes or SHAPES[arguments.benchmark].split():
-        measurement = measure(
-            arguments.benchmark, tuple(int(size) for size in text.split("x")), arguments.dtype
+    def add_benchmark(name: str, dtype: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name)
+        command.add_argument("--dtype", default=dtype, choices=["bfloat16", "float16", "float32"])
+        command.add_argument("--json", type=Path, help="also write the measurements to this file")
+        command.set_defaults(run=measure)
+        return command
+
+    def add_shapes(command: argparse.ArgumentParser) -> None:
+        command.add_argument(
+            "--shapes",
+            nargs="+",
+            type=_shapes.shapes,
+            default=[_shapes.shapes(name) for name in _shapes.SETS],
+            help=f"MxN, BATCHxMxN, or a set: {', '.join(_shapes.SETS)} (default: all sets)",
         )
-        times = measurement["microseconds"]
-        clock = "device" if "device" in times["jnp"] else "wall"
-        medians = {name: by_clock[clock][1] for name, by_clock in times.items()}
-        cells = ", ".join(f"{name} {median:.1f}" for name, median in medians.items())
-        speedups[text] = medians["jnp"] / medians["None"]
-        print(
-            f"{text}: {measurement['chosen']}, {cells} µs {clock}, {speedups[text]:.2f}×",
-            flush=True,
-        )
-        report["measurements"].append(measurement)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    if arguments.png:
-        title = f"{arguments.benchmark}, {report['device']}, {arguments.dtype}"
-        plot(speedups, title, arguments.png)
-    return 0
+
+    add_shapes(add_benchmark("syrk", "bfloat16"))
+    add_shapes(add_benchmark("newton_schulz", "bfloat16"))
+    add_benchmark("muon", "float32").add_argument(
+        "--models", nargs="+", choices=_models.MODELS, default=[*_models.MODELS]
+    )
+    table = commands.add_parser("tune", help="measure the table of the dispatch for this device")
+    add_shapes(table)
+    table.add_argument(
+        "--json",
+        type=Path,
+        help="where to write the table (default: where the dispatch looks for it)",
+    )
+    table.set_defaults(run=tune)
+    report = commands.add_parser("report")
+    report.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
+    report.add_argument("--png", type=Path, help="also plot the speedups (needs matplotlib)")
+    report.set_defaults(run=show)
+    arguments = parser.parse_args(words)
+    arguments.run(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,9 @@
-"""Interleaved timing of variants: wall clock, and the time their kernels spend on the GPU."""
+"""Interleaved timing of programs: wall clock, and the time that they take on the GPU."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,31 +12,78 @@ from jax.experimental.mosaic.gpu import profiler
 
 ROUNDS = 7
 
+# Runs a program so many times in a row and returns the seconds per run.
+type Clock = Callable[[int], float]
 
-def time_interleaved(
-    programs: Mapping[str, Callable[[jax.Array], jax.Array]], x: jax.Array
-) -> dict[str, dict[str, list[float]]]:
-    """Times each compiled program on `x`, in turns, `ROUNDS` times after a warm-up.
+
+class Program(Protocol):
+    """What can be run, for its result or on a clock."""
+
+    def result(self) -> Any:
+        """Runs once and returns the result, in JAX's arrays."""
+        ...
+
+    def clocks(self) -> dict[str, Clock]:
+        """Returns the clocks there are: always `"wall"`, on a GPU `"device"` too."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxProgram:
+    """A compiled function with its arguments.
+
+    Its clocks are `wall`, the wall clock of calls that are enqueued together, so that launch
+    overhead shows only where it exceeds the work, and `device`, the sum over the kernels' own
+    durations, by CUPTI.
+    """
+
+    compiled: jax.stages.Compiled
+    arguments: tuple
+
+    @classmethod
+    def compile(cls, function: Callable, *arguments) -> "JaxProgram":
+        """Compiles `function` for `arguments`."""
+        return cls(jax.jit(function).lower(*arguments).compile(), arguments)
+
+    def result(self) -> Any:
+        """Runs once and returns the result."""
+        return self.compiled(*self.arguments)
+
+    def clocks(self) -> dict[str, Clock]:
+        """Returns `wall`, and `device` on a GPU."""
+        on_gpu = jax.default_backend() == "gpu"
+        return {"wall": self._wall} | ({"device": self._device} if on_gpu else {})
+
+    def _wall(self, calls: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready([self.result() for _ in range(calls)])
+        return (time.perf_counter() - start) / calls
+
+    def _device(self, calls: int) -> float:
+        measured = profiler.measure(self.compiled, iterations=calls)
+        _, milliseconds = measured(*self.arguments)
+        if milliseconds is None:
+            raise RuntimeError("CUPTI has recorded no kernel: is another profiler attached?")
+        return float(np.mean(milliseconds)) * 1e-3
+
+
+def time_interleaved(programs: Mapping[str, Program]) -> dict[str, dict[str, list[float]]]:
+    """Times the programs in turns, `ROUNDS` times after a warm-up.
 
     Returns:
-        For each variant the quartiles (25%, median, 75%), in µs per application, of
-
-        - `wall`: the wall clock of consecutive calls that are enqueued together, so that launch
-          overhead shows only where it exceeds the work;
-        - `device`: the sum over the kernels' own durations, by CUPTI; on GPUs only.
+        For each program and each of its clocks the quartiles (25%, median, 75%), in µs per run.
     """
+    clocks = {name: program.clocks() for name, program in programs.items()}
     calls = {}
-    for name, program in programs.items():
-        _wall(program, x, calls=1)
-        calls[name] = int(np.clip(0.02 / _wall(program, x, calls=3), 3, 50))
-    clocks = {"wall": _wall}
-    if jax.default_backend() == "gpu":
-        clocks["device"] = _device
-    samples = {name: {clock: [] for clock in clocks} for name in programs}
+    for name, by_clock in clocks.items():
+        wall = by_clock["wall"]
+        wall(1)
+        calls[name] = int(np.clip(0.02 / wall(3), 3, 50))
+    samples = {name: {clock: [] for clock in by_clock} for name, by_clock in clocks.items()}
     for _ in range(ROUNDS):
-        for name, program in programs.items():
-            for clock, measure in clocks.items():
-                samples[name][clock].append(measure(program, x, calls[name]) * 1e6)
+        for name, by_clock in clocks.items():
+            for clock, measure in by_clock.items():
+                samples[name][clock].append(measure(calls[name]) * 1e6)
     return {
         name: {
             clock: np.quantile(values, (0.25, 0.5, 0.75)).round(2).tolist()
@@ -44,18 +93,8 @@ def time_interleaved(
     }
 
 
-def _wall(program, x: jax.Array, calls: int) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready([program(x) for _ in range(calls)])
-    return (time.perf_counter() - start) / calls
-
-
-def _device(program, x: jax.Array, calls: int) -> float:
-    _, milliseconds = profiler.measure(program, iterations=calls)(x)
-    return float(np.mean(milliseconds)) * 1e-3
-
-
-def relative_error(result: jax.Array, reference: jax.Array) -> float:
-    """‖result - reference‖ / ‖reference‖ (Frobenius), NaN where either has one."""
-    result, reference = result.astype(jnp.float32), reference.astype(jnp.float32)
-    return float(jnp.linalg.norm(result - reference) / jnp.linalg.norm(reference))
+def relative_error(result: jax.Array, exact: jax.Array) -> float:
+    """‖result - exact‖ / ‖exact‖ (Frobenius), NaN where either has one."""
+    with jax.enable_x64(True):
+        result, exact = result.astype(jnp.float64), exact.astype(jnp.float64)
+        return float(jnp.linalg.norm(result - exact) / jnp.linalg.norm(exact))

@@ -1,0 +1,160 @@
+"""Measurements of `syrk`, `newton_schulz` and `muon` beside others; every result is checked."""
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax.contrib
+
+from muon_jax import muon, newton_schulz
+from muon_jax.benchmarks import _models, _rivals, _timing
+from muon_jax.benchmarks._timing import JaxProgram, Program
+from pallas_kernels import select_implementation, syrk
+
+# Largest relative difference, for each parameter, between our update and optax's: several times the
+# rounding of five steps in bfloat16.
+MUON_TOLERANCE = 0.1
+
+
+def measure_syrk(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
+    """Times XXᵀ, and XXᵀ + C/2 for a symmetric C, of one shape.
+
+    Raises:
+        ArithmeticError: a result has more than twice the error of plain jnp.
+    """
+    *batch, m, _ = shape
+    x = _standard_normal(0, shape, dtype)
+    lower = jnp.tril(_standard_normal(1, (*batch, m, m), dtype))
+    c = lower + jnp.tril(lower, -1).mT
+    product = {
+        "jnp": lambda x: x @ x.mT,
+        "xla": functools.partial(syrk, implementation="xla"),
+        "None": syrk,
+        "None, symmetrize_output=False": functools.partial(syrk, symmetrize_output=False),
+    }
+    product_and_addend = {
+        "jnp + C": lambda x, c: x @ x.mT + 0.5 * c,
+        "None + C": lambda x, c: syrk(x, c, beta=0.5),
+    }
+    comparison = _compare(f"syrk {shape}", product, (x,), {})
+    with_addend = _compare(f"syrk {shape}", product_and_addend, (x, c), {})
+    return {
+        "shape": shape,
+        "chosen": select_implementation(x),
+        **{key: comparison[key] | with_addend[key] for key in comparison},
+    }
+
+
+def measure_newton_schulz(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
+    """Times five Newton–Schulz steps on one shape.
+
+    Raises:
+        ArithmeticError: our result has more than twice the error of plain jnp.
+    """
+    x = _standard_normal(0, shape, dtype)
+    variants = {
+        "jnp": _rivals.newton_schulz_in_jnp,
+        "None": functools.partial(newton_schulz, dtype=None),
+    }
+    return {
+        "shape": shape,
+        "chosen": select_implementation(x),
+        **_compare(f"newton_schulz {shape}", variants, (x,), _rivals.programs(x)),
+    }
+
+
+def measure_muon(model: str, dtype: str) -> dict[str, Any]:
+    """Times one update of all parameters of a model, gradients and state in, updates and state out.
+
+    The state is not donated, because the same arguments are timed again and again. `temp_bytes` is
+    the memory that an update needs beside its arguments and results.
+
+    Raises:
+        ArithmeticError: an update of ours is further than `MUON_TOLERANCE` from that of optax.
+    """
+    shapes = _models.MODELS[model]
+    gradients = {
+        name: _standard_normal(seed, shape, dtype)
+        for seed, (name, shape) in enumerate(shapes.items())
+    }
+    parameters = jax.tree.map(jnp.zeros_like, gradients)
+    numbers = _models.dimension_numbers(shapes)
+    programs, compile_seconds, temp_bytes = {}, {}, {}
+    for name, make in {"optax": optax.contrib.muon, "None": muon}.items():
+        optimizer = make(learning_rate=0.02, muon_weight_dimension_numbers=numbers)
+        arguments = (gradients, optimizer.init(parameters), parameters)
+        start = time.perf_counter()
+        programs[name] = JaxProgram.compile(optimizer.update, *arguments)
+        compile_seconds[name] = round(time.perf_counter() - start, 2)
+        memory = programs[name].compiled.memory_analysis()
+        temp_bytes[name] = memory.temp_size_in_bytes
+    updates, expected = (programs[name].result()[0] for name in ("None", "optax"))
+    errors = {name: _timing.relative_error(updates[name], expected[name]) for name in shapes}
+    for name, error in errors.items():
+        if not error <= MUON_TOLERANCE:
+            raise ArithmeticError(
+                f"muon {model}: the update of {name} differs from that of optax by {error:.2e},"
+                f" relative, more than {MUON_TOLERANCE}"
+            )
+    del updates, expected
+    return {
+        "model": model,
+        "parameters": sum(parameter.size for parameter in parameters.values()),
+        "errors": {"None": max(errors.values())},
+        "compile_seconds": compile_seconds,
+        "temp_bytes": temp_bytes,
+        "microseconds": _timing.time_interleaved(programs),
+    }
+
+
+def _compare(
+    case: str,
+    variants: Mapping[str, Callable[..., jax.Array]],
+    arguments: tuple[jax.Array, ...],
+    rivals: Mapping[str, Program],
+) -> dict[str, dict[str, Any]]:
+    """Checks and times `variants` and `rivals`, which compute what the first variant computes.
+
+    A result passes whose error is at most twice that of the first variant, where the exact result
+    is that of the first variant in float64. A rival that fails is reported, and not timed.
+
+    Raises:
+        ArithmeticError: a variant fails.
+    """
+    baseline, definition = next(iter(variants.items()))
+    with jax.enable_x64(True):
+        exact = jax.jit(definition)(*(x.astype(jnp.float64) for x in arguments))
+    programs: dict[str, Program] = {
+        name: JaxProgram.compile(function, *arguments) for name, function in variants.items()
+    }
+    errors, failed = {}, {}
+    for name, program in programs.items():
+        errors[name] = _timing.relative_error(program.result(), exact)
+        if wrong := _reason_if_wrong(errors[name], baseline, errors[baseline]):
+            raise ArithmeticError(f"{case}, {name}: {wrong}")
+    for name, program in rivals.items():
+        try:
+            errors[name] = _timing.relative_error(program.result(), exact)
+            wrong = _reason_if_wrong(errors[name], baseline, errors[baseline])
+        except Exception as error:  # whatever a rival cannot do here
+            wrong = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if wrong:
+            failed[name] = wrong
+        else:
+            programs[name] = program
+    del exact
+    microseconds = _timing.time_interleaved(programs)
+    return {"errors": errors, "failed": failed, "microseconds": microseconds}
+
+
+def _reason_if_wrong(error: float, baseline: str, limit: float) -> str | None:
+    if error <= 2 * limit:
+        return None
+    return f"the relative error is {error:.2e}, more than twice that of {baseline}, {limit:.2e}"
+
+
+def _standard_normal(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.dtype(dtype))

@@ -1,0 +1,80 @@
+"""Newton–Schulz as others write it: in jnp, in optax, and in torch where that is installed."""
+
+import importlib.metadata
+import importlib.util
+import os
+
+import jax
+import jax.numpy as jnp
+from optax.contrib import _muon as optax_muon
+
+from muon_jax import _coefficients
+from muon_jax.benchmarks._timing import JaxProgram, Program
+
+# The rivals in torch, by the package that they come from.
+_IN_TORCH = {
+    "torch.compile": "torch",
+    "gram_newton_schulz": "gram_newton_schulz",
+    "gram_newton_schulz, compiled": "gram_newton_schulz",
+}
+
+
+def newton_schulz_in_jnp(x: jax.Array) -> jax.Array:
+    """Keller Jordan's five steps as everybody writes them, in the dtype of `x`."""
+    ((a, b, c),) = _coefficients.NAMED["standard"]
+    x /= jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def newton_schulz_in_optax(x: jax.Array) -> jax.Array:
+    """The iteration of `optax.contrib.muon`, in the dtype of `x`."""
+    (triple,) = _coefficients.NAMED["standard"]
+    last_two_axes = optax_muon.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+    return optax_muon.orthogonalize_via_newton_schulz(
+        x, jnp.asarray(triple), dimension_numbers=last_two_axes
+    )
+
+
+def programs(x: jax.Array) -> dict[str, Program]:
+    """Returns the rivals that can run here, but for `newton_schulz_in_jnp`, on `x`."""
+    rivals: dict[str, Program] = {
+        f"optax {name}": JaxProgram.compile(newton_schulz_in_optax, x.astype(dtype))
+        for name, dtype in {"f32": jnp.float32, "bf16": jnp.bfloat16}.items()
+    }
+    if names := [name for name in _IN_TORCH if name not in absent()]:
+        from muon_jax.benchmarks import _rivals_in_torch
+
+        rivals |= _rivals_in_torch.programs(x, names)
+    return rivals
+
+
+def absent() -> dict[str, str]:
+    """Returns the rivals that cannot run here, with the reason."""
+    reasons = {name: _missing(package) for name, package in _IN_TORCH.items()}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def torch_versions() -> dict[str, str]:
+    """Returns the versions of the packages of the rivals in torch that can run here."""
+    packages = {package for name, package in _IN_TORCH.items() if name not in absent()}
+    return {package: importlib.metadata.version(package) for package in sorted(packages)}
+
+
+def leave_memory_to_torch() -> None:
+    """Has XLA allocate as it needs where torch is installed; before the first use of a device."""
+    if importlib.util.find_spec("torch"):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def _missing(package: str) -> str | None:
+    for needed in ("torch", package):
+        if importlib.util.find_spec(needed) is None:
+            return f"{needed} is not installed"
+    import torch  # pyright: ignore[reportMissingImports] (optional)
+
+    if jax.default_backend() != "gpu" or not torch.cuda.is_available():
+        return "jax and torch do not share a GPU"
+    return None

@@ -1,0 +1,92 @@
+"""Times every implementation and config of the symmetric product, for the dispatch's table."""
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muon_jax.benchmarks import _timing
+from muon_jax.benchmarks._timing import JaxProgram
+from pallas_kernels import _pallas_mosaic_gpu, syrk, unsupported_reason
+
+# Configs are measured that the model expects within this factor of the best, so many at most.
+_SLACK, _MOST = 1.25, 4
+_ROUNDS, _CALLS = 5, 10
+
+
+def cases(shapes: list[tuple[int, ...]]) -> list[tuple[tuple[int, int, int], bool]]:
+    """Returns the products of a Newton–Schulz step: (batch, m, n), and whether there is an addend.
+
+    Those are XXᵀ, and A² + C for its result. Sizes are rounded up to multiples of 64, as
+    `newton_schulz` pads them.
+    """
+    products = []
+    for shape in shapes:
+        batch, *sizes = shape if len(shape) == 3 else (1, *shape)
+        m, n = sorted(size + -size % 64 for size in sizes)
+        products += [((batch, m, n), False), ((batch, m, m), True)]
+    return [*dict.fromkeys(products)]
+
+
+def measure(shape: tuple[int, int, int], addend: bool) -> dict[str, Any]:
+    """Times the candidates for one product, in bfloat16 on standard normal matrices.
+
+    Raises:
+        ArithmeticError: a result has more than twice the error of XLA's, or is not symmetric.
+    """
+    batch, m, n = shape
+    a = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    lower = jnp.tril(jax.random.normal(jax.random.key(1), (batch, m, m), jnp.bfloat16))
+    arguments = (a, lower + jnp.tril(lower, -1).mT) if addend else (a,)
+    functions = _candidates(a)
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda function: JaxProgram.compile(function, *arguments), functions.values())
+        programs = dict(zip(functions, compiled, strict=True))
+    with jax.default_matmul_precision("highest"):
+        exact = jax.jit(_product)(*(x.astype(jnp.float32) for x in arguments))
+    limit = 2 * _timing.relative_error(programs["xla"].result(), exact)
+    for name, program in programs.items():
+        out = program.result()
+        error = _timing.relative_error(out, exact)
+        is_symmetric = name == "xla, not symmetrized" or bool((out == out.mT).all())
+        if not (error <= limit and is_symmetric):
+            raise ArithmeticError(
+                f"{name} at {shape}: relative error {error:.2e}, at most {limit:.2e} allowed;"
+                f" symmetric: {is_symmetric}"
+            )
+    clocks = {name: [*program.clocks().values()][-1] for name, program in programs.items()}
+    samples = [{name: clock(_CALLS) for name, clock in clocks.items()} for _ in range(_ROUNDS)]
+    medians = {name: float(np.median([s[name] for s in samples])) for name in programs}
+    microseconds = {name: round(1e6 * medians[name], 2) for name in sorted(medians, key=medians.get)}
+    return {"shape": shape, "addend": addend, "microseconds": microseconds}
+
+
+def _candidates(a: jax.Array) -> dict[str, Callable[..., jax.Array]]:
+    """Returns what can compute the product here, by its name in the table."""
+    xla = functools.partial(_product, implementation="xla")
+    candidates = {
+        "xla": xla,
+        "xla, not symmetrized": functools.partial(xla, symmetrize_output=False),
+    }
+    if unsupported_reason("triton", a) is None:
+        candidates["triton"] = functools.partial(_product, implementation="triton")
+    if unsupported_reason("mosaic_gpu", a) is None:
+        times = {c: _pallas_mosaic_gpu.predict(a.shape, c) for c in _pallas_mosaic_gpu.CONFIGS}
+        best = min(times.values())
+        for config in sorted(times, key=lambda config: times[config])[:_MOST]:
+            if times[config] <= _SLACK * best:
+                candidates[config.name] = functools.partial(_with_config, config)
+    return candidates
+
+
+def _product(a, c=None, **kwargs):
+    return syrk(a, c, beta=0 if c is None else 0.5, **kwargs)
+
+
+def _with_config(config, a, c=None):
+    one, beta, zero = jnp.float32(1), jnp.float32(0.5), jnp.float32(0)
+    return _pallas_mosaic_gpu.syrkx(a, None, c, one, beta, zero, True, config=config)

@@ -1,0 +1,278 @@
+"""What one program of the kernel `"mosaic_gpu"` does: a multiprocessor's share of the work.
+
+One warpgroup, the producer, copies blocks of A and B into a ring in shared memory, and after those of
+a tile its blocks of C. To the ring all are steps of one sequence, so the producer is already at the
+next tile while this one is stored.
+
+The other warpgroups each hold 64 rows of the tile in their registers. They multiply, with one wgmma
+always in flight; then they scale, add C and the diagonal, round, and store each block twice, the
+second time transposed, through staging buffers of their own.
+
+Blocks above the diagonal are skipped and those on it stored once, so no element of the result has two
+writers. On the diagonal of A·Aᵀ, blocks are symmetric as they come: the elements (i, j) and (j, i)
+add the same products in the same order. Those of A·Bᵀ are mirrored first.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._work_list import ROWS
+
+TILE_K = 64  # columns of A in a step of the ring: 128 bytes, the widest swizzle
+
+
+type _Ref = Any  # a reference to memory, or to barriers
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One warpgroup of one program, with the operands, the shared memory and the barriers."""
+
+    config: Any
+    has_halves: bool
+    mirrored_on_diagonal: bool
+    warpgroup: jax.Array
+    index: jax.Array
+    # In global memory. `tiles` are those of the work list, in units of the blocks that are stored.
+    tiles: _Ref
+    coefficients: _Ref
+    a: _Ref
+    b: _Ref
+    c: _Ref | None
+    out: _Ref
+    # In shared memory.
+    a_ring: _Ref
+    b_ring: _Ref
+    out_buffers: _Ref
+    mirror_buffers: _Ref
+    # For each slot of the ring.
+    full: _Ref
+    empty: _Ref
+
+    def run(self) -> None:
+        """The body of the kernel."""
+        consumers = self.config.num_warpgroups
+        fewer, more = (32, 160) if consumers == 3 else (40, 232)
+
+        @pl.when(self.warpgroup == consumers)
+        def _():
+            plgpu.set_max_registers(fewer, action="decrease")
+            self._produce()
+
+        @pl.when(self.warpgroup < consumers)
+        def _():
+            plgpu.set_max_registers(more, action="increase")
+            self._visit_tiles(self._multiply_and_store, self._own_width)
+            plgpu.wait_smem_to_gmem(0)
+
+    def _visit_tiles(self, visit: Callable, width_of: Callable) -> jax.Array:
+        """Calls `visit(tile, width)` for each tile, `width` being static, `width_of(tile)`.
+
+        Returns the number of steps of the ring.
+        """
+        widths = (self.config.tile_n, self.config.tile_n // 2)[: 1 + self.has_halves]
+
+        def visit_one(index, step):
+            batch, row, col, width = (self.tiles[index, self.index, i] for i in range(4))
+            row, col = row * ROWS, col * self.config.block_n
+            num_chunks = 0 if self.c is None else pl.cdiv(width, TILE_K)
+            tile = _Tile(batch, row, col, width, step, step + self._num_products, num_chunks)
+            for width_ in widths:
+                pl.when((width > 0) & (width_of(tile) == width_))(
+                    functools.partial(visit, tile, width_)
+                )
+            return step + jnp.where(width > 0, self._num_products + num_chunks, 0)
+
+        return lax.fori_loop(0, self.tiles.shape[0], visit_one, jnp.int32(0))
+
+    @property
+    def _num_products(self):
+        """The steps in which a tile is multiplied."""
+        return self.a.shape[-1] // TILE_K
+
+    def _slot(self, step):
+        return lax.rem(step, self.config.num_stages)
+
+    # The producer.
+
+    def _produce(self):
+        end = self._visit_tiles(self._load, lambda tile: tile.width)
+        # Every completion of a barrier must have been waited for when the program ends.
+        lax.fori_loop(
+            lax.max(end - self.config.num_stages, 0),
+            end,
+            lambda step, _: plgpu.barrier_wait(self.empty.at[self._slot(step)]),
+            None,
+        )
+
+    def _load(self, tile, width):
+        tile_m = self.config.tile_m
+
+        def load_factors(k, _):
+            slot, columns = self._empty_slot(tile.step + k), pl.ds(k * TILE_K, TILE_K)
+            plgpu.copy_gmem_to_smem(
+                self.a.at[tile.batch, pl.ds(tile.row, tile_m), columns],
+                self.a_ring.at[slot],
+                self.full.at[slot],
+            )
+            plgpu.copy_gmem_to_smem(
+                self.b.at[tile.batch, pl.ds(tile.col, width), columns],
+                self.b_ring.at[slot, pl.ds(0, width)],
+                self.full.at[slot],
+            )
+
+        lax.fori_loop(0, self._num_products, load_factors, None)
+        for i in range(0 if self.c is None else pl.cdiv(width, TILE_K)):
+            slot = self._empty_slot(tile.c_step + i)
+            columns = pl.ds((lax.div(tile.col, TILE_K) + i) * TILE_K, TILE_K)
+            for half in (0, tile_m // 2):  # every step is two copies
+                plgpu.copy_gmem_to_smem(
+                    self.c.at[tile.batch, pl.ds(tile.row + half, tile_m // 2), columns],
+                    self.a_ring.at[slot, pl.ds(half, tile_m // 2)],
+                    self.full.at[slot],
+                )
+
+    def _empty_slot(self, step):
+        slot = self._slot(step)
+
+        @pl.when(step >= self.config.num_stages)
+        def _():
+            plgpu.barrier_wait(self.empty.at[slot])
+
+        return slot
+
+    # The other warpgroups.
+
+    def _own_width(self, tile):
+        """What this warpgroup's rows need of the tile."""
+        if not self.has_halves:
+            return tile.width
+        end = lax.min(tile.row + (self.warpgroup + 1) * ROWS, self.out.shape[1])
+        half = self.config.tile_n // 2
+        return jnp.where(end - tile.col <= half, half, tile.width)
+
+    def _own_rows(self, slot):
+        return self.a_ring.at[slot, pl.ds(self.warpgroup * ROWS, ROWS)]
+
+    def _release(self, step):
+        plgpu.barrier_arrive(self.empty.at[self._slot(step)])
+
+    def _multiply_and_store(self, tile, width):
+        coefficients = [self.coefficients[tile.batch, i] for i in range(3)]  # needed in the end
+
+        @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((ROWS, width), jnp.float32))
+        def _(accumulator):
+            def multiply(k, _):
+                slot = self._slot(tile.step + k)
+                plgpu.barrier_wait(self.full.at[slot])
+                b_block = self.b_ring.at[slot, pl.ds(0, width)]
+                plgpu.wgmma(accumulator, self._own_rows(slot), b_block.transpose((1, 0)))
+                plgpu.wgmma_wait(1)  # the one before is done
+
+                @pl.when(k > 0)
+                def _():
+                    self._release(tile.step + k - 1)
+
+            lax.fori_loop(0, self._num_products, multiply, None)
+            product = accumulator[...]
+            self._release(tile.step + self._num_products - 1)
+            self._store(product, tile, *coefficients)
+
+    def _store(self, product, tile, alpha, beta, diagonal):
+        block_n, width = self.config.block_n, product.shape[1]
+        row = tile.row + self.warpgroup * ROWS
+        row_ids, col_ids = (
+            plgpu.broadcasted_iota(jnp.int32, (ROWS, block_n), axis, layout=plgpu.Layout.WGMMA)
+            for axis in (0, 1)
+        )
+        c_block = self._blocks_of_c(tile, col_ids)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for i in range(width // block_n):
+            col = tile.col + i * block_n
+            c = None if self.c is None else c_block(i)
+
+            @pl.when((row < self.out.shape[1]) & (col < row + ROWS))
+            def _(i=i, col=col, c=c):
+                block = alpha * product[:, i * block_n : (i + 1) * block_n]
+                if c is not None:
+                    block += beta * c.astype(jnp.float32)
+                block = jnp.where(row_ids + row == col_ids + col, block + diagonal, block)
+                block = block.astype(self.out.dtype)
+                if i >= self.config.num_buffers:
+                    plgpu.wait_smem_to_gmem(self.config.num_buffers - 1, wait_read_only=True)
+                buffer = (self.warpgroup, i % self.config.num_buffers)
+                direct, mirror = self.out_buffers.at[buffer], self.mirror_buffers.at[buffer]
+                mirror.transpose((1, 0))[...] = block
+                if self.mirrored_on_diagonal:
+                    plgpu.commit_smem()  # all threads have written it
+                    mirrored = plgpu.load(mirror, layout=plgpu.Layout.WGMMA)
+                    block = jnp.where(row_ids + row >= col_ids + col, block, mirrored)
+                direct[...] = block
+                plgpu.commit_smem()
+                rows, cols = pl.ds(row, ROWS), pl.ds(col, block_n)
+                plgpu.copy_smem_to_gmem(
+                    direct, self.out.at[tile.batch, rows, cols], commit_group=False
+                )
+
+                @pl.when(col < row)
+                def _():
+                    plgpu.copy_smem_to_gmem(
+                        mirror, self.out.at[tile.batch, cols, rows], commit_group=False
+                    )
+
+                plgpu.commit_smem_to_gmem_group()
+
+        def skip_c(i, _):
+            plgpu.barrier_wait(self.full.at[self._slot(tile.c_step + i)])
+            self._release(tile.c_step + i)
+
+        if self.c is not None and self.has_halves:
+            lax.fori_loop(pl.cdiv(width, TILE_K), tile.num_chunks, skip_c, None)
+
+    def _blocks_of_c(self, tile, col_ids):
+        """Returns a function of i, to be called with 0, 1, 2, …: the i-th block of C.
+
+        C comes in chunks of TILE_K columns. Where `tile_n` is no multiple of that, tiles start
+        where a chunk does, or in the middle of one.
+        """
+        block_n = self.config.block_n
+        chunks = []
+
+        def chunk(j):
+            if j == len(chunks):
+                slot = self._slot(tile.c_step + j)
+                plgpu.barrier_wait(self.full.at[slot])
+                chunks.append(plgpu.load(self._own_rows(slot), layout=plgpu.Layout.WGMMA))
+                plgpu.commit_smem()  # all threads have read it
+                self._release(tile.c_step + j)
+            return chunks[j]
+
+        def block(i):
+            j, offset = divmod(i * block_n, TILE_K)
+            here = chunk(j)[:, offset : offset + block_n]
+            if self.config.tile_n % TILE_K == 0:
+                return here
+            shifted = chunk(j + 1)[:, :block_n] if offset else chunk(j)[:, block_n:]
+            return jnp.where(col_ids < lax.rem(tile.col, TILE_K), shifted, here)
+
+        return block
+
+
+class _Tile(NamedTuple):
+    """A tile of the work list, the steps of the ring before it, and before its C."""
+
+    batch: jax.Array
+    row: jax.Array
+    col: jax.Array
+    width: jax.Array
+    step: jax.Array
+    c_step: jax.Array
+    num_chunks: jax.Array | int
