@@ -220,8 +220,9 @@ def main() -> None:
         )
     wins = np.sum(curves["Muon"].loss[:, -1] < curves["AdamW"].loss[:, -1])
     print(f"Muon has the lower test loss in {wins} of {args.seeds} paired runs.")
-    implementation = select_implementation(jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.bfloat16))
-    print(f"Its symmetric products ran as {implementation!r} on {jax.devices()[0].device_kind}.")
+    choice = select_implementation(jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.bfloat16))
+    device = jax.devices()[0].device_kind
+    print(f"Its symmetric products ran as {choice.implementation!r} on {device}.")
     print(f"Loss curves: {args.output}")
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from muon_jax import _coefficients
-from pallas_kernels import syrk
+from pallas_kernels import select_implementation, syrk
 
 type Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
@@ -63,7 +63,7 @@ def newton_schulz(
             largest singular value (by an SVD, slow); `"schatten"`, its Schatten-4 norm ‖A‖_F^½;
             `"aol"`, row by row the square roots of the row sums of |A|, which changes the polar
             factor slightly.
-        implementation: `"xla"`, `"triton"` or None, as for `pallas_kernels.syrk`.
+        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"` or None, as for `pallas_kernels.syrk`.
 
     Returns:
         The approximate polar factors, in the shape and dtype of `x`.
@@ -99,6 +99,7 @@ def newton_schulz(
 
     product = functools.partial(syrk, symmetrize_output=False, implementation=implementation)
     x, scale = _scaled_by_power_of_two(x.mT if transposed else x, dtype)
+    x = _padded(x, implementation)
     gram = product(x)
     if preconditioning == "aol":
         x, gram = _balance_rows(x, gram, (eps * scale) * scale)
@@ -128,16 +129,31 @@ def _scaled_by_power_of_two(x, dtype):
     """Returns x·s in `dtype` and s = 2ᵏ, of the batch's shape, such that |XXᵀ| ≤ 1 elementwise.
 
     The entries of `(m, n)` matrices come out below 1/√n, so that no sum of n products of two
-    exceeds 1. Not finite where x is not. Rows and columns of zeros, which no step changes, make
-    m and n multiples of 8: matrix units load 16 bytes at a time.
+    exceeds 1. Not finite where x is not.
     """
     largest = jnp.max(jnp.abs(x), axis=(-2, -1)).astype(_accumulator(x))
     _, exponent = jnp.frexp(largest)
     exponent += ((x.shape[-1] - 1).bit_length() + 1) // 2
     scale = jnp.ldexp(jnp.ones_like(largest), -jnp.clip(exponent, -126, 126))
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
-    x = (x * scale[..., None, None]).astype(dtype)
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -size % 8) for size in x.shape[-2:]]), scale
+    return (x * scale[..., None, None]).astype(dtype), scale
+
+
+def _padded(x, implementation):
+    """Adds rows and columns of zeros, which no step changes, in the pass that scales x.
+
+    Sizes become multiples of 64 for the kernel that needs those, of 8 for others: matrix units load
+    16 bytes at a time.
+    """
+
+    def sizes(multiple):
+        return tuple(size + -size % multiple for size in x.shape[-2:])
+
+    operand = jax.ShapeDtypeStruct((*x.shape[:-2], *sizes(64)), x.dtype)
+    chosen = implementation or select_implementation(operand).implementation
+    m, n = sizes(64 if chosen == "mosaic_gpu" else 8)
+    rows, cols = (0, m - x.shape[-2]), (0, n - x.shape[-1])
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])
 
 
 def _accumulator(x):

@@ -139,7 +139,7 @@ def select_implementation(
         ]
         fastest = min(candidates, key=lambda name: times[name])
         return Selection(_implementation(fastest), f"measured on an {_device.kind()}")
-    if "mosaic_gpu" in supported and _pallas_mosaic_gpu.is_fastest(shape):
+    if "mosaic_gpu" in supported and _pallas_mosaic_gpu.is_fastest(shape, addend=addend):
         return Selection("mosaic_gpu", "modelled after times on an H200")
     if "triton" in supported and _pallas_triton.is_fastest(a_matrix):
         return Selection("triton", "modelled after times on an H200")

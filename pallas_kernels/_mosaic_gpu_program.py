@@ -24,8 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._work_list import ROWS
-
+ROWS = 64  # of a warpgroup's share of a tile, and of the blocks that are stored
 TILE_K = 64  # columns of A in a step of the ring: 128 bytes, the widest swizzle
 
 
@@ -37,7 +36,7 @@ class Program:
     """One warpgroup of one program, with the operands, the shared memory and the barriers."""
 
     config: Any
-    has_halves: bool
+    widths: tuple[int, ...]  # of tiles
     mirrored_on_diagonal: bool
     warpgroup: jax.Array
     index: jax.Array
@@ -60,36 +59,32 @@ class Program:
     def run(self) -> None:
         """The body of the kernel."""
         consumers = self.config.num_warpgroups
-        fewer, more = (32, 160) if consumers == 3 else (40, 232)
 
         @pl.when(self.warpgroup == consumers)
         def _():
-            plgpu.set_max_registers(fewer, action="decrease")
+            plgpu.set_max_registers(40, action="decrease")
             self._produce()
 
         @pl.when(self.warpgroup < consumers)
         def _():
-            plgpu.set_max_registers(more, action="increase")
-            self._visit_tiles(self._multiply_and_store, self._own_width)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.set_max_registers(232, action="increase")
+            self._visit_tiles(self._multiply_and_store)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _visit_tiles(self, visit: Callable, width_of: Callable) -> jax.Array:
-        """Calls `visit(tile, width)` for each tile, `width` being static, `width_of(tile)`.
+    def _visit_tiles(self, visit: Callable) -> jax.Array:
+        """Calls `visit(tile, width)` for each tile, with its width as a static number.
 
         Returns the number of steps of the ring.
         """
-        widths = (self.config.tile_n, self.config.tile_n // 2)[: 1 + self.has_halves]
 
         def visit_one(index, step):
             batch, row, col, width = (self.tiles[index, self.index, i] for i in range(4))
             row, col = row * ROWS, col * self.config.block_n
-            num_chunks = 0 if self.c is None else pl.cdiv(width, TILE_K)
-            tile = _Tile(batch, row, col, width, step, step + self._num_products, num_chunks)
-            for width_ in widths:
-                pl.when((width > 0) & (width_of(tile) == width_))(
-                    functools.partial(visit, tile, width_)
-                )
-            return step + jnp.where(width > 0, self._num_products + num_chunks, 0)
+            tile = _Tile(batch, row, col, step, step + self._num_products)
+            for static in self.widths:
+                pl.when(width == static)(functools.partial(visit, tile, static))
+            steps = self._num_products + (0 if self.c is None else pl.cdiv(width, TILE_K))
+            return step + jnp.where(width > 0, steps, 0)
 
         return lax.fori_loop(0, self.tiles.shape[0], visit_one, jnp.int32(0))
 
@@ -104,7 +99,7 @@ class Program:
     # The producer.
 
     def _produce(self):
-        end = self._visit_tiles(self._load, lambda tile: tile.width)
+        end = self._visit_tiles(self._load)
         # Every completion of a barrier must have been waited for when the program ends.
         lax.fori_loop(
             lax.max(end - self.config.num_stages, 0),
@@ -151,14 +146,6 @@ class Program:
 
     # The other warpgroups.
 
-    def _own_width(self, tile):
-        """What this warpgroup's rows need of the tile."""
-        if not self.has_halves:
-            return tile.width
-        end = lax.min(tile.row + (self.warpgroup + 1) * ROWS, self.out.shape[1])
-        half = self.config.tile_n // 2
-        return jnp.where(end - tile.col <= half, half, tile.width)
-
     def _own_rows(self, slot):
         return self.a_ring.at[slot, pl.ds(self.warpgroup * ROWS, ROWS)]
 
@@ -187,7 +174,7 @@ class Program:
             self._store(product, tile, *coefficients)
 
     def _store(self, product, tile, alpha, beta, diagonal):
-        block_n, width = self.config.block_n, product.shape[1]
+        block_n = self.config.block_n
         row = tile.row + self.warpgroup * ROWS
         row_ids, col_ids = (
             plgpu.broadcasted_iota(jnp.int32, (ROWS, block_n), axis, layout=plgpu.Layout.WGMMA)
@@ -195,7 +182,7 @@ class Program:
         )
         c_block = self._blocks_of_c(tile, col_ids)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for i in range(width // block_n):
+        for i in range(product.shape[1] // block_n):
             col = tile.col + i * block_n
             c = None if self.c is None else c_block(i)
 
@@ -229,13 +216,6 @@ class Program:
                     )
 
                 plgpu.commit_smem_to_gmem_group()
-
-        def skip_c(i, _):
-            plgpu.barrier_wait(self.full.at[self._slot(tile.c_step + i)])
-            self._release(tile.c_step + i)
-
-        if self.c is not None and self.has_halves:
-            lax.fori_loop(pl.cdiv(width, TILE_K), tile.num_chunks, skip_c, None)
 
     def _blocks_of_c(self, tile, col_ids):
         """Returns a function of i, to be called with 0, 1, 2, …: the i-th block of C.
@@ -272,7 +252,5 @@ class _Tile(NamedTuple):
     batch: jax.Array
     row: jax.Array
     col: jax.Array
-    width: jax.Array
     step: jax.Array
     c_step: jax.Array
-    num_chunks: jax.Array | int

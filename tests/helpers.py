@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels import _pallas_triton, syrk, syrkx
+from pallas_kernels import _device, _pallas_mosaic_gpu, _pallas_triton, syrk, syrkx
 
 # Small enough for interpret mode to be quick, and several tiles in every direction.
 INTERPRETED = _pallas_triton.Config(tile=32, tile_k=16, num_warps=4, num_stages=3)
+INTERPRETED_MOSAIC = _pallas_mosaic_gpu.Config(tile_m=64, tile_n=64, num_stages=2)
 
 GPUS = {
     "A100": AbstractDevice("NVIDIA A100", 108, "gpu"),
@@ -36,6 +38,32 @@ def interpreted_triton(
     )
 
 
+def interpreted_mosaic(
+    a_matrix,
+    b_matrix=None,
+    c_matrix=None,
+    *,
+    alpha=1.0,
+    beta=0.0,
+    diagonal=0.0,
+    config=INTERPRETED_MOSAIC,
+    num_programs=3,
+    detect_races=False,
+):
+    """`syrkx(implementation="mosaic_gpu")`, run by the interpreter on the CPU."""
+    coefficients = (jnp.asarray(value, jnp.float32) for value in (alpha, beta, diagonal))
+    return _pallas_mosaic_gpu.syrkx(
+        a_matrix,
+        b_matrix,
+        c_matrix,
+        *coefficients,
+        True,
+        config=config,
+        num_programs=num_programs,
+        interpret=plgpu.InterpretGPUParams(detect_races=detect_races),
+    )
+
+
 def by_name(implementation: str):
     """`syrk` where B is None, else `syrkx`, with the arguments of `interpreted_triton`."""
 
@@ -51,10 +79,31 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "xla": by_name("xla"),
     "triton, interpreted": interpreted_triton,
     "triton": by_name("triton"),
+    "mosaic_gpu, interpreted": interpreted_mosaic,
+    "mosaic_gpu": by_name("mosaic_gpu"),
+}
+# Those of all tests, the widest last.
+DTYPES = {
+    name: (jnp.bfloat16, jnp.float16) + (() if "mosaic_gpu" in name else (jnp.float32,))
+    for name in IMPLEMENTATIONS
+}
+MARKS = {
+    "triton": [pytest.mark.gpu],
+    "mosaic_gpu": [
+        pytest.mark.gpu,
+        pytest.mark.skipif(not _device.is_hopper(), reason="needs a Hopper GPU"),
+    ],
 }
 each_implementation = pytest.mark.parametrize(
-    "implementation",
-    ["xla", "triton, interpreted", pytest.param("triton", marks=pytest.mark.gpu)],
+    "implementation", [pytest.param(name, marks=MARKS.get(name, [])) for name in IMPLEMENTATIONS]
+)
+each_implementation_and_dtype = pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        pytest.param(name, dtype, marks=MARKS.get(name, []), id=f"{name}-{dtype.__name__}")
+        for name in IMPLEMENTATIONS
+        for dtype in DTYPES[name]
+    ],
 )
 
 

@@ -43,7 +43,7 @@ def measure_syrk(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
     with_addend = _compare(f"syrk {shape}", product_and_addend, (x, c), {})
     return {
         "shape": shape,
-        "chosen": select_implementation(x),
+        "chosen": select_implementation(x).implementation,
         **{key: comparison[key] | with_addend[key] for key in comparison},
     }
 
@@ -61,7 +61,7 @@ def measure_newton_schulz(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
     }
     return {
         "shape": shape,
-        "chosen": select_implementation(x),
+        "chosen": select_implementation(x).implementation,
         **_compare(f"newton_schulz {shape}", variants, (x,), _rivals.programs(x)),
     }
 

@@ -2,13 +2,17 @@
 
 import functools
 import importlib.util
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from pallas_kernels._pallas_mosaic_gpu import CONFIGS
 
 # Compute capability (major, minor), multiprocessors, shared memory per multiprocessor and block.
 TARGETS = {
@@ -35,13 +39,13 @@ device_description_str: "{name}"
 """
 
 # In a process of its own: the plugin must not become the other tests' backend.
-PROGRAM = """
-import sys
+PROLOGUE = """
+import functools, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from muon_jax import newton_schulz
-from pallas_kernels import syrk
+from pallas_kernels import _pallas_mosaic_gpu, syrk
 
 jax.devices()  # loads the plugins
 topology = topologies.get_topology_desc(
@@ -49,12 +53,14 @@ topology = topologies.get_topology_desc(
 )
 mesh = Mesh(np.array(topology.devices).reshape(1), ("x",))
 
-def compiled(function, *shapes, dtype):
+def compiled(function, *shapes, dtype=jnp.bfloat16):
     sharding = NamedSharding(mesh, PartitionSpec())
     operands = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes]
     with jax.set_mesh(mesh):
         return jax.jit(function).lower(*operands).compile().as_text()
+"""
 
+TRITON = """
 for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
     for n in (256, 1024, 3072, 4096, 100):
         text = compiled(
@@ -63,10 +69,34 @@ for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
         )
         assert text.count('"__gpu$xla.gpu.triton"') == 1
 
-text = compiled(newton_schulz.__wrapped__, (4096, 2048), dtype=jnp.float32)
+iteration = functools.partial(newton_schulz, implementation="triton")
+text = compiled(iteration, (4096, 2048), dtype=jnp.float32)
 assert text.count('"__gpu$xla.gpu.triton"') == 10, text.count('"__gpu$xla.gpu.triton"')
 print("compiled")
 """
+
+MOSAIC_GPU = """
+def kernel(config, has_b, has_c, a, *others):
+    b = others[0] if has_b else None
+    c = others[-1] if has_c else None
+    return _pallas_mosaic_gpu.syrkx(
+        a, b, c, *map(jnp.float32, (0.5, 2.0, 3.0)), True, config=config
+    )
+
+has_b, has_c = {has_b}, {has_c}
+for config in _pallas_mosaic_gpu.CONFIGS:
+    if config.block_n == 64 or not has_b:
+        print(config.name, flush=True)
+        function = functools.partial(kernel, config, has_b, has_c)
+        compiled(function, *[(2048, 2048)] * (1 + has_b + has_c))
+"""
+
+NEWTON_SCHULZ = """
+iteration = functools.partial(newton_schulz, implementation="mosaic_gpu")
+print(compiled(iteration, {shape}))
+"""
+
+INSTRUCTION = re.compile(r"^ +(?:ROOT )?%\S+ = \w+\[([\d,]*)\]\S* ([\w-]+)\(", re.MULTILINE)
 
 
 @functools.cache
@@ -81,25 +111,73 @@ def ptxas_folder() -> str | None:
     return None
 
 
-@pytest.mark.skipif(
+needs_compiler = pytest.mark.skipif(
     not importlib.util.find_spec("jax_cuda12_plugin") or not ptxas_folder(),
     reason="needs the dependency group `compile`",
 )
-@pytest.mark.parametrize("name", TARGETS)
-def test_kernels_and_iteration_compile_to_machine_code(name):
+
+
+def output_of(program: str, name: str, **environment: str) -> str:
+    """What the program prints, which compiles for the GPU of that name."""
     major, minor, cores, shared_per_core, shared_per_block = TARGETS[name]
-    description = DESCRIPTION.format(**locals())
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "PATH": f"{ptxas_folder()}{os.pathsep}{os.environ['PATH']}",
-    }
     process = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=description,
-        env=environment,
+        [sys.executable, "-c", PROLOGUE + program],
+        input=DESCRIPTION.format(**locals()),
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "PATH": f"{ptxas_folder()}{os.pathsep}{os.environ['PATH']}",
+            **environment,
+        },
         capture_output=True,
         text=True,
         check=False,
     )
-    assert process.stdout.strip() == "compiled", process.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", TARGETS)
+def test_triton_s_kernel_and_the_iteration_compile_to_machine_code(name):
+    assert output_of(TRITON, name).strip() == "compiled"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("has_b", "has_c"), [(False, False), (False, True), (True, True)], ids=["A", "A, C", "A, B, C"]
+)
+def test_no_config_of_the_hopper_kernel_spills_registers(has_b, has_c):
+    program = MOSAIC_GPU.format(has_b=has_b, has_c=has_c)
+    report = output_of(program, "NVIDIA H200", MOSAIC_GPU_DUMP_PTXAS="1")
+    configs = [config for config in CONFIGS if config.block_n == 64 or not has_b]
+    expected = [line for config in configs for line in (config.name, "0 bytes spill stores")]
+    found = re.findall(r"^mosaic_gpu \S+|\d+ bytes spill stores", report, re.MULTILINE)
+    assert found == expected
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 1024), (4, 1024, 2048)], ids=str)
+def test_the_iteration_on_hopper_is_its_products_and_two_passes(shape):
+    """Two passes over X, which find its largest element, and scale (and transpose) it."""
+    text = output_of(NEWTON_SCHULZ.format(shape=shape), "NVIDIA H200")
+    *called, entry = re.split(r"^(?=%|ENTRY )", text, flags=re.MULTILINE)
+    # The products of X: fusions until a GPU has shown that cuBLAS is faster.
+    assert len(re.findall(r" dot\(|\"__cublas\$", text)) == 5
+    assert entry.count('custom_call_target="mosaic_gpu') == 10
+
+    opcodes = {opcode for _, opcode in INSTRUCTION.findall(entry)}
+    assert opcodes <= {"parameter", "constant", "bitcast", "fusion", "custom-call"}, opcodes
+
+    passes = []
+    for computation in called:
+        whole = {
+            opcode
+            for sizes, opcode in INSTRUCTION.findall(computation)
+            if math.prod(map(int, filter(None, sizes.split(",")))) == math.prod(shape)
+        }
+        if whole - {"parameter", "bitcast"} and "dot" not in whole:
+            passes.append(whole)
+    largest, scaled = sorted(passes, key=lambda whole: "multiply" in whole)
+    assert "abs" in largest
+    assert "multiply" in scaled and ("transpose" in scaled) == (shape == (4096, 1024))

@@ -1,11 +1,12 @@
 import functools
+import json
 
 import helpers
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import select_implementation, syrk, syrkx, unsupported_reason
+from pallas_kernels import _tuning, select_implementation, syrk, syrkx, unsupported_reason
 
 MATRIX = jnp.ones((64, 128), jnp.bfloat16)
 
@@ -17,22 +18,55 @@ def operand(shape, dtype=jnp.bfloat16):
 def test_without_a_gpu_the_choice_is_xla_and_triton_says_why_not():
     if jax.default_backend() == "gpu":
         pytest.skip("there is a GPU")
-    assert select_implementation(MATRIX) == "xla"
+    assert select_implementation(MATRIX).implementation == "xla"
     assert unsupported_reason("xla", MATRIX) is None
     assert unsupported_reason("triton", MATRIX) == "the default device is not a GPU"
     with pytest.raises(NotImplementedError, match="'triton' cannot run: the default"):
         syrk(MATRIX, implementation="triton")
 
 
+def chosen(shape, dtype=jnp.bfloat16, **kwargs):
+    return select_implementation(operand(shape, dtype), **kwargs).implementation
+
+
 @pytest.mark.parametrize("gpu", helpers.GPUS)
 def test_the_choice_follows_the_described_device(gpu):
     with helpers.described_gpu(gpu):
         assert unsupported_reason("triton", MATRIX) is None
-        assert select_implementation(operand((4096, 4096))) == "triton"
-        assert select_implementation(operand((4096, 4096), jnp.float32)) == "xla"
-        assert select_implementation(operand((1001, 1001))) == "xla"
-        assert select_implementation(operand((1024, 4096))) == "xla"
-        assert select_implementation(operand((24, 1024, 4096))) == "triton"
+        assert chosen((4096, 4096)) == ("mosaic_gpu" if gpu == "H200" else "triton")
+        assert chosen((24, 1024, 4096)) == ("mosaic_gpu" if gpu == "H200" else "triton")
+        assert chosen((4096, 4096), jnp.float32) == "xla"
+        assert chosen((1001, 1001)) == "xla"
+
+
+def test_measured_times_decide_where_there_are_any(monkeypatch):
+    times = {"xla, not symmetrized": 1.0, "mosaic_gpu 128x128x5": 2.0, "triton": 3.0, "xla": 4.0}
+    monkeypatch.setattr(_tuning, "_table", lambda device: {(2, 640, 1280, True): times})
+    with helpers.described_gpu("H200"):
+        assert select_implementation(operand((2, 640, 1280)), addend=True) == (
+            "mosaic_gpu",
+            "measured on an NVIDIA H200",
+        )
+        assert chosen((2, 640, 1280), addend=True, symmetrize_output=False) == "xla"
+        assert select_implementation(operand((2, 640, 1280))).basis.startswith("modelled")
+    with helpers.described_gpu("A100"):  # the fastest of those that run
+        assert chosen((2, 640, 1280), addend=True) == "triton"
+
+
+def test_every_shape_of_the_tables_has_a_choice_that_runs():
+    tables = [*_tuning.TABLES.glob("*.json")]
+    assert tables
+    for path in tables:
+        table = json.loads(path.read_text())
+        device = jax.sharding.AbstractDevice(table["device"], 132, "gpu")
+        mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert path == _tuning.table_path(table["device"])
+            for entry in table["entries"]:
+                a = operand(tuple(entry["shape"]))
+                choice = select_implementation(a, addend=entry["addend"])
+                assert choice.basis == f"measured on an {table['device']}"
+                assert unsupported_reason(choice.implementation, a) is None
 
 
 @pytest.mark.parametrize(
@@ -57,7 +91,7 @@ def test_triton_needs_a_gpu_that_it_knows_since_ampere(kind, reason):
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         assert reason in unsupported_reason("triton", MATRIX)
-        assert select_implementation(MATRIX) == "xla"
+        assert select_implementation(MATRIX).implementation == "xla"
 
 
 @pytest.mark.parametrize("gpu", ["A100", "H200", "B200"])
@@ -82,8 +116,14 @@ def test_triton_lowers_for_gpus(gpu, dtype, shape):
         (lambda: syrk(MATRIX, jnp.ones((64, 64))), r"c_matrix must be bfloat16.*got\s+float32"),
         (lambda: syrk(MATRIX, beta=2.0), r"beta=2.0 multiplies c_matrix, which is None"),
         (lambda: syrk(MATRIX, alpha=jnp.ones(2)), r"alpha must be a scalar.*got shape \(2,\)"),
-        (lambda: syrk(MATRIX, implementation="cuda"), r"one of \['triton', 'xla'\].*got 'cuda'"),
-        (lambda: unsupported_reason("gpu", MATRIX), r"one of \['triton', 'xla'\].*got 'gpu'"),
+        (
+            lambda: syrk(MATRIX, implementation="cuda"),
+            r"one of \['mosaic_gpu', 'triton', 'xla'\].*got 'cuda'",
+        ),
+        (
+            lambda: unsupported_reason("gpu", MATRIX),
+            r"one of \['mosaic_gpu', 'triton', 'xla'\].*got 'gpu'",
+        ),
     ],
 )
 def test_wrong_calls_say_what_was_wrong(call, message):

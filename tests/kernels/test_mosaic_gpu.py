@@ -1,0 +1,201 @@
+"""The Hopper kernel in its interpreter, which checks for races, and lowered for an H200."""
+
+import contextlib
+import functools
+
+import chex
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _tuning, syrk, unsupported_reason
+from pallas_kernels._pallas_mosaic_gpu import CONFIGS, Config, default_config, predict
+
+SQUARE_BLOCKS = [config for config in CONFIGS if config.block_n == 64]
+
+by_mosaic = functools.partial(syrk, implementation="mosaic_gpu")
+checked = functools.partial(helpers.interpreted_mosaic, num_programs=2, detect_races=True)
+
+
+def names(config):
+    return config.name
+
+
+def found_races() -> bool:
+    return bool(interpret_pallas_call.get_races().races_found)
+
+
+def matrices(shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=names)
+def test_every_config_is_exact_and_free_of_races(config):
+    """Ragged strips and tiles, several for each program, and more steps than the ring has slots."""
+    rng = np.random.default_rng(0)
+    batch, m, n = (2, 320, 64) if config.tile_n < 160 else (1, 448, 128)
+    a = helpers.integers(rng, (batch, m, n), jnp.bfloat16)
+    c = helpers.symmetric(helpers.integers(rng, (batch, m, m), jnp.bfloat16))
+    alpha = rng.integers(1, 4, batch).astype(np.float32)
+    kwargs = {"beta": -2.0, "diagonal": 3.0}
+
+    out = jax.jit(lambda alpha: checked(a, None, c, alpha=alpha, config=config, **kwargs))(alpha)
+
+    expected = helpers.exact_syrkx(a, None, c, alpha=alpha, **kwargs).astype(jnp.bfloat16)
+    chex.assert_trees_all_equal(out, expected)
+    assert not found_races()
+
+
+@pytest.mark.parametrize("config", SQUARE_BLOCKS, ids=names)
+def test_two_operands_are_exact_and_free_of_races(config):
+    a = helpers.symmetric(helpers.integers(np.random.default_rng(1), (192, 192), jnp.bfloat16))
+    b = 2 * a  # commutes with a
+    out = checked(a, b, config=config, diagonal=-1.0)
+    expected = helpers.exact_syrkx(a, b, diagonal=-1.0).astype(jnp.bfloat16)
+    chex.assert_trees_all_equal(out, expected)
+    assert not found_races()
+
+
+def test_of_two_operands_the_lower_triangle_counts():
+    rng = np.random.default_rng(2)
+    a, b = (helpers.integers(rng, (130, 70), jnp.float16) for _ in range(2))  # A·Bᵀ ≠ B·Aᵀ
+    out = checked(a, b, config=Config(64, 64, 2))
+    chex.assert_trees_all_equal(out, helpers.exact_syrkx(a, b).astype(jnp.float16))
+
+
+def test_the_interpreter_finds_the_races_of_a_kernel_that_does_not_wait(monkeypatch):
+    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", lambda *args, **kwargs: None)
+    a = jnp.ones((256, 64), jnp.bfloat16)
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # how it tells depends on JAX's version
+        checked(a, config=Config(64, 64, 2)).block_until_ready()
+    assert found_races()
+
+
+def test_vmap_gives_the_batch():
+    rng = np.random.default_rng(3)
+    a = helpers.integers(rng, (2, 3, 100, 40), jnp.bfloat16)
+    alpha = rng.integers(1, 4, (2, 3)).astype(np.float32)
+    out = jax.vmap(lambda a, alpha: helpers.interpreted_mosaic(a, alpha=alpha), (1, 1), 1)(a, alpha)
+    chex.assert_trees_all_equal(out, helpers.interpreted_mosaic(a, alpha=alpha))
+
+
+def test_it_says_that_it_has_no_derivative():
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu' has no derivative.*'xla'"):
+        jax.grad(lambda a: helpers.interpreted_mosaic(a).sum())(jnp.ones((5, 5), jnp.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", [(4096, 1024), (3, 100, 40)], ids=str)
+def test_vmapped_it_lowers_to_one_launch_for_an_h200(dtype, shape):
+    m = shape[-2]
+    operands = [matrices((2, *size), dtype) for size in (shape, (*shape[:-2], m, m))]
+    with helpers.described_gpu("H200"):
+        traced = jax.jit(jax.vmap(by_mosaic)).trace(*operands)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("gpu", ["A100", "B200", "RTX 4090"])
+def test_other_gpus_are_named(gpu):
+    kind = helpers.GPUS[gpu].device_kind
+    with helpers.described_gpu(gpu):
+        reason = unsupported_reason("mosaic_gpu", matrices((64, 64)))
+        assert reason == f"the default device, {kind}, is no Hopper GPU (H100, H200, GH200)"
+        with pytest.raises(NotImplementedError, match=f"'mosaic_gpu' cannot run: .*{kind}"):
+            jax.eval_shape(by_mosaic, matrices((64, 64)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "supported"),
+    [
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA H200", True),
+        ("NVIDIA GH200 480GB", True),
+        ("NVIDIA H800", True),
+        ("NVIDIA H20", True),
+        ("NVIDIA GB200", False),
+        ("NVIDIA L40S", False),
+    ],
+)
+def test_hopper_gpus_are_known_by_their_names(kind, supported):
+    device = jax.sharding.AbstractDevice(kind, 132, "gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        reason = unsupported_reason("mosaic_gpu", matrices((64, 64)))
+    assert (reason is None) == supported
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((64, 64), jnp.float32, "the dtype float32 is neither bfloat16 nor float16"),
+        ((64, 0), jnp.bfloat16, "the shape (64, 0) has no elements"),
+    ],
+)
+def test_it_states_its_limits(shape, dtype, reason):
+    with helpers.described_gpu("H200"):
+        assert unsupported_reason("mosaic_gpu", matrices((64, 64))) is None
+        assert unsupported_reason("mosaic_gpu", matrices(shape, dtype)) == reason
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((96, 64, 4), "tile_m must be 64 or 128, .*got 96"),
+        ((128, 288, 2), "tile_n must be a multiple of 32, at most 256, got 288"),
+        ((64, 80, 4), "tile_n must be a multiple of 32, .*got 80"),
+        ((64, 64, 1), "num_stages must be 2 at least, .*num_stages=1"),
+        ((128, 256, 5), "num_stages must .*fit in shared memory, .*num_stages=5"),
+    ],
+)
+def test_a_config_is_validated(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        Config(*sizes)
+
+
+def test_two_operands_need_square_blocks():
+    a = jnp.ones((64, 64), jnp.bfloat16)
+    for config in set(CONFIGS) - set(SQUARE_BLOCKS):
+        assert config.block_n == 32
+        with pytest.raises(ValueError, match="A·Bᵀ needs a config that stores square blocks, got"):
+            helpers.interpreted_mosaic(a, a, config=config)
+
+
+def test_configs_have_names_of_their_own():
+    assert Config(128, 256, 4).name == "mosaic_gpu 128x256x4"
+    assert len({config.name for config in CONFIGS}) == len(CONFIGS)
+
+
+@pytest.mark.parametrize("addend", [False, True])
+def test_the_default_config_is_the_fastest_that_was_measured(monkeypatch, addend):
+    narrow, wide = (64, 64, 8), (128, 256, 4)
+    times = {Config(*narrow).name: 9.0, Config(*wide).name: 8.0, "xla": 1.0, "triton": 2.0}
+    asked = []
+
+    def lookup(shape, *, addend):
+        asked.append((shape, addend))
+        return times
+
+    monkeypatch.setattr(_tuning, "lookup", lookup)
+    shape = (2, 512, 256)
+    assert default_config(shape, addend=addend) == Config(*wide)
+    assert asked == [(shape, addend)]
+    # Of those that can be used.
+    assert Config(*wide).block_n == 32
+    assert default_config(shape, addend=addend, mirrored_on_diagonal=True) == Config(*narrow)
+
+
+@pytest.mark.parametrize("times", [None, {"xla": 1.0}], ids=["unmeasured", "others measured"])
+@pytest.mark.parametrize("shape", [(1, 256, 256), (1, 4096, 4096), (24, 1024, 4096)], ids=str)
+def test_elsewhere_the_default_config_is_the_one_of_the_model(monkeypatch, times, shape):
+    monkeypatch.setattr(_tuning, "lookup", lambda shape, *, addend: times)
+    for addend in (False, True):
+        predicted = {config: predict(shape, config, addend=addend) for config in CONFIGS}
+        config = default_config(shape, addend=addend)
+        assert predicted[config] == min(predicted.values())
+        config = default_config(shape, addend=addend, mirrored_on_diagonal=True)
+        assert predicted[config] == min(predicted[config] for config in SQUARE_BLOCKS)
