@@ -1,8 +1,8 @@
 """Products known to be symmetric, computed by half: `syrk` and `syrkx`.
 
-`implementation="xla"` is the definition in plain jnp. The others are Pallas kernels that compute the
-lower triangle only, with the whole epilogue fused: `"mosaic_gpu"` for Hopper GPUs, `"triton"` for
-NVIDIA GPUs since Ampere. `select_implementation` tells which one `None` stands for,
+`implementation="xla"` is the definition in plain jnp. The others are Pallas kernels that compute
+the lower triangle only, with the whole epilogue fused: `"mosaic_gpu"` for Hopper GPUs, `"triton"`
+for NVIDIA GPUs since Ampere. `select_implementation` tells which one `None` stands for,
 `unsupported_reason` why one cannot run.
 """
 

@@ -7,7 +7,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _pallas_mosaic_gpu, _pallas_triton, _reference, _tuning
+from pallas_kernels import (
+    _device,
+    _mosaic_gpu_config,
+    _pallas_mosaic_gpu,
+    _pallas_triton,
+    _reference,
+    _tuning,
+)
 
 _IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "xla": _reference.syrkx,
@@ -139,11 +146,14 @@ def select_implementation(
         ]
         fastest = min(candidates, key=lambda name: times[name])
         return Selection(_implementation(fastest), f"measured on an {_device.kind()}")
-    if "mosaic_gpu" in supported and _pallas_mosaic_gpu.is_fastest(shape, addend=addend):
-        return Selection("mosaic_gpu", "modelled after times on an H200")
-    if "triton" in supported and _pallas_triton.is_fastest(a_matrix):
-        return Selection("triton", "modelled after times on an H200")
-    return Selection("xla", "modelled after times on an H200")
+    if "mosaic_gpu" in supported and m > 384 and m % 64 == n % 64 == 0:
+        is_fastest = _mosaic_gpu_config.is_fastest(shape, addend=addend)
+        implementation = "mosaic_gpu" if is_fastest else "xla"
+    elif "triton" in supported and _pallas_triton.is_fastest(a_matrix):
+        implementation = "triton"
+    else:
+        implementation = "xla"
+    return Selection(implementation, "modelled after times on an NVIDIA H200")
 
 
 def _implementation(name: str) -> str:

@@ -1,16 +1,16 @@
 """What one program of the kernel `"mosaic_gpu"` does: a multiprocessor's share of the work.
 
-One warpgroup, the producer, copies blocks of A and B into a ring in shared memory, and after those of
-a tile its blocks of C. To the ring all are steps of one sequence, so the producer is already at the
-next tile while this one is stored.
+One warpgroup, the producer, copies blocks of A and B into a ring in shared memory, and after those
+of a tile its blocks of C. To the ring all are steps of one sequence, so the producer is already at
+the next tile while this one is stored.
 
 The other warpgroups each hold 64 rows of the tile in their registers. They multiply, with one wgmma
 always in flight; then they scale, add C and the diagonal, round, and store each block twice, the
 second time transposed, through staging buffers of their own.
 
-Blocks above the diagonal are skipped and those on it stored once, so no element of the result has two
-writers. On the diagonal of A·Aᵀ, blocks are symmetric as they come: the elements (i, j) and (j, i)
-add the same products in the same order. Those of A·Bᵀ are mirrored first.
+Blocks above the diagonal are skipped and those on it stored once, so no element of the result has
+two writers. On the diagonal of A·Aᵀ, blocks are symmetric as they come: the elements (i, j) and
+(j, i) add the same products in the same order. Those of A·Bᵀ are mirrored first.
 """
 
 import dataclasses
@@ -24,9 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ROWS = 64  # of a warpgroup's share of a tile, and of the blocks that are stored
-TILE_K = 64  # columns of A in a step of the ring: 128 bytes, the widest swizzle
-
+from pallas_kernels._mosaic_gpu_config import ROWS, TILE_K, Config
 
 type _Ref = Any  # a reference to memory, or to barriers
 
@@ -35,7 +33,7 @@ type _Ref = Any  # a reference to memory, or to barriers
 class Program:
     """One warpgroup of one program, with the operands, the shared memory and the barriers."""
 
-    config: Any
+    config: Config
     widths: tuple[int, ...]  # of tiles
     mirrored_on_diagonal: bool
     warpgroup: jax.Array
@@ -45,7 +43,7 @@ class Program:
     coefficients: _Ref
     a: _Ref
     b: _Ref
-    c: _Ref | None
+    c: _Ref  # None where there is none
     out: _Ref
     # In shared memory.
     a_ring: _Ref
@@ -125,7 +123,9 @@ class Program:
             )
 
         lax.fori_loop(0, self._num_products, load_factors, None)
-        for i in range(0 if self.c is None else pl.cdiv(width, TILE_K)):
+        if self.c is None:
+            return
+        for i in range(pl.cdiv(width, TILE_K)):
             slot = self._empty_slot(tile.c_step + i)
             columns = pl.ds((lax.div(tile.col, TILE_K) + i) * TILE_K, TILE_K)
             for half in (0, tile_m // 2):  # every step is two copies
@@ -155,7 +155,10 @@ class Program:
     def _multiply_and_store(self, tile, width):
         coefficients = [self.coefficients[tile.batch, i] for i in range(3)]  # needed in the end
 
-        @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((ROWS, width), jnp.float32))
+        # Of plgpu's documented names, the one that its stubs do not export.
+        in_registers = plgpu.ACC((ROWS, width), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+
+        @functools.partial(pl.run_scoped, accumulator=in_registers)
         def _(accumulator):
             def multiply(k, _):
                 slot = self._slot(tile.step + k)

@@ -123,6 +123,7 @@ def syrkx(
         [jnp.broadcast_to(x, batch).astype(jnp.float32) for x in (alpha, beta, diagonal)], axis=-1
     )
     mirrored_on_diagonal = symmetrize_output and b_matrix is not None
+
     def kernel(a_matrix, b_matrix, c_matrix, coefficients):
         batch, m, _ = a_matrix.shape
         chosen = config or default_config(a_matrix.shape, a_matrix.dtype)

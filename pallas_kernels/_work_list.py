@@ -1,8 +1,8 @@
 """The tiles that touch the lower triangle, dealt out to a fixed number of programs.
 
 A symmetric (m, m) result is cut into strips of `tile_m` rows, and each strip, from the first column
-to the diagonal, into tiles of `tile_n` columns. Where half a tile reaches the diagonal, the strip may
-end with a half tile:
+to the diagonal, into tiles of `tile_n` columns. Where half a tile reaches the diagonal, the strip
+may end with a half tile:
 
     rows   0–127 |  half |
     rows 128–255 |     whole     |
@@ -27,9 +27,9 @@ def deal(
 ) -> np.ndarray:
     """Deals the tiles of a stack of `batch` results to at most `num_programs` programs.
 
-    Returns an int32 array whose [r, p] is the r-th tile of program p: (batch, row, col, width), where
-    width 0 is no tile. Whole tiles go round, so that the programs are at neighbouring tiles at any time. Half tiles come
-    last; each goes to the program with the least to do.
+    Returns an int32 array: [r, p] is the r-th tile of program p, (batch, row, col, width), and none
+    where the width is 0. Whole tiles go round, so that the programs are at neighbouring tiles at
+    any time; half tiles come last, and each goes to the program with the least to do.
     """
     one = _lower_triangle(m, tile_m, tile_n, half_tiles)
     one = one[np.lexsort((one[:, 0], one[:, 1], one[:, 0] // (_STRIPS * tile_m)))]

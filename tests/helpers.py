@@ -9,11 +9,18 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels import _device, _pallas_mosaic_gpu, _pallas_triton, syrk, syrkx
+from pallas_kernels import (
+    _device,
+    _mosaic_gpu_config,
+    _pallas_mosaic_gpu,
+    _pallas_triton,
+    syrk,
+    syrkx,
+)
 
 # Small enough for interpret mode to be quick, and several tiles in every direction.
 INTERPRETED = _pallas_triton.Config(tile=32, tile_k=16, num_warps=4, num_stages=3)
-INTERPRETED_MOSAIC = _pallas_mosaic_gpu.Config(tile_m=64, tile_n=64, num_stages=2)
+INTERPRETED_MOSAIC = _mosaic_gpu_config.Config(tile_m=64, tile_n=64, num_stages=2)
 
 GPUS = {
     "A100": AbstractDevice("NVIDIA A100", 108, "gpu"),
@@ -32,9 +39,17 @@ def interpreted_triton(
     a_matrix, b_matrix=None, c_matrix=None, *, alpha=1.0, beta=0.0, diagonal=0.0
 ):
     """`syrkx(implementation="triton")`, run by the interpreter on the CPU."""
-    coefficients = (jnp.asarray(value, jnp.float32) for value in (alpha, beta, diagonal))
+    alpha, beta, diagonal = (jnp.asarray(value, jnp.float32) for value in (alpha, beta, diagonal))
     return _pallas_triton.syrkx(
-        a_matrix, b_matrix, c_matrix, *coefficients, True, config=INTERPRETED, interpret=True
+        a_matrix,
+        b_matrix,
+        c_matrix,
+        alpha,
+        beta,
+        diagonal,
+        True,
+        config=INTERPRETED,
+        interpret=True,
     )
 
 
@@ -43,20 +58,22 @@ def interpreted_mosaic(
     b_matrix=None,
     c_matrix=None,
     *,
-    alpha=1.0,
-    beta=0.0,
-    diagonal=0.0,
+    alpha: jax.typing.ArrayLike = 1.0,
+    beta: jax.typing.ArrayLike = 0.0,
+    diagonal: jax.typing.ArrayLike = 0.0,
     config=INTERPRETED_MOSAIC,
     num_programs=3,
     detect_races=False,
 ):
     """`syrkx(implementation="mosaic_gpu")`, run by the interpreter on the CPU."""
-    coefficients = (jnp.asarray(value, jnp.float32) for value in (alpha, beta, diagonal))
+    alpha, beta, diagonal = (jnp.asarray(value, jnp.float32) for value in (alpha, beta, diagonal))
     return _pallas_mosaic_gpu.syrkx(
         a_matrix,
         b_matrix,
         c_matrix,
-        *coefficients,
+        alpha,
+        beta,
+        diagonal,
         True,
         config=config,
         num_programs=num_programs,
@@ -117,7 +134,15 @@ def symmetric(x: jax.Array) -> jax.Array:
     return jnp.tril(x) + jnp.tril(x, -1).mT
 
 
-def exact_syrkx(a_matrix, b_matrix=None, c_matrix=None, *, alpha=1.0, beta=0.0, diagonal=0.0):
+def exact_syrkx(
+    a_matrix,
+    b_matrix=None,
+    c_matrix=None,
+    *,
+    alpha: jax.typing.ArrayLike = 1.0,
+    beta: jax.typing.ArrayLike = 0.0,
+    diagonal: jax.typing.ArrayLike = 0.0,
+):
     """alpha·A·Bᵀ + beta·C + diagonal·I in float64, its lower triangle mirrored."""
     a_matrix = np.asarray(a_matrix, np.float64)
     b_matrix = a_matrix if b_matrix is None else np.asarray(b_matrix, np.float64)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels._pallas_mosaic_gpu import CONFIGS
+from pallas_kernels._mosaic_gpu_config import CONFIGS
 
 # Compute capability (major, minor), multiprocessors, shared memory per multiprocessor and block.
 TARGETS = {
@@ -45,7 +45,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from muon_jax import newton_schulz
-from pallas_kernels import _pallas_mosaic_gpu, syrk
+from pallas_kernels import _mosaic_gpu_config, _pallas_mosaic_gpu, syrk
 
 jax.devices()  # loads the plugins
 topology = topologies.get_topology_desc(
@@ -84,7 +84,7 @@ def kernel(config, has_b, has_c, a, *others):
     )
 
 has_b, has_c = {has_b}, {has_c}
-for config in _pallas_mosaic_gpu.CONFIGS:
+for config in _mosaic_gpu_config.CONFIGS:
     if config.block_n == 64 or not has_b:
         print(config.name, flush=True)
         function = functools.partial(kernel, config, has_b, has_c)

@@ -1,3 +1,5 @@
+import functools
+
 import helpers
 import jax
 import jax.numpy as jnp
@@ -42,8 +44,9 @@ def test_a_config_is_validated(field, message):
 
 def test_vmap_chooses_for_the_whole_stack():
     matrices = jax.ShapeDtypeStruct((48, 768, 768), jnp.bfloat16)
+    by_triton = functools.partial(syrk, implementation="triton")
     with helpers.described_gpu("H200"):
-        alone = jax.make_jaxpr(syrk)(matrices)
-        mapped = jax.make_jaxpr(jax.vmap(lambda x: syrk(x, implementation="triton")))(matrices)
+        alone = jax.make_jaxpr(by_triton)(matrices)
+        mapped = jax.make_jaxpr(jax.vmap(by_triton))(matrices)
     grid = f"grid=({48 * 21},)"  # 6 rows of tiles of 128
     assert grid in str(alone) and grid in str(mapped)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import IMPLEMENTATIONS, each_implementation, each_implementation_and_dtype
+from jax import test_util
 
 from pallas_kernels import syrk, syrkx
 
@@ -151,7 +152,7 @@ def test_xla_is_differentiable():
     a, c = (jnp.asarray(rng.standard_normal((5, 5)), jnp.float32) for _ in range(2))
     function = functools.partial(syrk, alpha=0.5, beta=2.0, diagonal=3.0, implementation="xla")
     with jax.default_matmul_precision("highest"):
-        jax.test_util.check_grads(function, (a, c), order=1, modes=["fwd", "rev"], eps=1e-2)
+        test_util.check_grads(function, (a, c), order=1, modes=["fwd", "rev"], eps=1e-2)
 
 
 def test_triton_says_that_it_has_no_derivative():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _work_list
-from pallas_kernels._pallas_mosaic_gpu import CONFIGS
+from pallas_kernels._mosaic_gpu_config import CONFIGS
 
 BLOCK = 32  # every side of a tile is a multiple
 TILES = sorted({(config.tile_m, config.tile_n, config.half_tiles) for config in CONFIGS})
