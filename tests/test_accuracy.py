@@ -1,11 +1,21 @@
+import functools
 import json
 
 import numpy as np
 import pytest
 
+from muon_jax import newton_schulz
 from muon_jax.benchmarks import __main__ as benchmarks
 from muon_jax.benchmarks import _accuracy, _report, _spectra
 from muon_jax.benchmarks._spectra import Case
+
+
+ABSENT = {"momentum, step 5": "scikit-learn is not installed"}
+
+
+@pytest.fixture(autouse=True)
+def without_training(monkeypatch):
+    monkeypatch.setattr(_spectra, "absent", lambda: ABSENT)
 
 
 def case_of(sigma, n=24):
@@ -27,15 +37,21 @@ def test_matrices_have_the_singular_values_they_claim(spectrum, n):
 
 
 def test_cases_are_all_spectra_at_all_aspects():
+    names = [*_spectra.SPECTRA, "Gaussian", "repeated rows"]
+    expected = [(name, (16, n)) for n in (16, 48) for name in names]
     cases = [*_spectra.cases([16], [1, 3])]
-    others = ["Gaussian", "repeated rows"]
-    if not _spectra.absent():
-        others += [f"momentum, step {step}" for step in _spectra.MOMENTUM_STEPS]
-    for n, of_aspect in ((16, cases[: len(cases) // 2]), (48, cases[len(cases) // 2 :])):
-        assert {case.x.shape for case in of_aspect} == {(16, n)}
-    assert {case.spectrum for case in cases} == {*_spectra.SPECTRA, *others}
+    assert [(case.spectrum, case.x.shape) for case in cases] == expected
     (repeated, _) = (case for case in cases if case.spectrum == "repeated rows")
     assert 1 < np.linalg.matrix_rank(repeated.x) <= 4
+
+
+def test_momenta_of_training():
+    pytest.importorskip("sklearn")
+    steps, momenta = zip(*_spectra.momenta(16, 32, seed=0), strict=True)
+    assert steps == _spectra.MOMENTUM_STEPS
+    for momentum in momenta:
+        sigma = Case.of("momentum", momentum).sigma
+        assert momentum.shape == (16, 32) and 0 < sigma[-1] < sigma[0] / 3
 
 
 def test_tall_matrices_are_transposed():
@@ -79,28 +95,32 @@ def test_an_error_outside_of_the_row_space_counts():
 @pytest.mark.parametrize("scale", [1.6, np.nan, np.inf])
 def test_blow_ups(scale):
     case = case_of(np.ones(8))
-    metrics = _accuracy.metrics(case, scale * case.u @ case.vt)
+    metrics = _accuracy.metrics(case, case.u @ case.vt * scale)
     assert metrics["blow_up"]
     assert metrics["largest"] == (1.6 if scale == 1.6 else None)
     json.dumps(metrics, allow_nan=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "grams", "squares"),
+    [("standard", 5, 5), ("fast", 2, 6), ("balanced", 2, 8), ("accurate", 3, 8)],
+)
 @pytest.mark.parametrize("aspect", [1, 4])
-def test_flops_of_five_quintic_steps(aspect):
-    case = case_of(np.ones(16), n=16 * aspect)
-    measurement = _accuracy.measure("standard", "bfloat16", [case])
-    assert measurement["units"] == {str(aspect): 5 * (3 * aspect + 1)}
+def test_flops(name, grams, squares, aspect):
+    orthogonalize = functools.partial(newton_schulz, ns_coeffs=name, implementation="xla")
+    units = _accuracy.symmetric_units(orthogonalize, (16, 16 * aspect))
+    assert units == grams * 3 * aspect + squares
 
 
 def test_it_measures_and_reports(capsys, tmp_path):
     file = tmp_path / "accuracy.json"
-    words = "accuracy --names standard dion --dtypes float32 bfloat16 --sizes 16 --aspects 1 2"
+    words = "accuracy --names standard --dtypes float32 bfloat16 --sizes 16 --aspects 1 2"
     benchmarks.main([*words.split(), "--json", str(file)])
-    table = capsys.readouterr().out.partition("\n\n")[2]
+    table = capsys.readouterr().out.partition("medians\n\n")[2]
     report = json.loads(file.read_text())
     assert {"device", "commit", "python", "jax"} <= set(report)
     assert report["thresholds"] == [0.01, 0.001]
-    assert len(report["measurements"]) == 4
+    assert len(report["measurements"]) == 2
     for measurement in report["measurements"]:
         assert measurement["units"] == {"1": 20, "2": 35}
         assert all(case["errors"][0] < 0.4 for case in measurement["cases"])
@@ -108,40 +128,31 @@ def test_it_measures_and_reports(capsys, tmp_path):
     lines = table.splitlines()
     start = "| coefficients | dtype | units at n/m = 1 / 2 | linear | log-spaced | low rank |"
     assert lines[0].startswith(start)
-    assert [line.split(" | ")[:3] for line in lines[2:6]] == [
-        [f"| {name}", dtype, "20 / 35"]
-        for name in ("standard", "dion")
-        for dtype in ("float32", "bfloat16")
-    ]
+    assert lines[2].startswith("| standard | float32 | 20 / 35 | 0.")
+    assert lines[3].startswith("| standard | bfloat16 | 20 / 35 | 0.")
+    assert lines[5] == "- absent: momentum, step 5 (scikit-learn is not installed)"
     benchmarks.main(["report", str(file), "--png", str(tmp_path / "a.png")])
     assert table.strip() in capsys.readouterr().out
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_not_offered_is_reported(monkeypatch, capsys, tmp_path):
-    right = _accuracy.newton_schulz
-
-    def refusing(x, *, dtype, **kwargs):
-        if dtype == "float16":
-            raise ValueError("not in float16\nmore")
-        return right(x, dtype=dtype, **kwargs)
-
-    monkeypatch.setattr(_accuracy, "newton_schulz", refusing)
+def test_what_is_not_offered_is_reported(capsys, tmp_path):
     file = tmp_path / "accuracy.json"
-    words = "accuracy --names standard --dtypes float16 float32 --sizes 16 --aspects 1 --json"
+    words = "accuracy --names fast --dtypes bfloat16 float16 --sizes 16 --aspects 1 --json"
     benchmarks.main([*words.split(), str(file)])
-    assert "- not offered: standard, float16 (not in float16)" in capsys.readouterr().out
-    refused, measured = json.loads(file.read_text())["measurements"]
-    assert refused == {"name": "standard", "dtype": "float16", "not_offered": "not in float16"}
-    assert measured["cases"]
-
-
-def test_momenta_need_scikit_learn(monkeypatch, capsys):
-    monkeypatch.setattr(_spectra.importlib.util, "find_spec", lambda name: None)
-    benchmarks.main("accuracy --names standard --dtypes float32 --sizes 16 --aspects 1".split())
     out = capsys.readouterr().out
-    assert "- absent: momentum, step 5 (scikit-learn is not installed)" in out
-    assert "| momentum" not in out
+    assert "- not offered: fast, bfloat16 (ns_coeffs='fast' is unsafe in bfloat16" in out
+    refused, measured = json.loads(file.read_text())["measurements"]
+    assert set(refused) == {"name", "dtype", "preconditioning", "not_offered"}
+    assert measured["dtype"] == "float16" and measured["cases"]
+    benchmarks.main(["report", str(file)])
+    assert "| fast | bfloat16" not in capsys.readouterr().out
+
+
+def test_momenta_need_scikit_learn(monkeypatch):
+    monkeypatch.undo()  # the fixture's
+    monkeypatch.setattr(_spectra.importlib.util, "find_spec", lambda name: None)
+    assert _spectra.absent()["momentum, step 5"] == "scikit-learn is not installed"
 
 
 def test_a_result_that_is_not_finite_is_infinitely_wrong():
@@ -155,7 +166,7 @@ def test_a_result_that_is_not_finite_is_infinitely_wrong():
 
 
 def test_names_are_those_that_newton_schulz_takes(capsys):
-    assert {"standard", "dion"} <= set(_accuracy.names())
+    assert {"standard", "dion", "fast", "accurate"} <= set(_accuracy.names())
     with pytest.raises(SystemExit):
         benchmarks.main(["accuracy", "--names", "nonesuch"])
     assert "'standard'" in capsys.readouterr().err
