@@ -2,12 +2,13 @@
 
 Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
 
-1.  The iteration computes in bfloat16 (`ns_dtype`), as every other Muon does. `ns_dtype=None` is
-    optax's choice, the momentum's own dtype.
+1.  The iteration computes in the dtype that its coefficients need (`ns_dtype="auto"`): bfloat16, as
+    every other Muon does, or float16 for some composed schedules. `ns_dtype=None` is optax's
+    choice, the momentum's own dtype.
 2.  `ns_coeffs="dion"` with `ns_steps` below 5 runs its last steps and above 5 raises. optax raises
     below and silently runs 5 above.
-3.  `ns_coeffs` takes the same names in `scale_by_muon` as in `muon`. optax documents a name
-    `"muon"`, which it rejects; the name is `"standard"`.
+3.  `ns_coeffs` takes more names than optax's `"standard"` and `"dion"`, and the same ones in
+    `scale_by_muon` as in `muon`. optax documents a name `"muon"`, which it rejects.
 4.  A gradient of zeros gives an update of zeros in every dtype (optax: NaN in float16), and one of
     magnitude 1e30 the same update as one of magnitude 1 (optax: zero, its norm overflows).
 5.  `preconditioning="spectral"` works in bfloat16 and float16 (optax: no SVD in those dtypes).
@@ -29,12 +30,15 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax import _coefficients, _matrix_axes, _scaling
-from muon_jax._newton_schulz import Preconditioning, check_preconditioning, newton_schulz
+from muon_jax._newton_schulz import (
+    Preconditioning,
+    ProductsDType,
+    check_preconditioning,
+    newton_schulz,
+)
+from muon_jax._schedules import Schedule
 
 type DimensionNumbers = _matrix_axes.DimensionNumbersTree | _matrix_axes.DimensionNumbersFn | None
-
-# A dtype and not the class jnp.bfloat16: optax.inject_hyperparams takes callables for schedules.
-_BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 
 class MuonState(NamedTuple):
@@ -55,7 +59,7 @@ def scale_by_muon(
     adaptive: bool = False,
     preconditioning: Preconditioning = "frobenius",
     weight_dimension_numbers: DimensionNumbers = None,
-    ns_dtype: jax.typing.DTypeLike | None = _BFLOAT16,
+    ns_dtype: ProductsDType = "auto",
     implementation: str | None = None,
 ) -> optax.GradientTransformation:
     """Replaces each gradient by the orthogonalized momentum of its parameter.
@@ -69,7 +73,8 @@ def scale_by_muon(
 
     Args:
         ns_coeffs: coefficients of the Newton–Schulz steps: a triple, a table of triples or a name,
-            see `newton_schulz`.
+            of a published set or of a composed schedule (`"fast"`, `"balanced"`, `"accurate"`), see
+            `newton_schulz`.
         ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
         beta: decay rate β of the momentum.
         eps: added to the norm that u is divided by.
@@ -82,12 +87,14 @@ def scale_by_muon(
             that may be a prefix of the parameters', or a callable that makes one from them: which
             axes are rows (the reduction axes) and which are columns; all others are batch axes, and
             matrices along them are orthogonalized each by itself. None for matrices: rank 2.
-        ns_dtype: dtype of the iteration's products; None for the momentum's.
+        ns_dtype: dtype of the iteration's products; `"auto"` for what the coefficients need, None
+            for the momentum's, see `newton_schulz`.
         implementation: of the symmetric products, `"xla"`, `"triton"` or None for the fastest; see
             `pallas_kernels.syrk`.
 
     Raises:
-        ValueError: an argument is none of the values above, or a parameter is no matrix.
+        ValueError: an argument is none of the values above, a parameter is no matrix, or
+            `ns_dtype` is one that the composed schedule is unsafe in.
         NotImplementedError: the named implementation cannot run here.
     """
     check_preconditioning(preconditioning)
@@ -97,7 +104,9 @@ def scale_by_muon(
             f" {ns_dtype.dtype} for a schedule; give it static_args='ns_dtype'"
         )
     ns_coeffs = _coefficients.canonicalize(ns_coeffs)
-    _coefficients.resolve(ns_coeffs, ns_steps)
+    recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
+    if isinstance(recipe, Schedule) and ns_dtype not in ("auto", None):
+        recipe.check_dtype(ns_dtype)
     if _coefficients.is_traced((ns_coeffs, ns_steps)):  # under optax.inject_hyperparams
         orthogonalize = inspect.unwrap(newton_schulz)
     else:
@@ -165,7 +174,7 @@ def muon(
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     muon_weight_dimension_numbers: DimensionNumbers = None,
     consistent_rms: float | jax.Array | None = None,
-    ns_dtype: jax.typing.DTypeLike | None = _BFLOAT16,
+    ns_dtype: ProductsDType = "auto",
     implementation: str | None = None,
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
@@ -175,7 +184,8 @@ def muon(
 
     Args:
         learning_rate: η, a number or a schedule.
-        ns_coeffs: coefficients of the Newton–Schulz steps, see `newton_schulz`.
+        ns_coeffs: coefficients of the Newton–Schulz steps, see `newton_schulz`: `"balanced"` is as
+            good as the default and takes less time.
         ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
         beta: decay rate of Muon's momentum.
         eps: added to the norm that the momentum is divided by, and to AdamW's denominator.
@@ -200,11 +210,13 @@ def muon(
             s = r·√max(fan_in, fan_out), where r = 0.2 matches the root mean square of AdamW's
             updates, so that one learning rate suits both (`Liu et al.
             <https://arxiv.org/abs/2502.16982>`_).
-        ns_dtype: dtype of the iteration's products; None for the momentum's.
+        ns_dtype: dtype of the iteration's products; `"auto"` for what the coefficients need, None
+            for the momentum's, see `newton_schulz`.
         implementation: of the symmetric products, see `pallas_kernels.syrk`.
 
     Raises:
-        ValueError: an argument is none of the values above, or a parameter is no matrix.
+        ValueError: an argument is none of the values above, a parameter is no matrix, or
+            `ns_dtype` is one that the composed schedule is unsafe in.
         NotImplementedError: the named implementation cannot run here.
 
     References:

@@ -9,7 +9,6 @@ from muon_jax.benchmarks import __main__ as benchmarks
 from muon_jax.benchmarks import _accuracy, _report, _spectra
 from muon_jax.benchmarks._spectra import Case
 
-
 ABSENT = {"momentum, step 5": "scikit-learn is not installed"}
 
 
@@ -114,7 +113,7 @@ def test_flops(name, grams, squares, aspect):
 
 def test_it_measures_and_reports(capsys, tmp_path):
     file = tmp_path / "accuracy.json"
-    words = "accuracy --names standard --dtypes float32 bfloat16 --sizes 16 --aspects 1 2"
+    words = "accuracy --names fast --dtypes float32 float16 --sizes 16 --aspects 1 2"
     benchmarks.main([*words.split(), "--json", str(file)])
     table = capsys.readouterr().out.partition("medians\n\n")[2]
     report = json.loads(file.read_text())
@@ -122,14 +121,14 @@ def test_it_measures_and_reports(capsys, tmp_path):
     assert report["thresholds"] == [0.01, 0.001]
     assert len(report["measurements"]) == 2
     for measurement in report["measurements"]:
-        assert measurement["units"] == {"1": 20, "2": 35}
+        assert measurement["units"] == {"1": 12, "2": 18}
         assert all(case["errors"][0] < 0.4 for case in measurement["cases"])
         assert not any(case["blow_up"] for case in measurement["cases"])
     lines = table.splitlines()
     start = "| coefficients | dtype | units at n/m = 1 / 2 | linear | log-spaced | low rank |"
     assert lines[0].startswith(start)
-    assert lines[2].startswith("| standard | float32 | 20 / 35 | 0.")
-    assert lines[3].startswith("| standard | bfloat16 | 20 / 35 | 0.")
+    assert lines[2].startswith("| fast | float32 | 12 / 18 | 0.")
+    assert lines[3].startswith("| fast | float16 | 12 / 18 | 0.")
     assert lines[5] == "- absent: momentum, step 5 (scikit-learn is not installed)"
     benchmarks.main(["report", str(file), "--png", str(tmp_path / "a.png")])
     assert table.strip() in capsys.readouterr().out
@@ -138,15 +137,14 @@ def test_it_measures_and_reports(capsys, tmp_path):
 
 def test_what_is_not_offered_is_reported(capsys, tmp_path):
     file = tmp_path / "accuracy.json"
-    words = "accuracy --names fast --dtypes bfloat16 float16 --sizes 16 --aspects 1 --json"
+    words = "accuracy --names fast --dtypes bfloat16 --sizes 16 --aspects 1 --json"
     benchmarks.main([*words.split(), str(file)])
-    out = capsys.readouterr().out
-    assert "- not offered: fast, bfloat16 (ns_coeffs='fast' is unsafe in bfloat16" in out
-    refused, measured = json.loads(file.read_text())["measurements"]
-    assert set(refused) == {"name", "dtype", "preconditioning", "not_offered"}
-    assert measured["dtype"] == "float16" and measured["cases"]
+    reason = "ns_coeffs='fast' is unsafe in bfloat16"
+    assert f"- not offered: fast, bfloat16 ({reason}" in capsys.readouterr().out
+    (measurement,) = json.loads(file.read_text())["measurements"]
+    assert set(measurement) == {"name", "dtype", "preconditioning", "not_offered"}
     benchmarks.main(["report", str(file)])
-    assert "| fast | bfloat16" not in capsys.readouterr().out
+    assert reason in capsys.readouterr().out
 
 
 def test_momenta_need_scikit_learn(monkeypatch):
@@ -160,8 +158,9 @@ def test_a_result_that_is_not_finite_is_infinitely_wrong():
     broken = {"spectrum": "linear", "errors": [None, None]}
     broken |= dict.fromkeys(("rms", "dual", "largest"))
     cases = [{**fine, "blow_up": False}, *[{**broken, "blow_up": True}] * 2]
-    measurement = {"name": "standard", "dtype": "float16", "units": {"1": 20}, "cases": cases}
-    line = _report.line(measurement)
+    measurement = {"name": "aol", "dtype": "float16", "preconditioning": "aol"}
+    line = _report.line({**measurement, "units": {"1": 16}, "cases": cases})
+    assert line.startswith("coefficients aol (preconditioning aol), dtype float16, units")
     assert "linear inf / inf" in line and "blow-ups 2 of 3" in line
 
 

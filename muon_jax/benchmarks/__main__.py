@@ -3,10 +3,12 @@
     python -m muon_jax.benchmarks syrk --json syrk.json
     python -m muon_jax.benchmarks newton_schulz --shapes peers 24x512x2048
     python -m muon_jax.benchmarks muon --models gpt2-small
+    python -m muon_jax.benchmarks accuracy --names standard --json accuracy.json
     python -m muon_jax.benchmarks report syrk.json --png syrk.png
 
 On a GPU it prints the time that the kernels spend on the device (for rivals in torch the time
 between CUDA events, with the gaps between kernels); the JSON has the wall clock too.
+`accuracy` times nothing: it compares results with the polar factor, and counts FLOPs.
 """
 
 import argparse
@@ -21,7 +23,16 @@ from typing import Any
 
 import jax
 
-from muon_jax.benchmarks import _measure, _models, _report, _rivals, _shapes, _tune
+from muon_jax.benchmarks import (
+    _accuracy,
+    _measure,
+    _models,
+    _report,
+    _rivals,
+    _shapes,
+    _spectra,
+    _tune,
+)
 from pallas_kernels import _tuning
 
 MEASURES = {
@@ -65,8 +76,23 @@ def measure(arguments: argparse.Namespace) -> None:
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
+def accuracy(arguments: argparse.Namespace) -> None:
+    """Measures each name in each dtype, prints a table, and writes the JSON anew after each."""
+    report: dict[str, Any] = {"benchmark": "accuracy", **environment()}
+    report |= {"absent": _spectra.absent(), "thresholds": _accuracy.THRESHOLDS, "measurements": []}
+    cases = [*_spectra.cases(arguments.sizes, arguments.aspects)]
+    report["sizes"] = ", ".join(map(str, arguments.sizes))
+    for name, dtype in itertools.product(arguments.names, arguments.dtypes):
+        measurement = _accuracy.measure(name, dtype, cases)
+        print(_report.line(measurement), flush=True)
+        report["measurements"].append(measurement)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report) + "\n")
+    print(f"\n{_report.markdown(report)}")
+
+
 def tune(arguments: argparse.Namespace) -> None:
-    """Measures the candidates of each product, prints them, and writes the table anew after each."""
+    """Measures the candidates of each product, and writes the table anew after each."""
     path = arguments.json or _tuning.table_path(jax.devices()[0].device_kind)
     shapes = itertools.chain.from_iterable(arguments.shapes)
     table: dict[str, Any] = {"version": 1, **environment(), "dtype": "bfloat16"}
@@ -117,6 +143,14 @@ def main(words: Sequence[str] | None = None) -> None:
     add_benchmark("muon", "float32").add_argument(
         "--models", nargs="+", choices=_models.MODELS, default=[*_models.MODELS]
     )
+    polar = commands.add_parser("accuracy", help="distance to the polar factor, by coefficients")
+    names = _accuracy.names()
+    polar.add_argument("--names", nargs="+", choices=names, default=names)
+    polar.add_argument("--dtypes", nargs="+", choices=_accuracy.DTYPES, default=[*_accuracy.DTYPES])
+    polar.add_argument("--sizes", nargs="+", type=int, default=[256], help="the smaller side, m")
+    polar.add_argument("--aspects", nargs="+", type=int, default=[1, 2, 4, 8], help="n/m")
+    polar.add_argument("--json", type=Path, help="also write the measurements to this file")
+    polar.set_defaults(run=accuracy)
     table = commands.add_parser("tune", help="measure the table of the dispatch for this device")
     add_shapes(table)
     table.add_argument(
@@ -127,7 +161,7 @@ def main(words: Sequence[str] | None = None) -> None:
     table.set_defaults(run=tune)
     report = commands.add_parser("report")
     report.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
-    report.add_argument("--png", type=Path, help="also plot the speedups (needs matplotlib)")
+    report.add_argument("--png", type=Path, help="also plot them (needs matplotlib)")
     report.set_defaults(run=show)
     arguments = parser.parse_args(words)
     arguments.run(arguments)

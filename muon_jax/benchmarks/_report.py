@@ -1,8 +1,11 @@
 """Measurements as text, as a Markdown table and as a plot."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 # A file, as the command line writes it, and one of the measurements in it.
 type Report = Mapping[str, Any]
@@ -22,6 +25,8 @@ def absent(report: Report) -> list[str]:
 
 def line(measurement: Measurement) -> str:
     """Returns one measurement in one line, and one more for each rival that failed."""
+    if "name" in measurement:
+        return ", ".join(f"{key} {cell}" for key, cell in _accuracy_row(measurement).items())
     clock = _clock([measurement])
     (_, label), *cells = _row(measurement, measurement["microseconds"], clock).items()
     text = f"{label}: {'; '.join(f'{column} {cell}' for column, cell in cells)}; µs, {clock}"
@@ -32,49 +37,60 @@ def markdown(report: Report) -> str:
     """Returns a report as a Markdown table, with its heading and what could not be measured.
 
     Times are medians in µs, by the device's clock where all variants have it, else by the wall
-    clock. The speedup is ours over the first variant.
+    clock. The speedup is ours over the first variant. Errors of the accuracy are medians too.
     """
+    if report["benchmark"] == "accuracy":
+        return _accuracy_markdown(report)
     measurements = report["measurements"]
     clock = _clock(measurements)
     variants = _union(m["microseconds"] | m.get("failed", {}) for m in measurements)
     rows = [_row(measurement, variants, clock) for measurement in measurements]
     columns = _union(rows)
-    table = [
-        [column.replace("None", report["benchmark"]) for column in columns],
-        ["---"] * len(columns),
-        *([row.get(column, "") for column in columns] for row in rows),
-    ]
+    names = [column.replace("None", report["benchmark"]) for column in columns]
     missing = absent(report) + [text for m in measurements for text in _failures(m)]
     blocks = [
         f"{heading(report)}; µs, {clock}, medians",
-        "\n".join(f"| {' | '.join(cells)} |" for cells in table),
+        _table(names, [[row.get(column, "") for column in columns] for row in rows]),
         "\n".join(f"- {text}" for text in missing),
     ]
     return "\n\n".join(filter(None, blocks))
 
 
 def plot(reports: Sequence[Report], path: Path) -> None:
-    """Saves a bar chart for each report: how many times faster ours is than the first variant."""
+    """Saves a chart for each report.
+
+    Bars of how many times faster ours is than the first variant; errors against FLOPs for the
+    accuracy.
+    """
     from matplotlib.figure import Figure
 
-    heights = [0.3 * len(report["measurements"]) + 1.2 for report in reports]
-    figure = Figure(figsize=(7, sum(heights)), layout="constrained")
-    all_axes = figure.subplots(len(reports), squeeze=False, height_ratios=heights)[:, 0]
-    for axes, report in zip(all_axes, reports, strict=True):
-        measurements = report["measurements"]
-        clock = _clock(measurements)
-        speedups = [_speedup(measurement, clock) for measurement in measurements]
-        bars = axes.barh([_label(measurement) for measurement in measurements], speedups)
-        axes.bar_label(bars, fmt="%.2f×", padding=3)
-        axes.axvline(1.0, color="black", linewidth=1)
-        baseline = next(iter(measurements[0]["microseconds"]))
-        axes.set(
-            title=f"{report['benchmark']}, {report['device']}, {report['dtype']}",
-            xlabel=f"speedup over {baseline} ({clock})",
-            xlim=(0, 1.15 * max(1, *speedups)),
-        )
-        axes.invert_yaxis()
+    accuracy = [report["benchmark"] == "accuracy" for report in reports]
+    heights = [
+        6.0 if is_accuracy else 0.3 * len(report["measurements"]) + 1.2
+        for report, is_accuracy in zip(reports, accuracy, strict=True)
+    ]
+    figure = Figure(figsize=(12 if any(accuracy) else 7, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(reports), squeeze=False, height_ratios=heights)[:, 0]
+    for part, report, is_accuracy in zip(parts, reports, accuracy, strict=True):
+        (_scatter if is_accuracy else _bars)(part, report)
     figure.savefig(path, format="png", dpi=150)
+
+
+def _bars(figure, report: Report) -> None:
+    axes = figure.subplots()
+    measurements = report["measurements"]
+    clock = _clock(measurements)
+    speedups = [_speedup(measurement, clock) for measurement in measurements]
+    bars = axes.barh([_label(measurement) for measurement in measurements], speedups)
+    axes.bar_label(bars, fmt="%.2f×", padding=3)
+    axes.axvline(1.0, color="black", linewidth=1)
+    baseline = next(iter(measurements[0]["microseconds"]))
+    axes.set(
+        title=f"{report['benchmark']}, {report['device']}, {report['dtype']}",
+        xlabel=f"speedup over {baseline} ({clock})",
+        xlim=(0, 1.15 * max(1, *speedups)),
+    )
+    axes.invert_yaxis()
 
 
 def _row(measurement: Measurement, variants: Iterable[str], clock: str) -> dict[str, str]:
@@ -129,3 +145,89 @@ def _failures(measurement: Measurement) -> list[str]:
 def _union(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
     """The keys of all mappings, in the order of their first appearance."""
     return list(dict.fromkeys(key for mapping in mappings for key in mapping))
+
+
+def _accuracy_markdown(report: Report) -> str:
+    """The accuracy: a row for each name and dtype, medians over the cases of each spectrum."""
+    measured = [m for m in report["measurements"] if "cases" in m]
+    rows = [_accuracy_row(measurement) for measurement in measured]
+    columns = _union(rows)
+    errors = " / ".join(f"σ > {threshold:g}σ₁" for threshold in report["thresholds"])
+    missing = absent(report) + [
+        f"not offered: {m['name']}, {m['dtype']} ({m['not_offered']})"
+        for m in report["measurements"]
+        if "not_offered" in m
+    ]
+    blocks = [
+        f"{heading(report)}; errors to the polar factor on {errors}, medians",
+        _table(columns, [[row[column] for column in columns] for row in rows]) if rows else "",
+        "\n".join(f"- {text}" for text in missing),
+    ]
+    return "\n\n".join(filter(None, blocks))
+
+
+def _accuracy_row(measurement: Measurement) -> dict[str, str]:
+    row = {"coefficients": measurement["name"], "dtype": measurement["dtype"]}
+    if measurement["preconditioning"] != "frobenius":
+        row["coefficients"] += f" (preconditioning {measurement['preconditioning']})"
+    if "not_offered" in measurement:
+        return row | {"not offered": measurement["not_offered"]}
+    cases = measurement["cases"]
+    row |= {
+        f"units at n/m = {' / '.join(measurement['units'])}": " / ".join(
+            f"{units:g}" for units in measurement["units"].values()
+        )
+    }
+    for spectrum in dict.fromkeys(case["spectrum"] for case in cases):
+        of_spectrum = [case for case in cases if case["spectrum"] == spectrum]
+        errors = np.median(_values(of_spectrum, "errors"), axis=0)
+        row[spectrum] = " / ".join(f"{error:.3f}" for error in errors)
+    return row | {
+        "RMS σ": f"{np.median(_values(cases, 'rms')):.3f}",
+        "dual": f"{np.median(_values(cases, 'dual')):.3f}",
+        "largest σ": f"{np.max(_values(cases, 'largest')):.3f}",
+        "blow-ups": f"{sum(case['blow_up'] for case in cases)} of {len(cases)}",
+    }
+
+
+def _scatter(figure, report: Report) -> None:
+    """The accuracy: the median error of all cases against FLOPs, for each aspect."""
+    import matplotlib
+    from matplotlib.lines import Line2D
+
+    measured = [m for m in report["measurements"] if "cases" in m]
+    palette = [matplotlib.colormaps["tab20"](i) for i in range(20)]
+    colors = dict(zip(_union({m["name"]: 0} for m in measured), itertools.cycle(palette)))
+    markers = dict(zip(_union({m["dtype"]: 0} for m in measured), "os^", strict=False))
+    aspects = _union(m["units"] for m in measured)
+    all_axes = figure.subplots(1, len(aspects), sharey=True, squeeze=False)[0]
+    for axes, aspect in zip(all_axes, aspects, strict=True):
+        for m in measured:
+            cases = [c for c in m["cases"] if f"{c['shape'][1] / c['shape'][0]:g}" == aspect]
+            error = np.median(_values(cases, "errors")[:, -1])
+            axes.plot(
+                m["units"][aspect],
+                error,
+                color=colors[m["name"]],
+                marker=markers[m["dtype"]],
+                fillstyle="none",
+            )
+        axes.set(title=f"n/m = {aspect}", xlabel="FLOPs/m³", yscale="log")
+    all_axes[0].set_ylabel(f"median error on σ > {report['thresholds'][-1]:g}σ₁")
+    figure.suptitle(f"Distance to the polar factor, {report['device']}")
+    handles = [Line2D([], [], color=c, linewidth=4, label=name) for name, c in colors.items()]
+    handles += [
+        Line2D([], [], color="black", linestyle="", marker=marker, label=dtype)
+        for dtype, marker in markers.items()
+    ]
+    figure.legend(handles=handles, loc="outside right upper", fontsize=8)
+
+
+def _values(cases: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
+    """One metric of all cases, ∞ where a result was not finite."""
+    return np.nan_to_num(np.array([case[key] for case in cases], np.float64), nan=np.inf)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

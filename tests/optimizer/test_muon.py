@@ -22,6 +22,7 @@ DIMENSION_NUMBERS = {
 
 
 BIAS = {"a": jnp.ones(3)}
+HALF = {"a": jnp.ones((3, 3), jnp.bfloat16)}
 
 
 def tree(seed=0, dtype=jnp.float32, names=tuple(DIMENSION_NUMBERS)):
@@ -125,7 +126,7 @@ def test_state_holds_what_training_changes_and_nothing_else():
     _, new_state = optimizer.update(params, state)
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(new_state), strict=True):
         assert not (old == new).all()
-    for other in ("dion", (1.0, 2.0, 3.0)):
+    for other in ("dion", "balanced", (1.0, 2.0, 3.0)):
         chex.assert_trees_all_equal_structs(state, scale_by_muon(other).init(params))
 
 
@@ -174,7 +175,7 @@ def test_donated_state_and_schedules():
     chex.assert_trees_all_close(last, jax.tree.map(jnp.zeros_like, last))  # the rate has reached 0
 
 
-@pytest.mark.parametrize("ns_coeffs", ["standard", "dion", (3.0, -3.0, 1.0)], ids=str)
+@pytest.mark.parametrize("ns_coeffs", ["standard", "dion", (3.0, -3.0, 1.0), "accurate"], ids=str)
 def test_inject_hyperparams(ns_coeffs):
     names = ("wide", "bias")
     injected = optax.inject_hyperparams(muon)(learning_rate=1e-2, ns_coeffs=ns_coeffs, ns_steps=3)
@@ -187,6 +188,28 @@ def test_inject_hyperparams(ns_coeffs):
     state.hyperparams["learning_rate"] /= 2
     once, _ = update(tree(7, names=names), state, params)
     chex.assert_trees_all_close(doubled, jax.tree.map(lambda u: 2 * u, once), rtol=1e-5)
+
+
+@pytest.mark.parametrize("ns_coeffs", ["balanced", "aol", "deepseek_v4"])
+def test_injected_defaults_leave_a_name_its_own_steps(ns_coeffs):
+    names = ("wide", "bias")
+    injected = optax.inject_hyperparams(muon)(learning_rate=1e-2, ns_coeffs=ns_coeffs)
+    updates, _, _ = trajectory(injected, 2, names)
+    expected, _, _ = trajectory(muon(1e-2, ns_coeffs), 2, names)
+    chex.assert_trees_all_close(updates, expected, atol=1e-4)
+
+
+def test_a_composed_schedule_orthogonalizes_wide_tall_and_stacked_matrices():
+    names = ("wide", "tall", "stack")
+    numbers = {name: DIMENSION_NUMBERS[name] for name in names}
+    optimizer = muon(1.0, "balanced", muon_weight_dimension_numbers=numbers)
+    updates, _, _ = trajectory(optimizer, 2, names)
+    for name in names:
+        matrices = updates[name] / np.sqrt(
+            max(1, updates[name].shape[-1] / updates[name].shape[-2])
+        )
+        sigma = np.linalg.svd(matrices, compute_uv=False)
+        assert 0.5 < sigma.min() < sigma.max() < 1.3, name
 
 
 def test_multi_steps_accumulates():
@@ -259,10 +282,19 @@ def test_eps_reaches_every_preconditioning(preconditioning):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: muon(0.1, ns_coeffs="muon"), r"one of \['dion', 'standard'\], got 'muon'"),
+        (lambda: muon(0.1, ns_coeffs="muon"), r"one of \[.*'dion'.*\], got 'muon'"),
         (lambda: muon(0.1, ns_coeffs="dion", ns_steps=10), r"has 5 steps, got ns_steps=10"),
         (lambda: muon(0.1, ns_coeffs=[1.0, 2.0]), r"shape \(3,\) or \(steps, 3\), got \(2,\)"),
         (lambda: muon(0.1, ns_steps=0), r"at least 1, got 0"),
+        (lambda: muon(0.1, ns_coeffs="fast", ns_steps=3), r"'fast' has 2 steps.*ns_steps=3"),
+        (lambda: muon(0.1, "fast", preconditioning="aol"), r"'fast'.*preconditioning='aol'"),
+        (lambda: muon(0.1, "fast", ns_dtype="bfloat16"), r"'fast' is unsafe in bfloat16"),
+        (
+            lambda: scale_by_muon("balanced", ns_dtype=None).update(
+                HALF, scale_by_muon().init(HALF)
+            ),
+            r"'balanced' is unsafe in bfloat16",
+        ),
         (lambda: muon(0.1, preconditioning="svd"), r"preconditioning must be one of.*got 'svd'"),
         (
             lambda: scale_by_muon().update(BIAS, scale_by_muon().init(BIAS)),

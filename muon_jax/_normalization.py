@@ -1,0 +1,55 @@
+"""What X is divided by before the first step: powers of two, norms, row sums."""
+
+import jax
+import jax.numpy as jnp
+
+
+def scaled_by_power_of_two(x: jax.Array, dtype, exponent: int) -> tuple[jax.Array, jax.Array]:
+    """Returns x·s in `dtype` and s = 2ᵏ, of the batch's shape, exactly.
+
+    The largest entry of each `(m, n)` matrix comes out between a half and once 2^-exponent. Not
+    finite where x is not.
+    """
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1)).astype(accumulator(x))
+    _, k = jnp.frexp(largest)
+    k = jnp.maximum(k + exponent, -126)
+    one = jnp.where(jnp.isfinite(largest), jnp.ones_like(largest), jnp.nan)
+    # Two factors, because 2⁻ᵏ itself is no normal number where x is near the end of its range.
+    first, second = jnp.ldexp(one, -(k // 2)), jnp.ldexp(one, k // 2 - k)
+    scaled = x * first[..., None, None] * second[..., None, None]
+    return scaled.astype(dtype), first * second
+
+
+def inverse_norm(
+    x: jax.Array,
+    gram: jax.Array,
+    eps: float | jax.Array,
+    scale: float | jax.Array,
+    preconditioning: str,
+) -> jax.Array:
+    """1/(norm of X, with eps in it), and 0 for the zero matrix; X is `scale` times the caller's."""
+    if preconditioning == "frobenius":
+        *batch, m, _ = gram.shape
+        diagonal = gram.reshape(*batch, m * m)[..., :: m + 1]  # jnp.diagonal is a kernel of its own
+        norm = jnp.sqrt(jnp.sum(diagonal.real.astype(accumulator(gram)), axis=-1))
+        regularized = norm + eps * scale
+    elif preconditioning == "schatten":
+        norm = jnp.sqrt(jnp.sum(jnp.abs(gram).astype(accumulator(gram)) ** 2, axis=(-2, -1)))
+        regularized = jnp.sqrt(jnp.maximum(norm, (eps * scale) * scale))
+    else:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        norm = jnp.linalg.norm(wide, ord=2, axis=(-2, -1))
+        regularized = norm + eps * scale
+    return jnp.where(norm == 0, 0, 1 / regularized)
+
+
+def balance_rows(x: jax.Array, gram: jax.Array, least: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """DX and DAD for the diagonal D with D⁻² = max(Σⱼ|Aᵢⱼ|, least): the AOL preconditioner."""
+    sums = jnp.sum(jnp.abs(gram).astype(accumulator(gram)), axis=-1, keepdims=True)
+    d = jnp.where(sums == 0, 0, jax.lax.rsqrt(jnp.maximum(sums, least[..., None, None])))
+    return (x * d).astype(x.dtype), (gram * d * d.mT).astype(gram.dtype)
+
+
+def accumulator(x: jax.Array):
+    """The dtype of sums of absolute values of `x`: real, float32 or wider."""
+    return jnp.finfo(jnp.promote_types(x.dtype, jnp.float32)).dtype

@@ -1,0 +1,122 @@
+"""How far `newton_schulz` is from the polar factor, and at how many FLOPs, by coefficients."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muon_jax import _coefficients, _schedules, newton_schulz
+from muon_jax.benchmarks._spectra import Case
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Errors are those of the directions with σ > threshold · σ₁.
+THRESHOLDS = (1e-2, 1e-3)
+# A result with a larger singular value, or with a NaN, is a blow-up.
+LARGEST_ALLOWED = 1.5
+
+
+def names() -> list[str]:
+    """Returns the coefficients that there are by name, those of composed schedules too."""
+    return [*_coefficients.NAMED, *_schedules.SCHEDULES]
+
+
+def measure(name: str, dtype: str, cases: Sequence[Case]) -> dict[str, Any]:
+    """Orthogonalizes the cases with the coefficients of that name and products in `dtype`.
+
+    Coefficients made for the preconditioning "aol" have it, and what it does to the polar factor
+    is part of their error.
+
+    Returns:
+        `name`, `dtype`, `preconditioning` and either `not_offered`, the reason why `newton_schulz`
+        refuses these together, or `units`, the `symmetric_units` by aspect, and `cases`, the
+        `metrics` of each.
+    """
+    preconditioning = "aol" if name.startswith("aol") else "frobenius"
+    orthogonalize = functools.partial(
+        newton_schulz, ns_coeffs=name, dtype=jnp.dtype(dtype), preconditioning=preconditioning
+    )
+    counted = functools.partial(orthogonalize, implementation="xla")
+    shapes = dict.fromkeys(case.x.shape for case in cases)
+    measurement: dict[str, Any] = {"name": name, "dtype": dtype}
+    measurement["preconditioning"] = preconditioning
+    try:
+        units = {f"{n / m:g}": _rounded(symmetric_units(counted, (m, n))) for m, n in shapes}
+    except ValueError as error:
+        return measurement | {"not_offered": str(error).partition("\n")[0]}
+    measured = [
+        {"spectrum": case.spectrum, "shape": case.x.shape}
+        | metrics(case, np.asarray(orthogonalize(case.x)))
+        for case in cases
+    ]
+    return measurement | {"units": units, "cases": measured}
+
+
+def metrics(case: Case, result: np.ndarray) -> dict[str, Any]:
+    """Returns how `result`, O, differs from the polar factor UVᵀ of X = UΣVᵀ.
+
+    With Uₖ and Vₖ the k singular vectors for σ > t·σ₁, all in float64:
+
+    - `errors`: ‖UₖᵀO - Vₖᵀ‖_F/√k for t of `THRESHOLDS`, an RMS over directions;
+    - `rms`: ‖UₖᵀO‖_F/√k for the last t, the RMS singular value there;
+    - `largest`: the largest singular value of O;
+    - `dual`: ⟨X, O⟩/‖X‖_*, which is 1 for the polar factor;
+    - `blow_up`: whether `largest` exceeds `LARGEST_ALLOWED`, or O is not finite. Where it is not,
+      all numbers are None.
+    """
+    if not np.isfinite(result).all():
+        numbers = dict.fromkeys(("rms", "largest", "dual"))
+        return {"errors": [None] * len(THRESHOLDS), **numbers, "blow_up": True}
+    o = result.astype(np.float64)
+    projected, errors, rms = case.u.T @ o, [], 0.0
+    for threshold in THRESHOLDS:
+        k = int(np.sum(case.sigma > threshold * case.sigma[0]))
+        errors.append(np.linalg.norm(projected[:k] - case.vt[:k]) / math.sqrt(k))
+        rms = np.linalg.norm(projected[:k]) / math.sqrt(k)
+    largest = math.sqrt(max(np.linalg.eigvalsh(o @ o.T)[-1], 0))
+    return {
+        "errors": [_rounded(error) for error in errors],
+        "rms": _rounded(rms),
+        "largest": _rounded(largest),
+        "dual": _rounded(np.sum(case.x * o) / np.sum(case.sigma)),
+        "blow_up": largest > LARGEST_ALLOWED,
+    }
+
+
+def symmetric_units(orthogonalize, shape: tuple[int, int]) -> float:
+    """Returns the FLOPs of the products in `orthogonalize`, in units of m³, m the smaller side.
+
+    A unit is one symmetric product of m×m matrices, computed by half. The products are those of the
+    traced program of implementation `"xla"`, where A·Bᵀ with the transpose written out stands for a
+    product of `syrk` or `syrkx`, and counts by half, and any other counts in full.
+    """
+    traced = jax.make_jaxpr(orthogonalize)(jax.ShapeDtypeStruct(shape, jnp.float32))
+    return _flops(traced.jaxpr) / min(shape) ** 3
+
+
+def _flops(jaxpr) -> float:
+    total, transposed = 0.0, set()
+    for equation in jaxpr.eqns:
+        kind = equation.primitive.name
+        if kind == "transpose":
+            transposed.update(equation.outvars)
+        elif kind == "dot_general":
+            left, right = equation.invars
+            ((contracted, _), _) = equation.params["dimension_numbers"]
+            inner = math.prod(left.aval.shape[axis] for axis in contracted)
+            flops = 2 * math.prod(equation.outvars[0].aval.shape) * inner
+            total += flops / 2 if right in transposed else flops
+        elif kind in ("while", "scan"):
+            raise NotImplementedError("FLOPs are counted of unrolled steps only")
+        elif "jaxpr" in equation.params:
+            total += _flops(equation.params["jaxpr"].jaxpr)
+    return total
+
+
+def _rounded(value: float) -> float:
+    """Four significant digits: reports are compared by people."""
+    return float(f"{value:.4g}")
