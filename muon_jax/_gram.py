@@ -1,16 +1,16 @@
-"""The gram form of the quintic iteration: most products are m × m, few touch the (m, n) matrix.
+"""The gram form of quintic steps: most products are m × m, few touch the (m, n) matrix.
 
-In exact arithmetic X₅ = q₅(R)…q₁(R)·X, where R = XXᵀ and every factor is a polynomial of R. So steps
-can be made on R and on Q, the product of the factors so far, all symmetric and commuting:
+In exact arithmetic the steps give q₅(R)…q₁(R)·X, where R = XXᵀ and all factors are polynomials of
+R. So they can be made on R and on Q, the product of the factors so far, symmetric and commuting:
 
     Z = bR + cR²,   Q <- QZ + aQ,   T = RZ + aR,   R <- TZ + aT,
 
 four symmetric products a step, and X <- QX in the end. In half precision Q, whose entries grow with
 the amplification of the smallest singular values, is rounded relative to its largest entry, and R
 gets negative eigenvalues that the polynomials amplify. A restart, X <- QX and R = XXᵀ anew, repairs
-both: in float16 one after the second step is enough, in bfloat16 it takes another after the fourth.
+both.
 
-Reference: Gram Newton–Schulz, `Dao-AILab <https://github.com/Dao-AILab/gram-newton-schulz>`_, 2026.
+Reference: `Gram Newton–Schulz <https://github.com/Dao-AILab/gram-newton-schulz>`_, 2026.
 """
 
 import itertools
@@ -19,64 +19,65 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-# Steps after which X is computed anew, by the bits of the significand.
-_RESTARTS = {"bfloat16": (2, 4), "float16": (2,)}
+type _Triple = tuple[float | jax.Array, ...]
 
 
-def restarts(dtype: jax.typing.DTypeLike, num_steps: int) -> tuple[int, ...]:
-    """Returns the steps after which the form restarts in `dtype`; none in 32 bits or more."""
-    return tuple(s for s in _RESTARTS.get(jnp.dtype(dtype).name, ()) if s < num_steps)
+def restarts(dtype: jax.typing.DTypeLike, num_steps: int) -> range:
+    """Returns the steps after which X is computed anew.
+
+    After every second one in bfloat16; after the second and then every third in float16; never in
+    32 bits or more.
+    """
+    every = {"bfloat16": 2, "float16": 3}.get(jnp.dtype(dtype).name)
+    return range(2, num_steps, every) if every else range(0)
 
 
-def units(num_steps: int, dtype: jax.typing.DTypeLike, aspect: float) -> dict[str, float]:
-    """Returns the cost of each form for n = aspect·m, in symmetric products of m × m matrices.
+def units(dtype: jax.typing.DTypeLike, num_steps: int, aspect: float) -> float:
+    """Returns the cost for n = aspect·m, in symmetric products of m × m matrices.
 
     A Gram matrix costs `aspect`, the product of an m × m matrix with X twice that.
     """
     segments = 1 + len(restarts(dtype, num_steps))
-    # The first step of a segment has no QZ, the last needs no new R.
-    products = num_steps + (num_steps - segments) + 2 * (num_steps - segments)
-    return {
-        "standard": num_steps * (3 * aspect + 1),
-        "gram": segments * 3 * aspect + products,
-    }
+    # The first step of a segment needs no QZ, the last no T and no new R.
+    return segments * 3 * aspect + num_steps + 3 * (num_steps - segments)
 
 
 def apply(
+    syrk: Callable[..., jax.Array],
     syrkx: Callable[..., jax.Array],
     x: jax.Array,
     gram: jax.Array,
-    triples: Sequence[tuple[jax.Array | float, ...]],
-    s: jax.Array | float,
+    triples: Sequence[_Triple],
+    s: float | jax.Array,
+    factor: float | jax.Array,
 ) -> jax.Array:
-    """Returns q(s²·gram)·s·X for the composition q of the steps `triples`.
+    """factor·q(s²·gram)·X, where q(R)·X is the result of the steps `triples` on X with R = XXᵀ.
 
     Args:
-        syrkx: `pallas_kernels.syrkx`, or a function of its arguments.
+        syrk, syrkx: those of `pallas_kernels`, or functions of their arguments.
         x: shape `(..., m, n)`; its dtype decides the restarts.
-        gram: XXᵀ, shape `(..., m, m)`.
-        triples: (a, b, c) of each step, traced or not.
-        s: what X is multiplied by, of shape `(...)` or `()`.
+        gram: shape `(..., m, m)`.
+        triples: (a, b, c) for each step.
+        s, factor: scalars, or one for each matrix, of shape `(...)`.
     """
     ends = (*restarts(x.dtype, len(triples)), len(triples))
     for begin, end in itertools.pairwise((0, *ends)):
         if begin:
-            gram, s = syrkx(x, x), 1.0
-        x = _segment(syrkx, gram, triples[begin:end], s) @ x
+            gram, s, factor = syrk(x), 1.0, 1.0
+        x = _segment(syrk, syrkx, gram, triples[begin:end], s, factor) @ x
     return x
 
 
-def _segment(syrkx, gram, triples, s):
-    """Returns s times the product of the factors of some steps from R = s²·gram on."""
+def _segment(syrk, syrkx, gram, triples, s, factor):
+    """factor times the product of the factors of some steps, from R = s²·gram on."""
     (a, b, c), *others = triples
-    z = syrkx(gram, gram, gram, alpha=c * s**4, beta=b * s**2)
-    q = _sum(s, z, a * s)
-    r = gram
-    for i, (a_next, b, c) in enumerate(others):
-        scale = s**2 if i == 0 else 1.0
+    r, scale = gram, s**2
+    z = syrk(r, r, alpha=c * scale**2, beta=b * scale)
+    q = _sum(factor, z, a * factor)
+    for a_next, b_next, c_next in others:
         t = syrkx(r, z, r, alpha=scale, beta=a * scale)
-        r = syrkx(t, z, t, beta=a)
-        a, z = a_next, syrkx(r, r, r, alpha=c, beta=b)
+        r, scale = syrkx(t, z, t, beta=a), 1.0
+        a, z = a_next, syrk(r, r, alpha=c_next, beta=b_next)
         q = syrkx(q, z, q, beta=a)
     return q
 

@@ -31,6 +31,7 @@ import optax
 
 from muon_jax import _coefficients, _matrix_axes, _scaling
 from muon_jax._newton_schulz import (
+    Method,
     Preconditioning,
     ProductsDType,
     check_preconditioning,
@@ -60,6 +61,7 @@ def scale_by_muon(
     preconditioning: Preconditioning = "frobenius",
     weight_dimension_numbers: DimensionNumbers = None,
     ns_dtype: ProductsDType = "auto",
+    ns_method: Method | None = "standard",
     implementation: str | None = None,
 ) -> optax.GradientTransformation:
     """Replaces each gradient by the orthogonalized momentum of its parameter.
@@ -89,8 +91,9 @@ def scale_by_muon(
             matrices along them are orthogonalized each by itself. None for matrices: rank 2.
         ns_dtype: dtype of the iteration's products; `"auto"` for what the coefficients need, None
             for the momentum's, see `newton_schulz`.
-        implementation: of the symmetric products, `"xla"`, `"triton"` or None for the fastest; see
-            `pallas_kernels.syrk`.
+        ns_method: `"standard"` or `"gram"`, None for the one with fewer FLOPs, see `newton_schulz`.
+        implementation: of the symmetric products, `"xla"`, `"triton"`, `"mosaic_gpu"` or None for
+            the fastest; see `pallas_kernels.syrk`.
 
     Raises:
         ValueError: an argument is none of the values above, a parameter is no matrix, or
@@ -137,6 +140,7 @@ def scale_by_muon(
                 ns_steps,
                 eps,
                 dtype=ns_dtype,
+                method=ns_method,
                 preconditioning=preconditioning,
                 implementation=implementation,
             )
@@ -175,6 +179,7 @@ def muon(
     muon_weight_dimension_numbers: DimensionNumbers = None,
     consistent_rms: float | jax.Array | None = None,
     ns_dtype: ProductsDType = "auto",
+    ns_method: Method | None = "standard",
     implementation: str | None = None,
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
@@ -212,6 +217,7 @@ def muon(
             <https://arxiv.org/abs/2502.16982>`_).
         ns_dtype: dtype of the iteration's products; `"auto"` for what the coefficients need, None
             for the momentum's, see `newton_schulz`.
+        ns_method: `"standard"` or `"gram"`, None for the one with fewer FLOPs, see `newton_schulz`.
         implementation: of the symmetric products, see `pallas_kernels.syrk`.
 
     Raises:
@@ -249,6 +255,7 @@ def muon(
             preconditioning=preconditioning,
             weight_dimension_numbers=muon_weight_dimension_numbers,
             ns_dtype=ns_dtype,
+            ns_method=ns_method,
             implementation=implementation,
         ),
         _scaling.scale_by_shape(muon_weight_dimension_numbers, consistent_rms),

@@ -95,7 +95,7 @@ def test_parameters_and_their_order_are_those_of_optax(name):
     ours = inspect.signature(getattr(muon_jax, name)).parameters
     theirs = inspect.signature(getattr(optax.contrib, name)).parameters
     assert list(ours)[: len(theirs)] == list(theirs)
-    assert list(ours)[len(theirs) :] == ["ns_dtype", "implementation"]
+    assert list(ours)[len(theirs) :] == ["ns_dtype", "ns_method", "implementation"]
     for key, parameter in theirs.items():
         assert ours[key].kind == parameter.kind
         if key != "ns_coeffs":

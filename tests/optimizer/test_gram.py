@@ -1,0 +1,135 @@
+"""The gram form against the standard one."""
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from muon_jax import _coefficients, _gram, muon, newton_schulz
+
+
+def spectra(m):
+    """Condition numbers to 1e9, low rank, clusters, one spike, gamma."""
+    rng = np.random.default_rng(0)
+    return [
+        np.logspace(0, -9, m),
+        np.r_[rng.uniform(0.1, 1, m // 4), np.zeros(m - m // 4)],
+        np.repeat(rng.uniform(0, 1, 4), m // 4),
+        np.r_[1, np.full(m - 1, 1e-3)],
+        np.sort(rng.gamma(0.3, 1.0, m))[::-1],
+    ]
+
+
+def matrices(m, n):
+    rng = np.random.default_rng(1)
+    stack = []
+    for sigma in spectra(m):
+        u = np.linalg.qr(rng.standard_normal((m, m)))[0]
+        v = np.linalg.qr(rng.standard_normal((n, m)))[0]
+        stack.append(u * sigma @ v.T)
+    stack.append(np.repeat(rng.standard_normal((m // 8, n)), 8, axis=0))
+    return np.stack(stack)
+
+
+@pytest.mark.parametrize("name", _coefficients.NAMED)
+def test_in_float64_it_equals_the_standard_form(name):
+    x = np.random.default_rng(0).standard_normal((2, 12, 30))
+    with jax.enable_x64(True):
+        standard, gram = (
+            newton_schulz(jnp.asarray(x), name, dtype=None, method=method)
+            for method in ("standard", "gram")
+        )
+    np.testing.assert_allclose(gram, standard, rtol=0, atol=1e-10)
+
+
+def polar_error(out, x):
+    """RMS over directions with σ > 0.01·σ₁ of the distance to the polar factor."""
+    u, sigma, vt = np.linalg.svd(x, full_matrices=False)
+    k = int((sigma > 0.01 * sigma[0]).sum())
+    return np.linalg.norm(u[:, :k].T @ np.asarray(out, np.float64) - vt[:k]) / np.sqrt(k)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["standard", "dion", "polar_express"])
+def test_in_half_precision_it_is_as_accurate_and_does_not_blow_up(name, dtype):
+    x = matrices(64, 160)
+    standard, gram = (
+        newton_schulz(jnp.asarray(x, jnp.float32), name, dtype=dtype, method=method)
+        for method in ("standard", "gram")
+    )
+    assert np.linalg.norm(gram, ord=2, axis=(-2, -1)).max() < 1.5
+    for i in range(len(x)):
+        assert polar_error(gram[i], x[i]) <= 1.1 * polar_error(standard[i], x[i]) + 0.01
+
+
+def test_scale_zero_and_nan():
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((3, 16, 40)), jnp.float32)
+    x = x.at[1].set(0).at[2, 0, 0].set(jnp.nan)
+    out = newton_schulz(x, method="gram")
+    for scale in (1e-30, 1e30):
+        scaled = newton_schulz(scale * x, method="gram")
+        np.testing.assert_allclose(scaled[0], out[0], atol=2e-2)
+    assert not np.any(out[1])
+    assert np.isnan(out[2]).all()
+
+
+def products(shape, **kwargs):
+    text = str(jax.make_jaxpr(lambda x: newton_schulz(x, **kwargs))(jnp.ones(shape)))
+    return text.count("dot_general")
+
+
+def test_it_makes_fewer_products_with_x_and_none_chooses_by_them():
+    # Two Gram matrices, two products with X, and m × m ones: 5 Z, 3 Q, 3 T, 3 R.
+    assert products((8, 64), method="gram") == 4 + 14
+    assert products((8, 64), method=None) == products((8, 64), method="gram")
+    assert products((64, 64), method=None) == products((64, 64), method="standard") == 15
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_steps", "expected"),
+    [
+        ("float16", 5, [2]),
+        ("bfloat16", 5, [2, 4]),
+        ("float32", 5, []),
+        ("float16", 8, [2, 5]),
+        ("float16", 3, [2]),
+        ("float16", 2, []),
+        ("bfloat16", 1, []),
+    ],
+)
+def test_restarts(dtype, num_steps, expected):
+    assert list(_gram.restarts(dtype, num_steps)) == expected
+
+
+def test_units_count_the_products():
+    assert [_gram.units("float16", 5, aspect) for aspect in (1, 2, 4, 8)] == [20, 26, 38, 62]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"ns_coeffs": "fast"}, "'fast' has one Gram matrix a step already"),
+        ({"preconditioning": "aol"}, "'aol' needs more than the Gram matrix"),
+        ({"method": "dual"}, "method must be 'standard', 'gram' or None, got 'dual'"),
+    ],
+)
+def test_what_is_not_offered_says_why(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        newton_schulz(jnp.ones((8, 16)), **({"method": "gram"} | kwargs))
+
+
+def test_error_against_float64():
+    x = np.random.default_rng(3).standard_normal((48, 200))
+    expected = helpers.exact_newton_schulz(x, _coefficients.NAMED["dion"])
+    out = newton_schulz(jnp.asarray(x, jnp.float32), "dion", method="gram")
+    assert helpers.relative_error(out, expected) < 2e-3  # float16
+
+
+def test_the_optimizer_takes_it():
+    parameters = {"w": jnp.asarray(np.random.default_rng(4).standard_normal((16, 64)), jnp.float32)}
+    updates = []
+    for method in ("standard", "gram"):
+        optimizer = muon(0.02, ns_method=method)
+        updates.append(optimizer.update(parameters, optimizer.init(parameters), parameters)[0]["w"])
+    assert 0 < helpers.relative_error(updates[1], np.asarray(updates[0])) < 0.05
