@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _device
 from pallas_kernels._mosaic_gpu_config import ROWS, TILE_K, Config, default_config
 from pallas_kernels._mosaic_gpu_program import Program
-from pallas_kernels._stacked import stacked
+from pallas_kernels._stacked import call_on_stacks
 
 
 def unsupported_reason(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> str | None:
@@ -45,10 +45,6 @@ def syrkx(
 
     Operands are padded with zeros to multiples of 64, which are passes of their own.
     """
-    *batch, m, n = a_matrix.shape
-    coefficients = jnp.stack(
-        [jnp.broadcast_to(x, batch).astype(jnp.float32) for x in (alpha, beta, diagonal)], axis=-1
-    )
     kernel = functools.partial(
         _kernel,
         config=config,
@@ -57,16 +53,14 @@ def syrkx(
         interpret=interpret,
     )
 
-    def stack(x):
-        if x is None:
-            return None
-        *_, rows, cols = x.shape
-        return jnp.pad(x.reshape(-1, rows, cols), ((0, 0), (0, -rows % 64), (0, -cols % 64)))
+    def padded(x):
+        rows, cols = ((0, -size % 64) for size in x.shape[-2:])
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])
 
-    out = stacked(kernel, "mosaic_gpu")(
-        stack(a_matrix), stack(b_matrix), stack(c_matrix), coefficients.reshape(-1, 3)
-    )
-    return out[:, :m, :m].reshape(*batch, m, m)
+    a, b, c = jax.tree.map(padded, (a_matrix, b_matrix, c_matrix))  # None stays None
+    out = call_on_stacks(kernel, "mosaic_gpu", a, b, c, alpha, beta, diagonal)
+    m = a_matrix.shape[-2]
+    return out[..., :m, :m]
 
 
 def _kernel(a, b, c, coefficients, *, config, mirrored_on_diagonal, num_programs, interpret):

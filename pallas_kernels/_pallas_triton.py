@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import _triangle
-from pallas_kernels._stacked import stacked
+from pallas_kernels._stacked import call_on_stacks
 
 # Raised while lowering, so it cannot be filtered around the call.
 warnings.filterwarnings(
@@ -118,10 +118,6 @@ def syrkx(
     interpret: bool = False,
 ) -> jax.Array:
     """As `_reference.syrkx`; every leading dimension is part of one launch, also under `vmap`."""
-    *batch, m, n = a_matrix.shape
-    coefficients = jnp.stack(
-        [jnp.broadcast_to(x, batch).astype(jnp.float32) for x in (alpha, beta, diagonal)], axis=-1
-    )
     mirrored_on_diagonal = symmetrize_output and b_matrix is not None
 
     def kernel(a_matrix, b_matrix, c_matrix, coefficients):
@@ -138,13 +134,7 @@ def syrkx(
             name="syrkx",
         )(coefficients, a_matrix, b_matrix, c_matrix)
 
-    out = stacked(kernel, "triton")(
-        a_matrix.reshape(-1, m, n),
-        None if b_matrix is None else b_matrix.reshape(-1, m, n),
-        None if c_matrix is None else c_matrix.reshape(-1, m, m),
-        coefficients.reshape(-1, 3),
-    )
-    return out.reshape(*batch, m, m)
+    return call_on_stacks(kernel, "triton", a_matrix, b_matrix, c_matrix, alpha, beta, diagonal)
 
 
 def _kernel(

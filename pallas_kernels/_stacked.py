@@ -1,4 +1,4 @@
-"""What the kernels have in common with respect to JAX's transformations."""
+"""What the kernels have in common: they run on stacks, under `vmap` too, without derivatives."""
 
 from collections.abc import Callable
 
@@ -6,12 +6,39 @@ import jax
 import jax.numpy as jnp
 
 
-def stacked(kernel: Callable[..., jax.Array], implementation: str) -> Callable[..., jax.Array]:
-    """Gives a kernel over stacks `(batch, m, n)` its rules for `vmap` and for derivatives.
+def call_on_stacks(
+    kernel: Callable[..., jax.Array],
+    implementation: str,
+    a_matrix: jax.Array,
+    b_matrix: jax.Array | None,
+    c_matrix: jax.Array | None,
+    alpha: jax.Array,
+    beta: jax.Array,
+    diagonal: jax.Array,
+) -> jax.Array:
+    """Returns `kernel(a, b, c, coefficients)` in the batch shape of `a_matrix`.
 
-    Under `vmap` the stacks become longer, in the same launch. A derivative raises
-    NotImplementedError.
+    The kernel gets one batch axis, and float32 coefficients (alpha, beta, diagonal) of shape
+    `(batch, 3)`. Under `vmap` the stacks become longer, in the same launch.
+
+    Raises:
+        NotImplementedError: when differentiated.
     """
+    *batch, m, n = a_matrix.shape
+    coefficients = jnp.stack(
+        [jnp.broadcast_to(x, batch).astype(jnp.float32) for x in (alpha, beta, diagonal)], axis=-1
+    )
+    out = _with_rules(kernel, implementation)(
+        a_matrix.reshape(-1, m, n),
+        None if b_matrix is None else b_matrix.reshape(-1, m, n),
+        None if c_matrix is None else c_matrix.reshape(-1, m, m),
+        coefficients.reshape(-1, 3),
+    )
+    return out.reshape(*batch, m, m)
+
+
+def _with_rules(kernel, implementation):
+    """The kernel with rules for `vmap` and for derivatives."""
 
     @jax.custom_batching.custom_vmap
     def call(*operands):

@@ -12,7 +12,6 @@ may end with a half tile:
 
 import functools
 import heapq
-import itertools
 
 import numpy as np
 
@@ -35,16 +34,19 @@ def deal(
     one = one[np.lexsort((one[:, 0], one[:, 1], one[:, 0] // (_STRIPS * tile_m)))]
     tiles = np.column_stack([np.repeat(np.arange(batch), len(one)), np.tile(one, (batch, 1))])
     is_whole = tiles[:, 3] == tile_n
-    num_programs = min(num_programs, len(tiles))
-    programs = [list(tiles[is_whole][p::num_programs]) for p in range(num_programs)]
-    halves = [(2 * len(tiles_), p) for p, tiles_ in enumerate(programs)]
-    heapq.heapify(halves)
+    num_whole, num_programs = np.count_nonzero(is_whole), min(num_programs, len(tiles))
+    # Place r·num_programs + p of the flat list is round r of program p.
+    dealt = np.zeros((len(tiles) + 3 * num_programs, 4), np.int32)
+    dealt[:num_whole] = tiles[is_whole]
+    places = range(num_whole, num_whole + num_programs)
+    programs = [(2 * (place // num_programs), place % num_programs, place) for place in places]
+    heapq.heapify(programs)  # by how many halves each has to do; with its next free place
     for tile in tiles[~is_whole]:
-        least, p = halves[0]
-        heapq.heapreplace(halves, (least + 1, p))
-        programs[p].append(tile)
-    none = np.zeros(4, np.int32)
-    return np.array([*itertools.zip_longest(*programs, fillvalue=none)], np.int32)
+        load, p, place = programs[0]
+        heapq.heapreplace(programs, (load + 1, p, place + num_programs))
+        dealt[place] = tile
+    num_rounds = 1 + np.flatnonzero(dealt[:, 3])[-1] // num_programs
+    return dealt[: num_rounds * num_programs].reshape(num_rounds, num_programs, 4)
 
 
 def _lower_triangle(m: int, tile_m: int, tile_n: int, half_tiles: bool) -> np.ndarray:
