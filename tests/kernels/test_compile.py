@@ -167,7 +167,8 @@ def test_the_iteration_on_hopper_is_its_products_and_two_passes(shape):
     assert entry.count('custom_call_target="mosaic_gpu') == 10
 
     opcodes = {opcode for _, opcode in INSTRUCTION.findall(entry)}
-    assert opcodes <= {"parameter", "constant", "bitcast", "fusion", "custom-call"}, opcodes
+    free = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple"}
+    assert opcodes - free <= {"fusion", "custom-call"}
 
     passes = []
     for computation in called:
