@@ -189,8 +189,8 @@ def muon(
 
     Args:
         learning_rate: η, a number or a schedule.
-        ns_coeffs: coefficients of the Newton–Schulz steps, see `newton_schulz`: `"balanced"` is as
-            good as the default and takes less time.
+        ns_coeffs: coefficients of the Newton–Schulz steps, see `newton_schulz`: `"balanced"`
+            needs fewer products than the default.
         ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
         beta: decay rate of Muon's momentum.
         eps: added to the norm that the momentum is divided by, and to AdamW's denominator.

@@ -6,12 +6,11 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.extend import backend
 
 from muon_jax import _coefficients, _gram
 from muon_jax._normalization import balance_rows, inverse_norm, scaled_by_power_of_two
 from muon_jax._schedules import Schedule
-from pallas_kernels import select_implementation, syrk, syrkx
+from pallas_kernels import _device, select_implementation, syrk, syrkx
 
 type Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 type Method = Literal["standard", "gram"]
@@ -241,9 +240,9 @@ def _products_dtype(recipe, method, dtype, in_dtype):
     composed = isinstance(recipe, Schedule)
     if isinstance(dtype, str) and dtype == "auto":
         if composed:
-            dtype = recipe.default_dtype(_platform())
+            dtype = recipe.default_dtype(_device.platform())
         else:
-            in_float16 = method == "gram" and _platform() != "tpu"
+            in_float16 = method == "gram" and _device.platform() != "tpu"
             dtype = jnp.float16 if in_float16 else jnp.bfloat16
     dtype = jnp.dtype(in_dtype if dtype is None else dtype)
     if jnp.issubdtype(in_dtype, jnp.complexfloating):
@@ -256,15 +255,9 @@ def _products_dtype(recipe, method, dtype, in_dtype):
 def _precision_of(dtype):
     """A context in which a TPU multiplies float32 as such: by default it rounds to bfloat16."""
     by_default = jax.config.jax_default_matmul_precision is None
-    if by_default and dtype == jnp.float32 and _platform() == "tpu":
+    if by_default and dtype == jnp.float32 and _device.platform() == "tpu":
         return jax.default_matmul_precision("high")
     return contextlib.nullcontext()
-
-
-def _platform():
-    """Of the device that functions are traced for: the abstract mesh's or the default one."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    return (abstract or backend.get_default_device()).platform
 
 
 def _padded(x, implementation):

@@ -1,4 +1,4 @@
-"""The GPU that functions are traced for: the abstract mesh's, where one is set, or the default."""
+"""The device that functions are traced for: that of the abstract mesh, if set, or the default."""
 
 import re
 
@@ -11,6 +11,11 @@ _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 def kind() -> str:
     """Returns the name of the device, as its maker gives it."""
     return _device().device_kind
+
+
+def platform() -> str:
+    """Returns `"cpu"`, `"gpu"`, `"tpu"` or what else JAX calls the device's platform."""
+    return _device().platform
 
 
 def num_multiprocessors() -> int:

@@ -1,7 +1,7 @@
 """`syrk` and `syrkx`: checks their operands and chooses an implementation before tracing it."""
 
 import math
-from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -16,10 +16,11 @@ from pallas_kernels import (
     _tuning,
 )
 
-_IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
-    "xla": _reference.syrkx,
-    "triton": _pallas_triton.syrkx,
-    "mosaic_gpu": _pallas_mosaic_gpu.syrkx,
+# Each has a function `syrkx`, and `unsupported_reason`.
+_IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "xla": _reference,
+    "triton": _pallas_triton,
+    "mosaic_gpu": _pallas_mosaic_gpu,
 }
 
 type Operand = jax.Array | jax.ShapeDtypeStruct
@@ -104,11 +105,7 @@ def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
             f"implementation must be one of {sorted(_IMPLEMENTATIONS)} or None,"
             f" got {implementation!r}"
         )
-    if implementation == "triton":
-        return _pallas_triton.unsupported_reason(a_matrix)
-    if implementation == "mosaic_gpu":
-        return _pallas_mosaic_gpu.unsupported_reason(a_matrix)
-    return None
+    return _IMPLEMENTATIONS[implementation].unsupported_reason(a_matrix)
 
 
 class Selection(NamedTuple):
@@ -184,7 +181,7 @@ def _syrkx(a_matrix, b_matrix, c_matrix, coefficients, symmetrize_output, implem
             f"implementation={implementation!r} cannot run: {reason}. Pass implementation=None to"
             f" have one chosen that can."
         )
-    return _IMPLEMENTATIONS[implementation](
+    return _IMPLEMENTATIONS[implementation].syrkx(
         a_matrix, b_matrix, c_matrix, **coefficients, symmetrize_output=symmetrize_output
     )
 

@@ -1,6 +1,7 @@
 """Tile shapes of the kernel `"mosaic_gpu"`, and the choice among them."""
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -112,6 +113,7 @@ def is_fastest(shape: tuple[int, ...], *, addend: bool) -> bool:
     return min(predict(shape, config, addend=addend) for config in CONFIGS) <= xla
 
 
+@functools.cache
 def predict(shape: tuple[int, ...], config: Config, *, addend: bool) -> float:
     """Returns a model's time in µs on an H200 for stacks `(batch, m, n)`.
 

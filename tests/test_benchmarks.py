@@ -9,7 +9,8 @@ import pytest
 
 from muon_jax import muon
 from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks import _measure, _models, _rivals, _shapes, _timing
+from muon_jax.benchmarks import _measure, _models, _rivals, _shapes, _timing, _tune
+from pallas_kernels import _tuning
 
 TINY = {"embedding": (32, 8), "layer/w": (8, 24), "layer/b": (24,), "experts": (3, 24, 8)}
 CASES = {
@@ -63,6 +64,31 @@ def test_it_times_checks_and_reports(benchmark, variants, measure, capsys):
                 assert list(measurement[figure]) == variants
         else:
             assert measurement["shape"] in ([16, 16], [2, 8, 24])
+
+
+def test_tune_writes_the_table_that_the_dispatch_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(_tuning, "TABLES", tmp_path)
+    monkeypatch.setattr(_tuning, "_table", _tuning._table.__wrapped__)
+    assert _tuning.lookup((2, 64, 128), addend=False) is None
+    benchmarks.main(["tune", "--shapes", "2x100x60"])
+    for shape, addend in (((2, 64, 128), False), ((2, 64, 64), True)):
+        times = _tuning.lookup(shape, addend=addend)
+        assert times and set(times) == {"xla", "xla, not symmetrized"}
+        assert min(times.values()) > 0
+
+
+def test_tune_fails_where_a_result_is_wrong(monkeypatch):
+    xla = _tune._candidates(jnp.ones((1, 64, 64), jnp.bfloat16), False)["xla"]
+    wrong = {
+        "xla": xla,
+        "half": lambda a: 0.5 * xla(a),
+        "skew": lambda a: xla(a).at[..., 0, 1].add(1),
+    }
+    for name, reason in (("half", "twice that of xla"), ("skew", "not symmetric")):
+        candidates = {key: wrong[key] for key in ("xla", name)}
+        monkeypatch.setattr(_tune, "_candidates", lambda a, addend, c=candidates: c)
+        with pytest.raises(ArithmeticError, match=f"{name} at .*{reason}"):
+            _tune.measure((1, 64, 64), addend=False)
 
 
 def test_float32_is_checked_against_float64():

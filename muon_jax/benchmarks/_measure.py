@@ -26,9 +26,8 @@ def measure_syrk(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
         ArithmeticError: a result has more than twice the error of plain jnp.
     """
     *batch, m, _ = shape
-    x = _standard_normal(0, shape, dtype)
-    lower = jnp.tril(_standard_normal(1, (*batch, m, m), dtype))
-    c = lower + jnp.tril(lower, -1).mT
+    x = standard_normal(0, shape, dtype)
+    c = symmetric(standard_normal(1, (*batch, m, m), dtype))
     product = {
         "jnp": lambda x: x @ x.mT,
         "xla": functools.partial(syrk, implementation="xla"),
@@ -54,7 +53,7 @@ def measure_newton_schulz(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
     Raises:
         ArithmeticError: our result has more than twice the error of plain jnp.
     """
-    x = _standard_normal(0, shape, dtype)
+    x = standard_normal(0, shape, dtype)
     variants = {
         "jnp": _rivals.newton_schulz_in_jnp,
         "None": functools.partial(newton_schulz, dtype=None),
@@ -77,7 +76,7 @@ def measure_muon(model: str, dtype: str) -> dict[str, Any]:
     """
     shapes = _models.MODELS[model]
     gradients = {
-        name: _standard_normal(seed, shape, dtype)
+        name: standard_normal(seed, shape, dtype)
         for seed, (name, shape) in enumerate(shapes.items())
     }
     parameters = jax.tree.map(jnp.zeros_like, gradients)
@@ -133,12 +132,12 @@ def _compare(
     errors, failed = {}, {}
     for name, program in programs.items():
         errors[name] = _timing.relative_error(program.result(), exact)
-        if wrong := _reason_if_wrong(errors[name], baseline, errors[baseline]):
+        if wrong := reason_if_wrong(errors[name], baseline, errors[baseline]):
             raise ArithmeticError(f"{case}, {name}: {wrong}")
     for name, program in rivals.items():
         try:
             errors[name] = _timing.relative_error(program.result(), exact)
-            wrong = _reason_if_wrong(errors[name], baseline, errors[baseline])
+            wrong = reason_if_wrong(errors[name], baseline, errors[baseline])
         except Exception as error:  # whatever a rival cannot do here
             wrong = f"{type(error).__name__}: {error}".partition("\n")[0]
         if wrong:
@@ -150,11 +149,19 @@ def _compare(
     return {"errors": errors, "failed": failed, "microseconds": microseconds}
 
 
-def _reason_if_wrong(error: float, baseline: str, limit: float) -> str | None:
+def reason_if_wrong(error: float, baseline: str, limit: float) -> str | None:
+    """Returns what is wrong with an error more than twice that of the baseline, `limit`."""
     if error <= 2 * limit:
         return None
     return f"the relative error is {error:.2e}, more than twice that of {baseline}, {limit:.2e}"
 
 
-def _standard_normal(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
+def standard_normal(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Returns the input of that number."""
     return jax.random.normal(jax.random.key(seed), shape, jnp.dtype(dtype))
+
+
+def symmetric(x: jax.Array) -> jax.Array:
+    """Returns the lower triangle of `x`, mirrored."""
+    lower = jnp.tril(x)
+    return lower + jnp.tril(lower, -1).mT

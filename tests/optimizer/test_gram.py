@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from muon_jax import _coefficients, _gram, muon, newton_schulz
+from muon_jax.benchmarks import _accuracy, _spectra
 
 
 def spectra(m):
@@ -23,11 +24,7 @@ def spectra(m):
 
 def matrices(m, n):
     rng = np.random.default_rng(1)
-    stack = []
-    for sigma in spectra(m):
-        u = np.linalg.qr(rng.standard_normal((m, m)))[0]
-        v = np.linalg.qr(rng.standard_normal((n, m)))[0]
-        stack.append(u * sigma @ v.T)
+    stack = [_spectra.with_singular_values(sigma, n, rng) for sigma in spectra(m)]
     stack.append(np.repeat(rng.standard_normal((m // 8, n)), 8, axis=0))
     return np.stack(stack)
 
@@ -43,13 +40,6 @@ def test_in_float64_it_equals_the_standard_form(name):
     np.testing.assert_allclose(gram, standard, rtol=0, atol=1e-10)
 
 
-def polar_error(out, x):
-    """RMS over directions with σ > 0.01·σ₁ of the distance to the polar factor."""
-    u, sigma, vt = np.linalg.svd(x, full_matrices=False)
-    k = int((sigma > 0.01 * sigma[0]).sum())
-    return np.linalg.norm(u[:, :k].T @ np.asarray(out, np.float64) - vt[:k]) / np.sqrt(k)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["standard", "dion", "polar_express"])
 def test_in_half_precision_it_is_as_accurate_and_does_not_blow_up(name, dtype):
@@ -59,8 +49,10 @@ def test_in_half_precision_it_is_as_accurate_and_does_not_blow_up(name, dtype):
         for method in ("standard", "gram")
     )
     assert np.linalg.norm(gram, ord=2, axis=(-2, -1)).max() < 1.5
-    for i in range(len(x)):
-        assert polar_error(gram[i], x[i]) <= 1.1 * polar_error(standard[i], x[i]) + 0.01
+    for matrix, *results in zip(x, gram, standard, strict=True):
+        case = _spectra.Case.of("", matrix)
+        by_gram, by_standard = (_accuracy.metrics(case, np.asarray(o)) for o in results)
+        assert by_gram["errors"][0] <= 1.1 * by_standard["errors"][0] + 0.01
 
 
 def test_scale_zero_and_nan():

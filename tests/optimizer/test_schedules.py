@@ -8,6 +8,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from muon_jax import newton_schulz
 from muon_jax._schedules import SCHEDULES
+from muon_jax.benchmarks._accuracy import metrics
+from muon_jax.benchmarks._spectra import Case
 
 OFFERED = [(name, dtype) for name, s in SCHEDULES.items() for dtype in s.half_dtypes]
 # Bounds of the polar error on σ > σ₁/100, about a tenth above what was measured.
@@ -71,20 +73,17 @@ def spectra(m):
     yield 30 * u[:, :4] * np.logspace(0, -1, 4) @ v[:4] + gaussian / (2 * np.sqrt(m))
 
 
-def polar_errors(x, svd, name, dtype):
+def polar_errors(case, name, dtype):
     """Polar error on σ > σ₁/100 and on σ > σ₁/1000, root mean square over directions."""
-    u, sigma, vt = svd
-    out = np.asarray(newton_schulz(jnp.asarray(x, jnp.float32), name, dtype=dtype), np.float64)
-    counts = [np.sum(sigma > least * sigma[0]) for least in (1e-2, 1e-3)]
-    return [np.linalg.norm(u.T[:k] @ out - vt[:k]) / np.sqrt(k) for k in counts]
+    return metrics(case, np.asarray(newton_schulz(case.x, name, dtype=dtype)))["errors"]
 
 
 def test_the_polar_error_is_as_stated_and_below_that_of_standard():
     for x in spectra(384):
-        svd = np.linalg.svd(x)
-        bulk, tail = polar_errors(x, svd, "standard", "bfloat16")
+        case = Case.of("", x)
+        bulk, tail = polar_errors(case, "standard", "bfloat16")
         for name, dtype in OFFERED:
-            error, tail_error = polar_errors(x, svd, name, dtype)
+            error, tail_error = polar_errors(case, name, dtype)
             assert error <= min(bulk, POLAR_ERROR[name]), (name, dtype)
             if name != "fast":
                 assert tail_error <= tail, (name, dtype)
