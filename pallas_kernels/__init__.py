@@ -10,8 +10,16 @@ from pallas_kernels._dispatch import (
     Selection,
     select_implementation,
     syrk,
+    syrk_with_residual,
     syrkx,
     unsupported_reason,
 )
 
-__all__ = ["Selection", "select_implementation", "syrk", "syrkx", "unsupported_reason"]
+__all__ = [
+    "Selection",
+    "select_implementation",
+    "syrk",
+    "syrk_with_residual",
+    "syrkx",
+    "unsupported_reason",
+]

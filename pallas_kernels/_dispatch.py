@@ -24,15 +24,16 @@ _IMPLEMENTATIONS: dict[str, ModuleType] = {
 }
 
 type Operand = jax.Array | jax.ShapeDtypeStruct
+type Coefficient = float | jax.Array
 
 
 def syrk(
     a_matrix: jax.Array,
-    c_matrix: jax.Array | None = None,
+    c_matrix: jax.Array | tuple[jax.Array, ...] | None = None,
     *,
-    alpha: float | jax.Array = 1,
-    beta: float | jax.Array = 0,
-    diagonal: float | jax.Array = 0,
+    alpha: Coefficient = 1,
+    beta: Coefficient | tuple[Coefficient, ...] = 0,
+    diagonal: Coefficient = 0,
     symmetrize_output: bool = True,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -40,18 +41,40 @@ def syrk(
 
     `syrkx` with B = A: see there for everything but the operand that is missing.
     """
-    coefficients = {"alpha": alpha, "beta": beta, "diagonal": diagonal}
-    return _syrkx(a_matrix, None, c_matrix, coefficients, symmetrize_output, implementation)
+    (out,) = _syrkx(
+        a_matrix, None, c_matrix, alpha, beta, diagonal, symmetrize_output, implementation
+    )
+    return out
+
+
+def syrk_with_residual(
+    a_matrix: jax.Array,
+    *,
+    alpha: Coefficient = 1,
+    symmetrize_output: bool = True,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """P = alpha·A·Aᵀ, rounded, and the residual P - rounded, rounded as well.
+
+    Together they hold the product with twice the digits. See `syrkx` for arguments and errors.
+
+    Returns:
+        Two symmetric matrices of shape `(..., m, m)` in the operand's dtype.
+    """
+    high, low = _syrkx(
+        a_matrix, None, None, alpha, 0, 0, symmetrize_output, implementation, residual=True
+    )
+    return high, low
 
 
 def syrkx(
     a_matrix: jax.Array,
     b_matrix: jax.Array,
-    c_matrix: jax.Array | None = None,
+    c_matrix: jax.Array | tuple[jax.Array, ...] | None = None,
     *,
-    alpha: float | jax.Array = 1,
-    beta: float | jax.Array = 0,
-    diagonal: float | jax.Array = 0,
+    alpha: Coefficient = 1,
+    beta: Coefficient | tuple[Coefficient, ...] = 0,
+    diagonal: Coefficient = 0,
     symmetrize_output: bool = True,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -68,9 +91,10 @@ def syrkx(
     Args:
         a_matrix: shape `(..., m, n)`, m, n ≥ 1; bfloat16, float16 or float32.
         b_matrix: shape and dtype of `a_matrix`.
-        c_matrix: symmetric, shape `(..., m, m)` and dtype of `a_matrix`; None for no such term.
+        c_matrix: symmetric, shape `(..., m, m)` and dtype of `a_matrix`; None for no such term, or
+            a short tuple of such matrices, of which the sum beta₁·C₁ + beta₂·C₂ + … is added.
         alpha, beta, diagonal: real coefficients, which may be traced: scalars, or one for each
-            matrix, of shape `(...)`.
+            matrix, of shape `(...)`. For a tuple of matrices C beta is a tuple as long.
         symmetrize_output: False lets the two halves differ in rounding, which saves `"xla"` a pass.
         implementation: `"xla"`, `"triton"`, `"mosaic_gpu"`, or None for the choice of
             `select_implementation`.
@@ -86,8 +110,10 @@ def syrkx(
     References:
         `SYRK <https://www.netlib.org/lapack/explore-html/>`_ of the BLAS, and SYRKX of cuBLAS.
     """
-    coefficients = {"alpha": alpha, "beta": beta, "diagonal": diagonal}
-    return _syrkx(a_matrix, b_matrix, c_matrix, coefficients, symmetrize_output, implementation)
+    (out,) = _syrkx(
+        a_matrix, b_matrix, c_matrix, alpha, beta, diagonal, symmetrize_output, implementation
+    )
+    return out
 
 
 def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
@@ -158,15 +184,25 @@ def _implementation(name: str) -> str:
     return name.replace(",", " ").split()[0]
 
 
-def _syrkx(a_matrix, b_matrix, c_matrix, coefficients, symmetrize_output, implementation):
-    _check_operands(a_matrix, b_matrix, c_matrix)
-    beta = coefficients["beta"]
-    if c_matrix is None and not (isinstance(beta, int | float) and beta == 0):
-        raise ValueError(f"beta={beta} multiplies c_matrix, which is None: pass both or neither")
+def _syrkx(
+    a_matrix,
+    b_matrix,
+    c_matrix,
+    alpha,
+    beta,
+    diagonal,
+    symmetrize_output,
+    implementation,
+    *,
+    residual=False,
+):
+    c_matrices, betas = _addends(c_matrix, beta)
+    _check_operands(a_matrix, b_matrix, c_matrices)
     batch = a_matrix.shape[:-2]
     accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
-    coefficients = {name: jnp.asarray(x, accumulator) for name, x in coefficients.items()}
-    for name, value in coefficients.items():
+    coefficients = tuple(jnp.asarray(x, accumulator) for x in (alpha, diagonal, *betas))
+    names = ("alpha", "diagonal", *("beta" for _ in betas))
+    for name, value in zip(names, coefficients, strict=True):
         if value.shape not in ((), batch):
             raise ValueError(
                 f"{name} must be a scalar or have the batch shape {batch} of a_matrix, got shape"
@@ -174,7 +210,7 @@ def _syrkx(a_matrix, b_matrix, c_matrix, coefficients, symmetrize_output, implem
             )
     if implementation is None:
         implementation, _ = select_implementation(
-            a_matrix, addend=c_matrix is not None, symmetrize_output=symmetrize_output
+            a_matrix, addend=bool(c_matrices), symmetrize_output=symmetrize_output
         )
     if reason := unsupported_reason(implementation, a_matrix):
         raise NotImplementedError(
@@ -182,20 +218,42 @@ def _syrkx(a_matrix, b_matrix, c_matrix, coefficients, symmetrize_output, implem
             f" have one chosen that can."
         )
     return _IMPLEMENTATIONS[implementation].syrkx(
-        a_matrix, b_matrix, c_matrix, **coefficients, symmetrize_output=symmetrize_output
+        a_matrix,
+        b_matrix,
+        c_matrices,
+        coefficients,
+        symmetrize_output=symmetrize_output,
+        residual=residual,
     )
 
 
-def _check_operands(a_matrix, b_matrix, c_matrix):
+def _addends(c_matrix, beta):
+    """Returns the tuples of all C and all β."""
+    if c_matrix is None:
+        if not (isinstance(beta, int | float) and beta == 0):
+            raise ValueError(f"beta={beta} multiplies c_matrix, which is None: pass both or neither")
+        return (), ()
+    if not isinstance(c_matrix, tuple):
+        return (c_matrix,), (beta,)
+    if not isinstance(beta, tuple) or len(beta) != len(c_matrix):
+        raise ValueError(
+            f"c_matrix is a tuple of {len(c_matrix)} matrices: beta must be one of as many"
+            f" coefficients, got {beta}"
+        )
+    return c_matrix, beta
+
+
+def _check_operands(a_matrix, b_matrix, c_matrices):
     if a_matrix.ndim < 2 or not jnp.issubdtype(a_matrix.dtype, jnp.inexact):
         raise ValueError(
             "a_matrix must have a float dtype and shape (..., m, n), got"
             f" {a_matrix.dtype}{list(a_matrix.shape)}"
         )
     *batch, m, _ = a_matrix.shape
-    expected = {"b_matrix": (b_matrix, a_matrix.shape), "c_matrix": (c_matrix, (*batch, m, m))}
-    for name, (operand, shape) in expected.items():
-        if operand is not None and (operand.shape, operand.dtype) != (shape, a_matrix.dtype):
+    expected = [("b_matrix", b_matrix, a_matrix.shape)] if b_matrix is not None else []
+    expected += [("c_matrix", c_matrix, (*batch, m, m)) for c_matrix in c_matrices]
+    for name, operand, shape in expected:
+        if (operand.shape, operand.dtype) != (shape, a_matrix.dtype):
             raise ValueError(
                 f"{name} must be {a_matrix.dtype}{list(shape)} to fit a_matrix,"
                 f" {a_matrix.dtype}{list(a_matrix.shape)}; got"

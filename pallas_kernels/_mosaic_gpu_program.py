@@ -15,6 +15,7 @@ two writers. On the diagonal of A·Aᵀ, blocks are symmetric as they come: the 
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,8 +44,8 @@ class Program:
     coefficients: _Ref
     a: _Ref
     b: _Ref
-    c: _Ref  # None where there is none
-    out: _Ref
+    cs: tuple[_Ref, ...]
+    outs: tuple[_Ref, ...]  # the result, and what its rounding left where that is wanted
     # In shared memory.
     a_ring: _Ref
     b_ring: _Ref
@@ -81,7 +82,7 @@ class Program:
             tile = _Tile(batch, row, col, step, step + self._num_products)
             for static in self.widths:
                 pl.when(width == static)(functools.partial(visit, tile, static))
-            steps = self._num_products + (0 if self.c is None else pl.cdiv(width, TILE_K))
+            steps = self._num_products + len(self.cs) * pl.cdiv(width, TILE_K)
             return step + jnp.where(width > 0, steps, 0)
 
         return lax.fori_loop(0, self.tiles.shape[0], visit_one, jnp.int32(0))
@@ -123,14 +124,13 @@ class Program:
             )
 
         lax.fori_loop(0, self._num_products, load_factors, None)
-        if self.c is None:
-            return
-        for i in range(pl.cdiv(width, TILE_K)):
-            slot = self._empty_slot(tile.c_step + i)
+        chunks = itertools.product(range(pl.cdiv(width, TILE_K)), self.cs)
+        for step, (i, c) in enumerate(chunks):
+            slot = self._empty_slot(tile.c_step + step)
             columns = pl.ds((lax.div(tile.col, TILE_K) + i) * TILE_K, TILE_K)
             for half in (0, tile_m // 2):  # every step is two copies
                 plgpu.copy_gmem_to_smem(
-                    self.c.at[tile.batch, pl.ds(tile.row + half, tile_m // 2), columns],
+                    c.at[tile.batch, pl.ds(tile.row + half, tile_m // 2), columns],
                     self.a_ring.at[slot, pl.ds(half, tile_m // 2)],
                     self.full.at[slot],
                 )
@@ -153,7 +153,8 @@ class Program:
         plgpu.barrier_arrive(self.empty.at[self._slot(step)])
 
     def _multiply_and_store(self, tile, width):
-        coefficients = [self.coefficients[tile.batch, i] for i in range(3)]  # needed in the end
+        # Needed in the end.
+        coefficients = [self.coefficients[tile.batch, i] for i in range(2 + len(self.cs))]
 
         # Of plgpu's documented names, the one that its stubs do not export.
         in_registers = plgpu.ACC((ROWS, width), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
@@ -176,52 +177,59 @@ class Program:
             self._release(tile.step + self._num_products - 1)
             self._store(product, tile, *coefficients)
 
-    def _store(self, product, tile, alpha, beta, diagonal):
+    def _store(self, product, tile, alpha, diagonal, *betas):
         block_n = self.config.block_n
         row = tile.row + self.warpgroup * ROWS
         row_ids, col_ids = (
             plgpu.broadcasted_iota(jnp.int32, (ROWS, block_n), axis, layout=plgpu.Layout.WGMMA)
             for axis in (0, 1)
         )
-        c_block = self._blocks_of_c(tile, col_ids)
+        blocks_of_c = self._blocks_of_c(tile, col_ids)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for i in range(product.shape[1] // block_n):
             col = tile.col + i * block_n
-            c = None if self.c is None else c_block(i)
+            cs = blocks_of_c(i)
 
-            @pl.when((row < self.out.shape[1]) & (col < row + ROWS))
-            def _(i=i, col=col, c=c):
+            @pl.when((row < self.outs[0].shape[1]) & (col < row + ROWS))
+            def _(i=i, col=col, cs=cs):
                 block = alpha * product[:, i * block_n : (i + 1) * block_n]
-                if c is not None:
+                for beta, c in zip(betas, cs, strict=True):
                     block += beta * c.astype(jnp.float32)
                 block = jnp.where(row_ids + row == col_ids + col, block + diagonal, block)
-                block = block.astype(self.out.dtype)
-                if i >= self.config.num_buffers:
-                    plgpu.wait_smem_to_gmem(self.config.num_buffers - 1, wait_read_only=True)
-                buffer = (self.warpgroup, i % self.config.num_buffers)
-                direct, mirror = self.out_buffers.at[buffer], self.mirror_buffers.at[buffer]
-                mirror.transpose((1, 0))[...] = block
-                if self.mirrored_on_diagonal:
-                    plgpu.commit_smem()  # all threads have written it
-                    mirrored = plgpu.load(mirror, layout=plgpu.Layout.WGMMA)
-                    block = jnp.where(row_ids + row >= col_ids + col, block, mirrored)
-                direct[...] = block
-                plgpu.commit_smem()
-                rows, cols = pl.ds(row, ROWS), pl.ds(col, block_n)
-                plgpu.copy_smem_to_gmem(
-                    direct, self.out.at[tile.batch, rows, cols], commit_group=False
-                )
+                below_diagonal = row_ids + row >= col_ids + col
+                for index, out in enumerate(self.outs, i * len(self.outs)):
+                    rounded = block.astype(out.dtype)
+                    block -= rounded.astype(jnp.float32)
+                    self._store_block(rounded, out, tile.batch, row, col, index, below_diagonal)
 
-                @pl.when(col < row)
-                def _():
-                    plgpu.copy_smem_to_gmem(
-                        mirror, self.out.at[tile.batch, cols, rows], commit_group=False
-                    )
+    def _store_block(self, block, out, batch, row, col, index, below_diagonal):
+        """Stores the block, and where it is off the diagonal its transpose, through buffers.
 
-                plgpu.commit_smem_to_gmem_group()
+        `index` counts what the tile stores.
+        """
+        num_buffers = self.config.num_buffers
+        if index >= num_buffers:
+            plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
+        buffer = (self.warpgroup, index % num_buffers)
+        direct, mirror = self.out_buffers.at[buffer], self.mirror_buffers.at[buffer]
+        mirror.transpose((1, 0))[...] = block
+        if self.mirrored_on_diagonal:
+            plgpu.commit_smem()  # all threads have written it
+            mirrored = plgpu.load(mirror, layout=plgpu.Layout.WGMMA)
+            block = jnp.where(below_diagonal, block, mirrored)
+        direct[...] = block
+        plgpu.commit_smem()
+        rows, cols = pl.ds(row, ROWS), pl.ds(col, self.config.block_n)
+        plgpu.copy_smem_to_gmem(direct, out.at[batch, rows, cols], commit_group=False)
+
+        @pl.when(col < row)
+        def _():
+            plgpu.copy_smem_to_gmem(mirror, out.at[batch, cols, rows], commit_group=False)
+
+        plgpu.commit_smem_to_gmem_group()
 
     def _blocks_of_c(self, tile, col_ids):
-        """Returns a function of i, to be called with 0, 1, 2, …: the i-th block of C.
+        """Returns a function of i, to be called with 0, 1, 2, …: the i-th block of each C.
 
         C comes in chunks of TILE_K columns. Where `tile_n` is no multiple of that, tiles start
         where a chunk does, or in the middle of one.
@@ -231,22 +239,28 @@ class Program:
 
         def chunk(j):
             if j == len(chunks):
-                slot = self._slot(tile.c_step + j)
-                plgpu.barrier_wait(self.full.at[slot])
-                chunks.append(plgpu.load(self._own_rows(slot), layout=plgpu.Layout.WGMMA))
-                plgpu.commit_smem()  # all threads have read it
-                self._release(tile.c_step + j)
+                chunks.append([])
+                for step in range(j * len(self.cs), (j + 1) * len(self.cs)):
+                    slot = self._slot(tile.c_step + step)
+                    plgpu.barrier_wait(self.full.at[slot])
+                    chunks[j].append(plgpu.load(self._own_rows(slot), layout=plgpu.Layout.WGMMA))
+                    plgpu.commit_smem()  # all threads have read it
+                    self._release(tile.c_step + step)
             return chunks[j]
 
-        def block(i):
+        def blocks(i):
             j, offset = divmod(i * block_n, TILE_K)
-            here = chunk(j)[:, offset : offset + block_n]
+            here = [c[:, offset : offset + block_n] for c in chunk(j)]
             if self.config.tile_n % TILE_K == 0:
                 return here
-            shifted = chunk(j + 1)[:, :block_n] if offset else chunk(j)[:, block_n:]
-            return jnp.where(col_ids < lax.rem(tile.col, TILE_K), shifted, here)
+            if offset:
+                shifted = [c[:, :block_n] for c in chunk(j + 1)]
+            else:
+                shifted = [c[:, block_n:] for c in chunk(j)]
+            is_shifted = col_ids < lax.rem(tile.col, TILE_K)
+            return [jnp.where(is_shifted, *pair) for pair in zip(shifted, here, strict=True)]
 
-        return block
+        return blocks
 
 
 class _Tile(NamedTuple):

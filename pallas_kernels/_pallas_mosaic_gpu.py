@@ -31,16 +31,15 @@ def unsupported_reason(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> str | None
 def syrkx(
     a_matrix: jax.Array,
     b_matrix: jax.Array | None,
-    c_matrix: jax.Array | None,
-    alpha: jax.Array,
-    beta: jax.Array,
-    diagonal: jax.Array,
-    symmetrize_output: bool,
+    c_matrices: tuple[jax.Array, ...],
+    coefficients: tuple[jax.Array, ...],
     *,
+    symmetrize_output: bool,
+    residual: bool,
     config: Config | None = None,
     num_programs: int | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     """As `_reference.syrkx`; every leading dimension is part of one launch, also under `vmap`.
 
     Operands are padded with zeros to multiples of 64, which are passes of their own.
@@ -49,6 +48,7 @@ def syrkx(
         _kernel,
         config=config,
         mirrored_on_diagonal=symmetrize_output and b_matrix is not None,
+        residual=residual,
         num_programs=num_programs or _device.num_multiprocessors(),
         interpret=interpret,
     )
@@ -57,16 +57,18 @@ def syrkx(
         rows, cols = ((0, -size % 64) for size in x.shape[-2:])
         return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])
 
-    a, b, c = jax.tree.map(padded, (a_matrix, b_matrix, c_matrix))  # None stays None
-    out = call_on_stacks(kernel, "mosaic_gpu", a, b, c, alpha, beta, diagonal)
+    a, b, cs = jax.tree.map(padded, (a_matrix, b_matrix, c_matrices))  # None stays None
+    results = call_on_stacks(kernel, "mosaic_gpu", a, b, cs, coefficients)
     m = a_matrix.shape[-2]
-    return out[..., :m, :m]
+    return tuple(out[..., :m, :m] for out in results)
 
 
-def _kernel(a, b, c, coefficients, *, config, mirrored_on_diagonal, num_programs, interpret):
+def _kernel(
+    a, b, cs, coefficients, *, config, mirrored_on_diagonal, residual, num_programs, interpret
+):
     batch, m, _ = a.shape
     config = config or default_config(
-        a.shape, addend=c is not None, mirrored_on_diagonal=mirrored_on_diagonal
+        a.shape, addend=bool(cs), mirrored_on_diagonal=mirrored_on_diagonal
     )
     if mirrored_on_diagonal and config.block_n != ROWS:
         raise ValueError(f"A·Bᵀ needs a config that stores square blocks, got {config}")
@@ -81,9 +83,7 @@ def _kernel(a, b, c, coefficients, *, config, mirrored_on_diagonal, num_programs
         return plgpu.SMEM(shape, a.dtype, transforms=(tiled, swizzled))
 
     def body(tiles, coefficients, a_gmem, *refs, **scratch):
-        *others, out = refs
-        b_gmem = a_gmem if b is None else others[0]
-        c_gmem = None if c is None else others[-1]
+        num_inputs = len(refs) - len(out_type)
         Program(
             warpgroup=lax.axis_index("warpgroup"),
             index=lax.axis_index("program"),
@@ -93,17 +93,18 @@ def _kernel(a, b, c, coefficients, *, config, mirrored_on_diagonal, num_programs
             tiles=tiles,
             coefficients=coefficients,
             a=a_gmem,
-            b=b_gmem,
-            c=c_gmem,
-            out=out,
+            b=a_gmem if b is None else refs[0],
+            cs=refs[num_inputs - len(cs) : num_inputs],
+            outs=refs[num_inputs:],
             **scratch,
         ).run()
 
+    out_type = (jax.ShapeDtypeStruct((batch, m, m), a.dtype),) * (1 + residual)
     # In units of the blocks, for the compiler to see that rows and columns are multiples of them.
     tiles = work // np.array([1, ROWS, config.block_n, 1], np.int32)
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((batch, m, m), a.dtype),
+        out_type=out_type,
         grid=(work.shape[1],),
         grid_names=("program",),
         num_threads=config.num_warpgroups + 1,
@@ -118,4 +119,4 @@ def _kernel(a, b, c, coefficients, *, config, mirrored_on_diagonal, num_programs
         },
         interpret=interpret,
         kernel_name="syrkx",
-    )(jnp.asarray(tiles), coefficients, a, *(x for x in (b, c) if x is not None))
+    )(jnp.asarray(tiles), coefficients, a, *(() if b is None else (b,)), *cs)

@@ -108,37 +108,36 @@ def _programs(batch, m: int, tile: int) -> int:
 def syrkx(
     a_matrix: jax.Array,
     b_matrix: jax.Array | None,
-    c_matrix: jax.Array | None,
-    alpha: jax.Array,
-    beta: jax.Array,
-    diagonal: jax.Array,
-    symmetrize_output: bool,
+    c_matrices: tuple[jax.Array, ...],
+    coefficients: tuple[jax.Array, ...],
     *,
+    symmetrize_output: bool,
+    residual: bool,
     config: Config | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     """As `_reference.syrkx`; every leading dimension is part of one launch, also under `vmap`."""
     mirrored_on_diagonal = symmetrize_output and b_matrix is not None
 
-    def kernel(a_matrix, b_matrix, c_matrix, coefficients):
+    def kernel(a_matrix, b_matrix, c_matrices, coefficients):
         batch, m, _ = a_matrix.shape
         chosen = config or default_config(a_matrix.shape, a_matrix.dtype)
         return pl.pallas_call(
             functools.partial(_kernel, config=chosen, mirrored_on_diagonal=mirrored_on_diagonal),
             grid=(batch * _triangle.num_tiles(pl.cdiv(m, chosen.tile)),),
-            out_shape=jax.ShapeDtypeStruct((batch, m, m), a_matrix.dtype),
+            out_shape=(jax.ShapeDtypeStruct((batch, m, m), a_matrix.dtype),) * (1 + residual),
             compiler_params=plt.CompilerParams(
                 num_warps=chosen.num_warps, num_stages=chosen.num_stages
             ),
             interpret=interpret,
             name="syrkx",
-        )(coefficients, a_matrix, b_matrix, c_matrix)
+        )(coefficients, a_matrix, b_matrix, c_matrices)
 
-    return call_on_stacks(kernel, "triton", a_matrix, b_matrix, c_matrix, alpha, beta, diagonal)
+    return call_on_stacks(kernel, "triton", a_matrix, b_matrix, c_matrices, coefficients)
 
 
 def _kernel(
-    coefficients_gmem, a_gmem, b_gmem, c_gmem, out_gmem, *, config: Config, mirrored_on_diagonal
+    coefficients_gmem, a_gmem, b_gmem, c_gmems, *out_gmems, config: Config, mirrored_on_diagonal
 ):
     _, m, n = a_gmem.shape
     tile, tile_k = config.tile, config.tile_k
@@ -172,16 +171,20 @@ def _kernel(
         0, pl.cdiv(n, tile_k), accumulate, jnp.zeros((tile, tile), jnp.float32)
     )
 
-    alpha, beta, diagonal = (plt.load(coefficients_gmem.at[batch, jnp.int32(i)]) for i in range(3))
+    alpha, diagonal, *betas = (
+        plt.load(coefficients_gmem.at[batch, jnp.int32(i)]) for i in range(2 + len(c_gmems))
+    )
     total = alpha * accumulator
-    if c_gmem is not None:
+    for beta, c_gmem in zip(betas, c_gmems, strict=True):
         total += beta * load(c_gmem, rows, row_ids, cols, col_ids).astype(jnp.float32)
     total += jnp.where(row_ids[:, None] == col_ids[None, :], diagonal, 0.0)
-    out = total.astype(out_gmem.dtype)
-    if mirrored_on_diagonal:
-        out = jnp.where(row_ids[:, None] >= col_ids[None, :], out, out.T)
-    plt.store(out_gmem.at[batch, rows, cols], out, mask=in_bounds(row_ids, col_ids, m))
+    for out_gmem in out_gmems:  # the result, then what its rounding left
+        out = total.astype(out_gmem.dtype)
+        total -= out.astype(jnp.float32)
+        if mirrored_on_diagonal:
+            out = jnp.where(row_ids[:, None] >= col_ids[None, :], out, out.T)
+        plt.store(out_gmem.at[batch, rows, cols], out, mask=in_bounds(row_ids, col_ids, m))
 
-    @pl.when(tile_row != tile_col)
-    def _():
-        plt.store(out_gmem.at[batch, cols, rows], out.T, mask=in_bounds(col_ids, row_ids, m))
+        @pl.when(tile_row != tile_col)
+        def _(out_gmem=out_gmem, out=out):
+            plt.store(out_gmem.at[batch, cols, rows], out.T, mask=in_bounds(col_ids, row_ids, m))

@@ -11,28 +11,31 @@ def unsupported_reason(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> None:
 def syrkx(
     a_matrix: jax.Array,
     b_matrix: jax.Array | None,
-    c_matrix: jax.Array | None,
-    alpha: jax.Array,
-    beta: jax.Array,
-    diagonal: jax.Array,
+    c_matrices: tuple[jax.Array, ...],
+    coefficients: tuple[jax.Array, ...],
+    *,
     symmetrize_output: bool,
-) -> jax.Array:
-    """alpha·A·Bᴴ + beta·C + diagonal·I, its lower triangle mirrored; B is A where None.
+    residual: bool,
+) -> tuple[jax.Array, ...]:
+    """alpha·A·Bᴴ + Σᵢ betaᵢ·Cᵢ + diagonal·I, its lower triangle mirrored; B is A where None.
 
-    Operands are `(..., m, n)`, C is `(..., m, m)`, coefficients are `(...)` or `()`. Products
-    accumulate in float32 (float64 operands in float64) and the sum is rounded once. Complex
+    Operands are `(..., m, n)`, each C is `(..., m, m)`, coefficients (alpha, diagonal, *betas) are
+    `(...)` or `()`. Products accumulate in float32 (float64 operands in float64) and the sum is
+    rounded once; with `residual` a second result is what that rounding left, rounded. Complex
     operands give the Hermitian product. Mirroring is a pass of its own.
     """
+    alpha, diagonal, *betas = (x[..., None, None] for x in coefficients)
     accumulator = jnp.promote_types(a_matrix.dtype, jnp.float32)
     right = (a_matrix if b_matrix is None else b_matrix).conj().mT
-    total = _expand(alpha) * jnp.matmul(a_matrix, right, preferred_element_type=accumulator)
-    if c_matrix is not None:
-        total += _expand(beta) * c_matrix
+    total = alpha * jnp.matmul(a_matrix, right, preferred_element_type=accumulator)
+    for beta, c_matrix in zip(betas, c_matrices, strict=True):
+        total += beta * c_matrix
     row, col = (jax.lax.broadcasted_iota(jnp.int32, total.shape[-2:], axis) for axis in (0, 1))
-    total += jnp.where(row == col, _expand(diagonal), 0)
-    out = total.astype(a_matrix.dtype)
-    return jnp.where(row >= col, out, out.conj().mT) if symmetrize_output else out
-
-
-def _expand(coefficient: jax.Array) -> jax.Array:
-    return coefficient[..., None, None]
+    total += jnp.where(row == col, diagonal, 0)
+    results = (total.astype(a_matrix.dtype),)
+    if residual:
+        rounded = jax.lax.optimization_barrier(results[0])  # XLA would subtract the unrounded total
+        results = (rounded, (total - rounded).astype(a_matrix.dtype))
+    if not symmetrize_output:
+        return results
+    return tuple(jnp.where(row >= col, out, out.conj().mT) for out in results)

@@ -7,34 +7,32 @@ import jax.numpy as jnp
 
 
 def call_on_stacks(
-    kernel: Callable[..., jax.Array],
+    kernel: Callable[..., tuple[jax.Array, ...]],
     implementation: str,
     a_matrix: jax.Array,
     b_matrix: jax.Array | None,
-    c_matrix: jax.Array | None,
-    alpha: jax.Array,
-    beta: jax.Array,
-    diagonal: jax.Array,
-) -> jax.Array:
-    """Returns `kernel(a, b, c, coefficients)` in the batch shape of `a_matrix`.
+    c_matrices: tuple[jax.Array, ...],
+    coefficients: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
+    """Returns the results of `kernel(a, b, cs, coefficients)` in the batch shape of `a_matrix`.
 
-    The kernel gets one batch axis, and float32 coefficients (alpha, beta, diagonal) of shape
-    `(batch, 3)`. Under `vmap` the stacks become longer, in the same launch.
+    The kernel gets one batch axis, and float32 coefficients of shape `(batch, len(coefficients))`.
+    Under `vmap` the stacks become longer, in the same launch.
 
     Raises:
         NotImplementedError: when differentiated.
     """
     *batch, m, n = a_matrix.shape
-    coefficients = jnp.stack(
-        [jnp.broadcast_to(x, batch).astype(jnp.float32) for x in (alpha, beta, diagonal)], axis=-1
+    stacked = jnp.stack(
+        [jnp.broadcast_to(x, batch).astype(jnp.float32) for x in coefficients], axis=-1
     )
-    out = _with_rules(kernel, implementation)(
+    results = _with_rules(kernel, implementation)(
         a_matrix.reshape(-1, m, n),
         None if b_matrix is None else b_matrix.reshape(-1, m, n),
-        None if c_matrix is None else c_matrix.reshape(-1, m, m),
-        coefficients.reshape(-1, 3),
+        tuple(c.reshape(-1, m, m) for c in c_matrices),
+        stacked.reshape(-1, len(coefficients)),
     )
-    return out.reshape(*batch, m, m)
+    return tuple(x.reshape(*batch, m, m) for x in results)
 
 
 def _with_rules(kernel, implementation):
@@ -51,8 +49,9 @@ def _with_rules(kernel, implementation):
                 operand = jnp.broadcast_to(operand, (axis_size, *operand.shape))
             return operand.reshape(-1, *operand.shape[2:])
 
-        out = call(*jax.tree.map(merge, operands, tuple(in_batched)))
-        return out.reshape(axis_size, -1, *out.shape[1:]), True
+        results = call(*jax.tree.map(merge, operands, tuple(in_batched)))
+        split = tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results)
+        return split, (True,) * len(split)
 
     @jax.custom_jvp
     def undifferentiable(*operands):

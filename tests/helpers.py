@@ -1,6 +1,7 @@
 """Inputs, float64 oracles and error measures that several tests share."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from pallas_kernels import (
     _pallas_mosaic_gpu,
     _pallas_triton,
     syrk,
+    syrk_with_residual,
     syrkx,
 )
 
@@ -36,21 +38,26 @@ def described_gpu(name: str):
 
 
 def interpreted_triton(
-    a_matrix, b_matrix=None, c_matrix=None, *, alpha=1.0, beta=0.0, diagonal=0.0
+    a_matrix,
+    b_matrix=None,
+    c_matrix=None,
+    *,
+    alpha: jax.typing.ArrayLike = 1.0,
+    beta: Any = 0.0,
+    diagonal: jax.typing.ArrayLike = 0.0,
+    residual=False,
 ):
     """`syrkx(implementation="triton")`, run by the interpreter on the CPU."""
-    alpha, beta, diagonal = (jnp.asarray(value, jnp.float32) for value in (alpha, beta, diagonal))
-    return _pallas_triton.syrkx(
+    results = _pallas_triton.syrkx(
         a_matrix,
         b_matrix,
-        c_matrix,
-        alpha,
-        beta,
-        diagonal,
-        True,
+        *_stated(c_matrix, alpha, beta, diagonal),
+        symmetrize_output=True,
+        residual=residual,
         config=INTERPRETED,
         interpret=True,
     )
+    return results if residual else results[0]
 
 
 def interpreted_mosaic(
@@ -59,32 +66,41 @@ def interpreted_mosaic(
     c_matrix=None,
     *,
     alpha: jax.typing.ArrayLike = 1.0,
-    beta: jax.typing.ArrayLike = 0.0,
+    beta: Any = 0.0,
     diagonal: jax.typing.ArrayLike = 0.0,
+    residual=False,
     config=INTERPRETED_MOSAIC,
     num_programs=3,
     detect_races=False,
 ):
     """`syrkx(implementation="mosaic_gpu")`, run by the interpreter on the CPU."""
-    alpha, beta, diagonal = (jnp.asarray(value, jnp.float32) for value in (alpha, beta, diagonal))
-    return _pallas_mosaic_gpu.syrkx(
+    results = _pallas_mosaic_gpu.syrkx(
         a_matrix,
         b_matrix,
-        c_matrix,
-        alpha,
-        beta,
-        diagonal,
-        True,
+        *_stated(c_matrix, alpha, beta, diagonal),
+        symmetrize_output=True,
+        residual=residual,
         config=config,
         num_programs=num_programs,
         interpret=plgpu.InterpretGPUParams(detect_races=detect_races),
     )
+    return results if residual else results[0]
+
+
+def _stated(c_matrix, alpha, beta, diagonal):
+    """The addends and the coefficients as implementations take them."""
+    cs, betas = ((), ()) if c_matrix is None else ((c_matrix,), (beta,))
+    if isinstance(c_matrix, tuple):
+        cs, betas = c_matrix, beta
+    return cs, tuple(jnp.asarray(value, jnp.float32) for value in (alpha, diagonal, *betas))
 
 
 def by_name(implementation: str):
     """`syrk` where B is None, else `syrkx`, with the arguments of `interpreted_triton`."""
 
-    def function(a_matrix, b_matrix=None, c_matrix=None, **kwargs):
+    def function(a_matrix, b_matrix=None, c_matrix=None, *, residual=False, **kwargs):
+        if residual:
+            return syrk_with_residual(a_matrix, implementation=implementation, **kwargs)
         if b_matrix is None:
             return syrk(a_matrix, c_matrix, implementation=implementation, **kwargs)
         return syrkx(a_matrix, b_matrix, c_matrix, implementation=implementation, **kwargs)
@@ -140,16 +156,17 @@ def exact_syrkx(
     c_matrix=None,
     *,
     alpha: jax.typing.ArrayLike = 1.0,
-    beta: jax.typing.ArrayLike = 0.0,
+    beta: Any = 0.0,
     diagonal: jax.typing.ArrayLike = 0.0,
 ):
-    """alpha·A·Bᵀ + beta·C + diagonal·I in float64, its lower triangle mirrored."""
+    """alpha·A·Bᵀ + Σ beta·C + diagonal·I in float64, its lower triangle mirrored."""
     a_matrix = np.asarray(a_matrix, np.float64)
     b_matrix = a_matrix if b_matrix is None else np.asarray(b_matrix, np.float64)
-    alpha, beta, diagonal = (np.asarray(x)[..., None, None] for x in (alpha, beta, diagonal))
+    addends, (alpha, diagonal, *betas) = _stated(c_matrix, alpha, beta, diagonal)
+    alpha, diagonal = (np.asarray(x, np.float64)[..., None, None] for x in (alpha, diagonal))
     total = alpha * (a_matrix @ b_matrix.mT) + diagonal * np.eye(a_matrix.shape[-2])
-    if c_matrix is not None:
-        total = total + beta * np.asarray(c_matrix, np.float64)
+    for beta, addend in zip(betas, addends, strict=True):
+        total = total + np.asarray(beta)[..., None, None] * np.asarray(addend, np.float64)
     return np.tril(total) + np.tril(total, -1).mT
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -124,8 +124,7 @@ def _compare(
         ArithmeticError: a variant fails.
     """
     baseline, definition = next(iter(variants.items()))
-    with jax.enable_x64(True):
-        exact = jax.jit(definition)(*(x.astype(jnp.float64) for x in arguments))
+    exact = in_float64(definition, arguments)
     programs: dict[str, Program] = {
         name: JaxProgram.compile(function, *arguments) for name, function in variants.items()
     }
@@ -147,6 +146,12 @@ def _compare(
     del exact
     microseconds = _timing.time_interleaved(programs)
     return {"errors": errors, "failed": failed, "microseconds": microseconds}
+
+
+def in_float64(function: Callable[..., jax.Array], arguments: Iterable[jax.Array]) -> jax.Array:
+    """Returns the result of `function`, computed in float64."""
+    with jax.enable_x64(True):
+        return jax.jit(function)(*(x.astype(jnp.float64) for x in arguments))
 
 
 def reason_if_wrong(error: float, baseline: str, limit: float) -> str | None:

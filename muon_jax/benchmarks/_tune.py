@@ -48,8 +48,7 @@ def measure(shape: tuple[int, int, int], addend: bool) -> dict[str, Any]:
             lambda function: JaxProgram.compile(function, *arguments), functions.values()
         )
         programs = dict(zip(functions, compiled, strict=True))
-    with jax.default_matmul_precision("highest"):
-        exact = jax.jit(_product)(*(x.astype(jnp.float32) for x in arguments))
+    exact = _measure.in_float64(_product, arguments)
     limit = _timing.relative_error(programs["xla"].result(), exact)
     for name, program in programs.items():
         out = program.result()
@@ -89,5 +88,9 @@ def _product(a, c=None, **kwargs):
 
 
 def _with_config(config, a, c=None):
-    one, beta, zero = jnp.float32(1), jnp.float32(0.5), jnp.float32(0)
-    return _pallas_mosaic_gpu.syrkx(a, None, c, one, beta, zero, True, config=config)
+    one, zero, beta = jnp.float32(1), jnp.float32(0), jnp.float32(0.5)
+    cs, coefficients = ((), (one, zero)) if c is None else ((c,), (one, zero, beta))
+    (out,) = _pallas_mosaic_gpu.syrkx(
+        a, None, cs, coefficients, symmetrize_output=True, residual=False, config=config
+    )
+    return out

@@ -76,19 +76,19 @@ print("compiled")
 """
 
 MOSAIC_GPU = """
-def kernel(config, has_b, has_c, a, *others):
-    b = others[0] if has_b else None
-    c = others[-1] if has_c else None
+def kernel(config, has_b, residual, a, *others):
+    b, cs = (others[0], others[1:]) if has_b else (None, others)
+    coefficients = tuple(map(jnp.float32, (0.5, 2.0, 3.0, 4.0)))[:2 + len(cs)]
     return _pallas_mosaic_gpu.syrkx(
-        a, b, c, *map(jnp.float32, (0.5, 2.0, 3.0)), True, config=config
+        a, b, cs, coefficients, symmetrize_output=True, residual=residual, config=config
     )
 
-has_b, has_c = {has_b}, {has_c}
+has_b, num_cs, residual = {has_b}, {num_cs}, {residual}
 for config in _mosaic_gpu_config.CONFIGS:
     if config.block_n == 64 or not has_b:
         print(config.name, flush=True)
-        function = functools.partial(kernel, config, has_b, has_c)
-        compiled(function, *[(2048, 2048)] * (1 + has_b + has_c))
+        function = functools.partial(kernel, config, has_b, residual)
+        compiled(function, *[(2048, 2048)] * (1 + has_b + num_cs))
 """
 
 NEWTON_SCHULZ = """
@@ -145,10 +145,12 @@ def test_triton_s_kernel_and_the_iteration_compile_to_machine_code(name):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("has_b", "has_c"), [(False, False), (False, True), (True, True)], ids=["A", "A, C", "A, B, C"]
+    ("has_b", "num_cs", "residual"),
+    [(False, 0, False), (False, 1, False), (True, 1, False), (False, 2, False), (False, 0, True)],
+    ids=["A", "A, C", "A, B, C", "A, C, C", "A, residual"],
 )
-def test_no_config_of_the_hopper_kernel_spills_registers(has_b, has_c):
-    program = MOSAIC_GPU.format(has_b=has_b, has_c=has_c)
+def test_no_config_of_the_hopper_kernel_spills_registers(has_b, num_cs, residual):
+    program = MOSAIC_GPU.format(has_b=has_b, num_cs=num_cs, residual=residual)
     report = output_of(program, "NVIDIA H200", MOSAIC_GPU_DUMP_PTXAS="1")
     configs = [config for config in CONFIGS if config.block_n == 64 or not has_b]
     expected = [line for config in configs for line in (config.name, "0 bytes spill stores")]

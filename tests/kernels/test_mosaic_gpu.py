@@ -50,6 +50,22 @@ def test_every_config_is_exact_and_free_of_races(config):
     assert not found_races()
 
 
+@pytest.mark.parametrize("sizes", [(64, 64, 8), (128, 160, 4), (128, 256, 4)])
+def test_two_addends_and_a_residual_are_exact_and_free_of_races(sizes):
+    rng = np.random.default_rng(4)
+    config = Config(*sizes)
+    a = helpers.integers(rng, (320, 64), jnp.bfloat16)
+    cs = tuple(helpers.symmetric(helpers.integers(rng, (320, 320), jnp.bfloat16)) for _ in "12")
+    kwargs = {"alpha": 513.0, "beta": (-2.0, 3.0), "diagonal": 3.0}
+    exact = helpers.exact_syrkx(a, None, cs, **kwargs)
+    high, low = checked(a, None, cs, config=config, residual=True, **kwargs)
+    chex.assert_trees_all_equal(high, exact.astype(jnp.bfloat16))
+    residual = exact - np.asarray(high, np.float64)
+    chex.assert_trees_all_equal(low, residual.astype(jnp.bfloat16))
+    assert np.any(residual)
+    assert not found_races()
+
+
 @pytest.mark.parametrize("config", SQUARE_BLOCKS, ids=names)
 def test_two_operands_are_exact_and_free_of_races(config):
     a = helpers.symmetric(helpers.integers(np.random.default_rng(1), (192, 192), jnp.bfloat16))

@@ -39,6 +39,27 @@ def test_integers_are_exact_without_an_epilogue(implementation, dtype):
 
 
 @each_implementation_and_dtype
+def test_integers_are_exact_with_two_addends(implementation, dtype):
+    rng = np.random.default_rng(8)
+    a = helpers.integers(rng, (2, 70, 30), dtype)
+    cs = tuple(helpers.symmetric(helpers.integers(rng, (2, 70, 70), dtype)) for _ in range(2))
+    kwargs = {"alpha": 2.0, "beta": (-2.0, rng.integers(1, 4, 2)), "diagonal": 3.0}
+    expected = helpers.exact_syrkx(a, None, cs, **kwargs).astype(dtype)
+    chex.assert_trees_all_equal(IMPLEMENTATIONS[implementation](a, None, cs, **kwargs), expected)
+
+
+@each_implementation_and_dtype
+def test_the_residual_is_what_rounding_left(implementation, dtype):
+    a = helpers.integers(np.random.default_rng(9), (2, 70, 40), dtype)
+    alpha = 1 + 2.0**-12  # products are too long for 16 bits
+    exact = helpers.exact_syrkx(a, None, alpha=alpha)
+    high, low = IMPLEMENTATIONS[implementation](a, None, alpha=alpha, residual=True)
+    chex.assert_trees_all_equal(high, exact.astype(dtype))
+    chex.assert_trees_all_equal(low, (exact - np.asarray(high, np.float64)).astype(dtype))
+    assert jnp.any(low != 0) or dtype == jnp.float32
+
+
+@each_implementation_and_dtype
 def test_two_operands_whose_product_is_symmetric(implementation, dtype):
     a = helpers.symmetric(helpers.integers(np.random.default_rng(2), (40, 40), dtype))
     b = a @ a + 2 * a  # commutes with a
