@@ -4,14 +4,17 @@
     python -m muon_jax.benchmarks newton_schulz --shapes peers 24x512x2048
     python -m muon_jax.benchmarks muon --models gpt2-small
     python -m muon_jax.benchmarks accuracy --names standard --json accuracy.json
+    python -m muon_jax.benchmarks training --json training.json
     python -m muon_jax.benchmarks report syrk.json --png syrk.png
 
 On a GPU it prints the time that the kernels spend on the device (for rivals in torch the time
 between CUDA events, with the gaps between kernels); the JSON has the wall clock too.
-`accuracy` times nothing: it compares results with the polar factor, and counts FLOPs.
+`accuracy` times nothing: it compares results with the polar factor, and counts FLOPs. `training`
+compares the validation losses of a small GPT, by coefficients, learning rate and seed.
 """
 
 import argparse
+import dataclasses
 import importlib.metadata
 import itertools
 import json
@@ -31,8 +34,11 @@ from muon_jax.benchmarks import (
     _rivals,
     _shapes,
     _spectra,
+    _text,
+    _training,
     _tune,
 )
+from muon_jax.benchmarks._gpt import GPT
 from pallas_kernels import _tuning
 
 MEASURES = {
@@ -84,6 +90,28 @@ def accuracy(arguments: argparse.Namespace) -> None:
     report["sizes"] = ", ".join(map(str, arguments.sizes))
     for name, dtype in itertools.product(arguments.names, arguments.dtypes):
         measurement = _accuracy.measure(name, dtype, cases)
+        print(_report.line(measurement), flush=True)
+        report["measurements"].append(measurement)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report) + "\n")
+    print(f"\n{_report.markdown(report)}")
+
+
+def training(arguments: argparse.Namespace) -> None:
+    """Trains variant by variant, prints each and a table, and writes the JSON anew after each."""
+    if arguments.seeds < 2:
+        raise ValueError(f"--seeds must be at least 2, to estimate noise, got {arguments.seeds}")
+    sizes = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(GPT)}
+    model, text = GPT(**sizes), _text.read()
+    how = _training.Training(arguments.steps, arguments.batch_size)
+    rates, seeds = arguments.learning_rates, [*range(arguments.seeds)]
+    report: dict[str, Any] = {"benchmark": "training", **environment()}
+    report |= {"text": text.identity(), "model": sizes, "training": dataclasses.asdict(how)}
+    report |= {"learning_rates": rates, "seeds": seeds, "control": _training.CONTROL}
+    report |= {"variants": arguments.variants, "measurements": []}
+    print(_report.heading(report), flush=True)
+    for name in arguments.variants:
+        measurement = _training.measure(name, model, how, text, rates, seeds)
         print(_report.line(measurement), flush=True)
         report["measurements"].append(measurement)
         if arguments.json:
@@ -151,6 +179,17 @@ def main(words: Sequence[str] | None = None) -> None:
     polar.add_argument("--aspects", nargs="+", type=int, default=[1, 2, 4, 8], help="n/m")
     polar.add_argument("--json", type=Path, help="also write the measurements to this file")
     polar.set_defaults(run=accuracy)
+    learn = commands.add_parser("training", help="losses of a small GPT, by coefficients")
+    variants = [*_training.VARIANTS]
+    learn.add_argument("--variants", nargs="+", choices=variants, default=variants)
+    learn.add_argument("--learning-rates", nargs="+", type=float, default=[0.01, 0.02, 0.04, 0.08])
+    learn.add_argument("--seeds", type=int, default=3, help="how many, at least 2")
+    learn.add_argument("--steps", type=int, default=_training.Training.steps)
+    learn.add_argument("--batch-size", type=int, default=_training.Training.batch_size)
+    for field in dataclasses.fields(GPT):
+        learn.add_argument(f"--{field.name}", type=int, default=field.default)
+    learn.add_argument("--json", type=Path, help="also write the losses to this file")
+    learn.set_defaults(run=training)
     table = commands.add_parser("tune", help="measure the table of the dispatch for this device")
     add_shapes(table)
     table.add_argument(

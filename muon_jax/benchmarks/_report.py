@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from muon_jax.benchmarks import _training_report
+
 # A file, as the command line writes it, and one of the measurements in it.
 type Report = Mapping[str, Any]
 type Measurement = Mapping[str, Any]
@@ -25,6 +27,8 @@ def absent(report: Report) -> list[str]:
 
 def line(measurement: Measurement) -> str:
     """Returns one measurement in one line, and one more for each rival that failed."""
+    if "losses" in measurement:
+        return _training_report.line(measurement)
     if "name" in measurement:
         return ", ".join(f"{key} {cell}" for key, cell in _accuracy_row(measurement).items())
     clock = _clock([measurement])
@@ -37,10 +41,13 @@ def markdown(report: Report) -> str:
     """Returns a report as a Markdown table, with its heading and what could not be measured.
 
     Times are medians in µs, by the device's clock where all variants have it, else by the wall
-    clock. The speedup is ours over the first variant. Errors of the accuracy are medians too.
+    clock. The speedup is ours over the first variant. Errors of the accuracy are medians too. For
+    the training see `_training_report`.
     """
     if report["benchmark"] == "accuracy":
         return _accuracy_markdown(report)
+    if report["benchmark"] == "training":
+        return _training_markdown(report)
     measurements = report["measurements"]
     clock = _clock(measurements)
     variants = _union(m["microseconds"] | m.get("failed", {}) for m in measurements)
@@ -60,19 +67,20 @@ def plot(reports: Sequence[Report], path: Path) -> None:
     """Saves a chart for each report.
 
     Bars of how many times faster ours is than the first variant; errors against FLOPs for the
-    accuracy.
+    accuracy; losses against steps and learning rates for the training.
     """
     from matplotlib.figure import Figure
 
-    accuracy = [report["benchmark"] == "accuracy" for report in reports]
+    wide = {"accuracy": _scatter, "training": _training_report.plot}
     heights = [
-        6.0 if is_accuracy else 0.3 * len(report["measurements"]) + 1.2
-        for report, is_accuracy in zip(reports, accuracy, strict=True)
+        6.0 if report["benchmark"] in wide else 0.3 * len(report["measurements"]) + 1.2
+        for report in reports
     ]
-    figure = Figure(figsize=(12 if any(accuracy) else 7, sum(heights)), layout="constrained")
+    width = 12 if any(report["benchmark"] in wide for report in reports) else 7
+    figure = Figure(figsize=(width, sum(heights)), layout="constrained")
     parts = figure.subfigures(len(reports), squeeze=False, height_ratios=heights)[:, 0]
-    for part, report, is_accuracy in zip(parts, reports, accuracy, strict=True):
-        (_scatter if is_accuracy else _bars)(part, report)
+    for part, report in zip(parts, reports, strict=True):
+        wide.get(report["benchmark"], _bars)(part, report)
     figure.savefig(path, format="png", dpi=150)
 
 
@@ -164,6 +172,18 @@ def _accuracy_markdown(report: Report) -> str:
         "\n".join(f"- {text}" for text in missing),
     ]
     return "\n\n".join(filter(None, blocks))
+
+
+def _training_markdown(report: Report) -> str:
+    """The training: a row for each variant, then the verdicts."""
+    rows = _training_report.rows(report)
+    blocks = [
+        f"{heading(report)}; validation loss in nats per byte, mean ± standard deviation",
+        _training_report.setup(report),
+        _table([*rows[0]], [[*row.values()] for row in rows]),
+        "\n".join(f"- {text}" for text in _training_report.verdicts(report)),
+    ]
+    return "\n\n".join(blocks)
 
 
 def _accuracy_row(measurement: Measurement) -> dict[str, str]:

@@ -1,0 +1,218 @@
+import dataclasses
+import hashlib
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from muon_jax.benchmarks import __main__ as benchmarks
+from muon_jax.benchmarks import _report, _text, _training, _training_report
+from muon_jax.benchmarks._gpt import GPT
+
+MODEL = GPT(layers=2, width=32, heads=2, context=32)
+TRAINING = _training.Training(steps=150, batch_size=8)
+SIZES = "--steps 150 --batch-size 8 --layers 2 --width 32 --heads 2 --context 32"
+
+
+@pytest.fixture(scope="module")
+def text():
+    return _text.read()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("training") / "training.json"
+    words = f"training --variants standard fast --learning-rates 0 0.05 --seeds 2 {SIZES} --json"
+    benchmarks.main([*words.split(), str(path)])
+    return path
+
+
+@pytest.fixture
+def measured(file):
+    return {m["name"]: m for m in json.loads(file.read_text())["measurements"]}
+
+
+def test_text_is_split_by_file_and_leaves_tests_out(tmp_path):
+    for i in reversed(range(12)):
+        (tmp_path / f"m{i:02}.py").write_text(f"{i};")
+    for folder in ("test", "pkg/tests", "site-packages"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").write_text("left out")
+    (tmp_path / "pkg" / "m99.py").write_text("99;")
+    (tmp_path / "notes.txt").write_text("left out")
+    text = _text.read(tmp_path)
+    train, validation = b"1;2;3;4;5;6;7;8;9;11;99;", b"0;10;"
+    assert text.train.tobytes() == train and text.validation.tobytes() == validation
+    assert text.identity() == {
+        "files": 13,
+        "train_bytes": len(train),
+        "validation_bytes": len(validation),
+        "sha256": hashlib.sha256(train + validation).hexdigest(),
+    }
+
+
+def test_text_needs_two_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="has 0 Python files"):
+        _text.read(tmp_path)
+
+
+def test_the_loss_falls_below_that_of_byte_frequencies(text, measured):
+    counts = np.bincount(text.train, minlength=256) + 1
+    unigram = -np.log(counts / counts.sum())[text.validation].mean()
+    for measurement in measured.values():
+        curves = np.array(measurement["curves"])
+        assert curves.shape == (2, 2, _training.EVALUATIONS)
+        assert (curves[..., 0] < np.log(256)).all()
+        assert (curves[1, :, -1] < unigram).all()
+        assert measurement["losses"] == curves[..., -1].tolist()
+
+
+def test_a_run_alone_is_the_run_among_others(text, measured):
+    alone = _training.measure("standard", MODEL, TRAINING, text, [0.05], [1])
+    among_others = measured["standard"]["curves"][1][1]
+    np.testing.assert_allclose(alone["curves"][0][0], among_others, rtol=0.005)
+
+
+def test_runs_of_a_seed_share_all_but_the_matrices(measured):
+    # At learning rate 0 what is left of a variant is its seed.
+    standard, fast = (np.array(measured[name]["curves"]) for name in ("standard", "fast"))
+    np.testing.assert_allclose(fast[0], standard[0], rtol=0.002)
+    assert np.abs(standard[0, 0] - standard[0, 1]).max() > 0.02
+
+
+def test_learning_rates_and_coefficients_differ(measured):
+    standard, fast = (np.array(measured[name]["losses"]) for name in ("standard", "fast"))
+    assert (standard[1] < standard[0] - 0.05).all()
+    assert (fast[1] != standard[1]).all()
+
+
+def test_the_model_sees_no_future_byte():
+    parameters = MODEL.init(jax.random.key(0))
+    parameters["head"] = jax.random.normal(jax.random.key(1), parameters["head"].shape)
+    text = np.arange(MODEL.context, dtype=np.uint8)[None]
+    other = text.copy()
+    other[0, 20] = 255
+    logits = jax.jit(MODEL.logits)
+    change = logits(parameters, text) - logits(parameters, other)
+    assert not np.any(change[0, :20]) and np.all(np.any(change[0, 20:], axis=-1))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GPT(width=30, heads=4), "width a multiple of heads, got .*'width': 30"),
+        (lambda: GPT(layers=0), "sizes must be at least 1"),
+        (lambda: _training.Training(steps=25), "a positive multiple of 10.* got 25"),
+    ],
+)
+def test_sizes_that_are_none(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_windows_need_text():
+    text = _text.Text(np.zeros(100, np.uint8), np.zeros(32, np.uint8), 2)
+    with pytest.raises(ValueError, match="context . 1 = 33 bytes .* got 100 and 32"):
+        _training.validation_windows(text, MODEL, TRAINING)
+
+
+def test_seeds_estimate_noise():
+    with pytest.raises(ValueError, match="--seeds must be at least 2, to estimate noise, got 1"):
+        benchmarks.main(["training", "--seeds", "1"])
+
+
+def measurement_of(name, losses):
+    curves = [[[4.0, loss] for loss in row] for row in losses]
+    return {
+        "name": name,
+        "losses": losses,
+        "curves": curves,
+        "seconds": 2.5,
+        "compile_seconds": 1.5,
+    }
+
+
+@pytest.fixture
+def report():
+    return {
+        "benchmark": "training",
+        "device": "H200",
+        "text": {"train_bytes": 1000, "sha256": "abc"},
+        "model": {"layers": 6},
+        "training": {"steps": 100},
+        "learning_rates": [0.01, 0.02, 0.04],
+        "seeds": [0, 1],
+        "control": "three",
+        "variants": ["standard", "fast", "aol", "three", "cans"],
+        "measurements": [
+            measurement_of("standard", [[1.5, 1.6], [1.2, 1.3], [1.4, 1.4]]),
+            measurement_of("fast", [[1.5, 1.6], [1.3, 1.4], [1.24, 1.36]]),
+            measurement_of("aol", [[None, None], [1.6, 1.7], [None, 1.4]]),
+            measurement_of("three", [[1.9, 1.8], [1.7, 1.8], [1.9, 1.8]]),
+        ],
+    }
+
+
+def test_the_table_compares_pairs_at_best_learning_rates(report):
+    lines = _report.markdown(report).splitlines()
+    assert lines[2] == (
+        "layers: 6; steps: 100; train bytes: 1000; sha256: abc;"
+        " learning rates: 0.01, 0.02, 0.04; seeds: 0, 1"
+    )
+    assert lines[4:10] == [
+        "| variant | best learning rate | validation loss | difference to standard |",
+        "| --- | --- | --- | --- |",
+        "| standard | 0.02 | 1.2500 ± 0.0707 |  |",
+        "| fast | 0.04 | 1.3000 ± 0.0849 | +0.0500 ± 0.0100 |",
+        "| aol | 0.02 | 1.6500 ± 0.0707 | +0.4000 ± 0.0000 |",
+        "| three | 0.02 | 1.7500 ± 0.0707 | +0.5000 ± 0.0000 |",
+    ]
+
+
+def test_verdicts(report):
+    assert _training_report.verdicts(report) == [
+        "seed noise: 0.1514, 2 standard deviations over seeds",
+        "holds: fast within seed noise of standard, +0.0500 ± 0.0100",
+        "FAILS: aol within seed noise of standard, +0.4000 ± 0.0000",
+        "holds: three worse than standard beyond seed noise, +0.5000 ± 0.0000",
+        "not bracketed: the best learning rate of fast, 0.04, is at the end of the grid; extend"
+        " --learning-rates",
+        "not measured: cans",
+    ]
+
+
+def test_a_control_as_good_as_the_others_fails(report):
+    report["measurements"][3] = measurement_of("three", [[1.9, 1.8], [1.2, 1.3], [1.9, 1.8]])
+    assert "FAILS: three worse than standard beyond seed noise, +0.0000 ± 0.0000" in (
+        _training_report.verdicts(report)
+    )
+
+
+@pytest.mark.parametrize("diverged", ["standard", "fast", "three"])
+def test_divergence_is_no_agreement(diverged, report):
+    for measurement in report["measurements"]:
+        if measurement["name"] == diverged:
+            measurement["losses"] = [[None, None]] * 3
+    verdicts = _training_report.verdicts(report)
+    assert "seed noise: nan" not in verdicts[0]
+    expected = {"standard": "FAILS: fast", "fast": "FAILS: fast", "three": "holds: three"}
+    assert sum(verdict.startswith(expected[diverged]) for verdict in verdicts) == 1
+
+
+def test_it_measures_and_reports(file, text, capsys, tmp_path):
+    report = json.loads(file.read_text())
+    assert {"device", "commit", "python", "jax"} <= set(report)
+    assert report["text"] == text.identity()
+    assert report["model"] == dataclasses.asdict(MODEL)
+    assert report["training"] == dataclasses.asdict(TRAINING)
+    assert [m["arguments"] for m in report["measurements"]] == [
+        {"ns_coeffs": "standard"},
+        {"ns_coeffs": "fast"},
+    ]
+    line = _report.line(report["measurements"][1])
+    assert re.fullmatch(r"fast: mean losses \d\.\d{4}, \d\.\d{4}; .* s of compilation", line)
+    benchmarks.main(["report", str(file), "--png", str(tmp_path / "a.png")])
+    assert re.search(r"\| standard \| 0\.05 \| \d\.\d{4} ± 0", capsys.readouterr().out)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
