@@ -7,8 +7,13 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from muon_jax import _coefficients, _gram
-from muon_jax._normalization import balance_rows, inverse_norm, scaled_by_power_of_two
+from muon_jax import _coefficients, _composed, _gram
+from muon_jax._normalization import (
+    gram_gain,
+    inverse_norm,
+    inverse_row_norms,
+    scaled_by_power_of_two,
+)
 from muon_jax._schedules import Schedule
 from pallas_kernels import _device, select_implementation, syrk, syrkx
 
@@ -99,10 +104,12 @@ def newton_schulz(
             `"aol"`, row by row the square roots of the row sums of |A|, which changes the polar
             factor slightly. Composed schedules always divide by the Schatten-4 norm, and take the
             default alone.
-        method: `"standard"`, where every step multiplies with X; `"gram"`, the same polynomial on
-            XXᵀ alone (`muon_jax._gram`), for triples divided by the Frobenius or Schatten norm; or
-            None for the one with fewer FLOPs. For five steps and n = m, 2m, 4m, 8m the standard
-            form costs 20, 35, 65, 125 units, the gram form in float16 20, 26, 38, 62.
+        method: `"standard"`, where every step multiplies with X; `"gram"`, the same polynomial with
+            fewer such products, most of them on XXᵀ alone (`muon_jax._gram` for triples,
+            `muon_jax._composed` for composed schedules), in float16 unless `dtype` says otherwise;
+            or None for the one with fewer FLOPs. For n = m, 2m, 4m, 8m five steps of triples cost
+            20, 35, 65, 125 units in the standard form and 20, 26, 38, 62 in the other, `"balanced"`
+            14, 20, 32, 56 and 18, 21, 27, 39.
         implementation: `"xla"`, `"triton"`, `"mosaic_gpu"` or None, as for `pallas_kernels.syrk`.
 
     Returns:
@@ -111,7 +118,8 @@ def newton_schulz(
     Raises:
         ValueError: `x` is no float matrix, an argument is none of the values above, or `dtype` is
             one that the composed schedule is unsafe in: bfloat16 for `"fast"` and `"balanced"`,
-            also where None stands for it. Or the gram form does not exist for the other arguments.
+            also where None stands for it. Or the gram form does not exist for the other arguments,
+            or is unsafe: for composed schedules in bfloat16.
         NotImplementedError: the named implementation cannot run here.
 
     References:
@@ -129,30 +137,30 @@ def newton_schulz(
     check_preconditioning(preconditioning)
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     in_dtype, (*_, m, n) = x.dtype, x.shape
-    method = _resolve_method(method, recipe, preconditioning, max(m, n) / max(min(m, n), 1))
-    dtype = _products_dtype(recipe, method, dtype, in_dtype)
-    product = functools.partial(syrk, symmetrize_output=False, implementation=implementation)
+    aspect = max(m, n) / max(min(m, n), 1)
+    form, products_dtype = _resolve(method, recipe, preconditioning, dtype, in_dtype, aspect)
 
     transposed = m > n
     x = x.mT if transposed else x
     log2_n = (x.shape[-1] - 1).bit_length()
-    composed = isinstance(recipe, Schedule)
-    root = 4 if composed or method == "gram" else 2
-    x, scale = scaled_by_power_of_two(x, dtype, -(-log2_n // root))
+    root = 4 if isinstance(recipe, Schedule) or form == "gram" else 2
+    x, scale = scaled_by_power_of_two(x, products_dtype, -(-log2_n // root))
     x = _padded(x, implementation)
-    if composed:
-        with _precision_of(dtype):
-            x = _run_composed(product, x, recipe, eps, scale, log2_n)
-    elif method == "gram":
+    if isinstance(recipe, Schedule):
+        segments = _composed.segments(recipe, form, products_dtype)
+        with _precision_of(products_dtype):
+            x = _composed.run(x, segments, eps, scale, log2_n, implementation)
+    elif form == "gram":
         x = _run_gram(implementation, x, recipe, eps, scale, preconditioning, log2_n)
     else:
-        x = _run_quintics(product, x, recipe, eps, scale, preconditioning)
+        x = _run_quintics(implementation, x, recipe, eps, scale, preconditioning)
     return (x.mT if transposed else x)[..., :m, :n].astype(in_dtype)
 
 
-def _run_quintics(product, x, quintics, eps, scale, preconditioning):
+def _run_quintics(implementation, x, quintics, eps, scale, preconditioning):
     """Steps of a triple each; entries of X are at most 1/√n, so that those of XXᵀ are at most 1."""
     rows, first, last = quintics
+    product = functools.partial(syrk, symmetrize_output=False, implementation=implementation)
 
     def triple(step):
         if len(rows) == 1:
@@ -169,7 +177,8 @@ def _run_quintics(product, x, quintics, eps, scale, preconditioning):
 
     gram = product(x)
     if preconditioning == "aol":
-        x, gram = balance_rows(x, gram, (eps * scale) * scale)
+        d = inverse_row_norms(gram, (eps * scale) * scale)
+        x, gram = (x * d).astype(x.dtype), (gram * d * d.mT).astype(gram.dtype)
         s = jnp.ones(x.shape[:-2])
     else:
         s = inverse_norm(x, gram, eps, scale, preconditioning)
@@ -181,69 +190,78 @@ def _run_quintics(product, x, quintics, eps, scale, preconditioning):
     return x
 
 
-def _run_composed(product, x, schedule, eps, scale, log2_n):
-    """Steps X <- h(XXᵀ)·X, the first one on X/ν with its Schatten-4 norm ν = ‖XXᵀ‖_F^½.
-
-    Entries of X are at most n^-¼, which keeps those of h/ν, at most 98/ν, within float16 whatever
-    the shape and the spectrum. R = gain²·XXᵀ then has entries up to 2¹⁵, and small ones that are
-    not subnormal in float16: it is the Gram matrix of gain·X.
-    """
-    gain = _gain(log2_n)
-    gram = product(x, alpha=gain**2)
-    s = inverse_norm(x, gram, 0.0, 1.0, "schatten")
-    s = s / (1 + eps * gain * scale * s)  # 1/(ν + eps), both of them times gain·scale
-    first, *others = schedule.steps
-    x = first.polynomial(product, gram, s, gain * s) @ x
-    for step in others:
-        x = step.polynomial(product, product(x)) @ x
-    return x
-
-
 def _run_gram(implementation, x, quintics, eps, scale, preconditioning, log2_n):
-    """Steps of a triple each, in the gram form; X and R are scaled as in `_run_composed`."""
+    """Steps of a triple each, in the gram form; X and R are scaled as in `_composed.run`."""
     rows, first, last = quintics
     triples = rows * last if len(rows) == 1 else rows[first:last]
     square, product = (functools.partial(f, implementation=implementation) for f in (syrk, syrkx))
-    gain = _gain(log2_n)
+    gain = gram_gain(log2_n)
     gram = square(x, alpha=gain**2)
-    s = inverse_norm(x, gram, eps, gain * scale, preconditioning)
-    return _gram.apply(square, product, x, gram, triples, s, gain * s)
+    if preconditioning == "aol":
+        d = inverse_row_norms(gram, (eps * gain * scale) * (gain * scale))
+        x, gram = (
+            (gain * x * d).astype(x.dtype),
+            (gram * (2**7 * d) * (2**7 * d.mT)).astype(x.dtype),
+        )
+        s, factor = 2.0**-7, 1.0
+    else:
+        s = inverse_norm(x, gram, eps, gain * scale, preconditioning)
+        factor = gain * s
+    return _gram.apply(square, product, x, gram, triples, s, factor)
 
 
-def _gain(log2_n):
-    """The power of two for which gain²·XXᵀ has entries up to 2¹⁵, where those of X are n^-¼."""
-    return 2.0 ** ((15 - log2_n) // 2 - (-log2_n // 4))
-
-
-def _resolve_method(method, recipe, preconditioning, aspect):
-    """Returns `"standard"` or `"gram"`; raises ValueError where there is no gram form."""
-    if method not in (None, *get_args(Method.__value__)):
+def _resolve(method, recipe, preconditioning, dtype, in_dtype, aspect):
+    """Returns the method and the dtype of the products; raises ValueError where one is unsafe."""
+    names = get_args(Method.__value__)
+    if method not in (None, *names):
         raise ValueError(f"method must be 'standard', 'gram' or None, got {method!r}")
-    reason = None
+    offered = {}
+    for name in [method] if method else names:
+        products_dtype = _products_dtype(recipe, name, dtype, in_dtype)
+        reason = name == "gram" and _no_gram_form(recipe, preconditioning, products_dtype)
+        if reason and method:
+            raise ValueError(f"method='gram' is not offered here: {reason}. Pass method='standard'")
+        if not reason:
+            offered[name] = products_dtype
+    if len(offered) > 1:
+        costs = {name: _units(recipe, name, dtype, aspect) for name, dtype in offered.items()}
+        return min(offered.items(), key=lambda item: costs[item[0]])
+    return offered.popitem()
+
+
+def _no_gram_form(recipe, preconditioning, dtype):
+    """Returns why there is no gram form of the iteration, or None."""
     if isinstance(recipe, Schedule):
-        reason = f"ns_coeffs={recipe.name!r} has one Gram matrix a step already"
+        if _composed.segments(recipe, "gram", dtype) == _composed.segments(
+            recipe, "standard", dtype
+        ):
+            return f"no two steps of ns_coeffs={recipe.name!r} can be joined in {dtype}"
     elif _coefficients.is_traced(recipe):
-        reason = "traced coefficients or steps have the standard form only"
-    elif preconditioning not in ("frobenius", "schatten"):
-        reason = f"preconditioning={preconditioning!r} needs more than the Gram matrix"
-    if method == "gram" and reason:
-        raise ValueError(f"method='gram' is not offered here: {reason}. Pass method='standard'")
-    if method or reason or isinstance(recipe, Schedule):
-        return method or "standard"
+        return "traced coefficients or steps have the standard form only"
+    elif preconditioning == "spectral":
+        return "preconditioning='spectral' needs more than the Gram matrix"
+    return None
+
+
+def _units(recipe, method, dtype, aspect):
+    """Returns the cost of the products, in symmetric ones of m × m matrices."""
+    if isinstance(recipe, Schedule):
+        return _composed.units(recipe, method, dtype, aspect)
     num_steps = recipe.last - recipe.first
-    standard = num_steps * (3 * aspect + 1)
-    return "gram" if _gram.units("float16", num_steps, aspect) < standard else "standard"
+    if method == "gram":
+        return _gram.units(dtype, num_steps, aspect)
+    return num_steps * (3 * aspect + 1)
 
 
 def _products_dtype(recipe, method, dtype, in_dtype):
     """The dtype that `dtype` stands for; raises ValueError where a schedule is unsafe in it."""
     composed = isinstance(recipe, Schedule)
     if isinstance(dtype, str) and dtype == "auto":
-        if composed:
-            dtype = recipe.default_dtype(_device.platform())
+        on_tpu = _device.platform() == "tpu"
+        if method == "gram":
+            dtype = ("float32" if composed else "bfloat16") if on_tpu else "float16"
         else:
-            in_float16 = method == "gram" and _device.platform() != "tpu"
-            dtype = jnp.float16 if in_float16 else jnp.bfloat16
+            dtype = recipe.default_dtype(_device.platform()) if composed else "bfloat16"
     dtype = jnp.dtype(in_dtype if dtype is None else dtype)
     if jnp.issubdtype(in_dtype, jnp.complexfloating):
         dtype = jnp.promote_types(dtype, jnp.complex64)

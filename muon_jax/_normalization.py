@@ -20,6 +20,11 @@ def scaled_by_power_of_two(x: jax.Array, dtype, exponent: int) -> tuple[jax.Arra
     return scaled.astype(dtype), first * second
 
 
+def gram_gain(log2_n: int) -> float:
+    """The power of two for which gain²·XXᵀ has entries up to 2¹⁵, where those of X are n^-¼."""
+    return 2.0 ** ((15 - log2_n) // 2 - (-log2_n // 4))
+
+
 def inverse_norm(
     x: jax.Array,
     gram: jax.Array,
@@ -43,11 +48,13 @@ def inverse_norm(
     return jnp.where(norm == 0, 0, 1 / regularized)
 
 
-def balance_rows(x: jax.Array, gram: jax.Array, least: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """DX and DAD for the diagonal D with D⁻² = max(Σⱼ|Aᵢⱼ|, least): the AOL preconditioner."""
+def inverse_row_norms(gram: jax.Array, least: jax.Array) -> jax.Array:
+    """The diagonal of D, as a column, with D⁻² = max(Σⱼ|Aᵢⱼ|, least): the AOL preconditioner.
+
+    DX has singular values up to 1, and the Gram matrix DAD. A row of zeros stays one.
+    """
     sums = jnp.sum(jnp.abs(gram).astype(accumulator(gram)), axis=-1, keepdims=True)
-    d = jnp.where(sums == 0, 0, jax.lax.rsqrt(jnp.maximum(sums, least[..., None, None])))
-    return (x * d).astype(x.dtype), (gram * d * d.mT).astype(gram.dtype)
+    return jnp.where(sums == 0, 0, jax.lax.rsqrt(jnp.maximum(sums, least[..., None, None])))
 
 
 def accumulator(x: jax.Array):

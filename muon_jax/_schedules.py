@@ -38,6 +38,14 @@ class Step:
 
     products: tuple[Product, ...]
 
+    @property
+    def slope(self) -> float:
+        """h(0), by which the step multiplies the smallest singular values."""
+        terms = [0.0]
+        for p in self.products:
+            terms.append(p.alpha * terms[-1] ** 2 + p.beta * terms[p.addend] + p.diagonal)
+        return terms[-1]
+
     def polynomial(
         self,
         syrk: Callable[..., jax.Array],

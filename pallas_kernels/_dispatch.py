@@ -169,7 +169,7 @@ def select_implementation(
         ]
         fastest = min(candidates, key=lambda name: times[name])
         return Selection(_implementation(fastest), f"measured on an {_device.kind()}")
-    if "mosaic_gpu" in supported and m > 384 and m % 64 == n % 64 == 0:
+    if "mosaic_gpu" in supported and m > 384 and _pallas_mosaic_gpu.pads_little(a_matrix):
         is_fastest = _mosaic_gpu_config.is_fastest(shape, addend=addend)
         implementation = "mosaic_gpu" if is_fastest else "xla"
     elif "triton" in supported and _pallas_triton.is_fastest(a_matrix):
@@ -231,7 +231,9 @@ def _addends(c_matrix, beta):
     """Returns the tuples of all C and all β."""
     if c_matrix is None:
         if not (isinstance(beta, int | float) and beta == 0):
-            raise ValueError(f"beta={beta} multiplies c_matrix, which is None: pass both or neither")
+            raise ValueError(
+                f"beta={beta} multiplies c_matrix, which is None: pass both or neither"
+            )
         return (), ()
     if not isinstance(c_matrix, tuple):
         return (c_matrix,), (beta,)

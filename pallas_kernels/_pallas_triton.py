@@ -117,23 +117,43 @@ def syrkx(
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """As `_reference.syrkx`; every leading dimension is part of one launch, also under `vmap`."""
-    mirrored_on_diagonal = symmetrize_output and b_matrix is not None
-
-    def kernel(a_matrix, b_matrix, c_matrices, coefficients):
-        batch, m, _ = a_matrix.shape
-        chosen = config or default_config(a_matrix.shape, a_matrix.dtype)
-        return pl.pallas_call(
-            functools.partial(_kernel, config=chosen, mirrored_on_diagonal=mirrored_on_diagonal),
-            grid=(batch * _triangle.num_tiles(pl.cdiv(m, chosen.tile)),),
-            out_shape=(jax.ShapeDtypeStruct((batch, m, m), a_matrix.dtype),) * (1 + residual),
-            compiler_params=plt.CompilerParams(
-                num_warps=chosen.num_warps, num_stages=chosen.num_stages
-            ),
-            interpret=interpret,
-            name="syrkx",
-        )(coefficients, a_matrix, b_matrix, c_matrices)
-
+    kernel = functools.partial(
+        _launch,
+        config=config,
+        mirrored_on_diagonal=symmetrize_output and b_matrix is not None,
+        residual=residual,
+        interpret=interpret,
+    )
     return call_on_stacks(kernel, "triton", a_matrix, b_matrix, c_matrices, coefficients)
+
+
+# Jitted, so that calls of equal shapes are traced and lowered once.
+@functools.partial(
+    jax.jit, static_argnames=("config", "mirrored_on_diagonal", "residual", "interpret")
+)
+def _launch(
+    a_matrix,
+    b_matrix,
+    c_matrices,
+    coefficients,
+    *,
+    config,
+    mirrored_on_diagonal,
+    residual,
+    interpret,
+):
+    batch, m, _ = a_matrix.shape
+    config = config or default_config(a_matrix.shape, a_matrix.dtype)
+    return pl.pallas_call(
+        functools.partial(_kernel, config=config, mirrored_on_diagonal=mirrored_on_diagonal),
+        grid=(batch * _triangle.num_tiles(pl.cdiv(m, config.tile)),),
+        out_shape=(jax.ShapeDtypeStruct((batch, m, m), a_matrix.dtype),) * (1 + residual),
+        compiler_params=plt.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="syrkx",
+    )(coefficients, a_matrix, b_matrix, c_matrices)
 
 
 def _kernel(

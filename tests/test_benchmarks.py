@@ -41,7 +41,7 @@ def measure(tmp_path):
     ("benchmark", "variants"),
     {
         "syrk": ["jnp", "xla", "None", "None, symmetrize_output=False", "jnp + C", "None + C"],
-        "newton_schulz": ["jnp", "None", "optax f32", "optax bf16"],
+        "newton_schulz": ["jnp", "None", "optax f32", "optax bf16", *_measure.COEFFICIENTS],
         "muon": ["optax", "None"],
     }.items(),
 )
@@ -54,7 +54,8 @@ def test_it_times_checks_and_reports(benchmark, variants, measure, capsys):
     assert len(report["measurements"]) == (1 if benchmark == "muon" else 2)
     for measurement in report["measurements"]:
         assert measurement["errors"]["None"] < 0.1
-        assert list(measurement["microseconds"]) == variants
+        forms = {f"{name}, gram" for name in _measure.COEFFICIENTS}  # of wide matrices
+        assert [v for v in measurement["microseconds"] if v not in forms] == variants
         for by_clock in measurement["microseconds"].values():
             low, median, high = by_clock["wall"]
             assert 0 < low <= median <= high
@@ -101,8 +102,25 @@ def test_a_wrong_orthogonalization_fails(wrong, monkeypatch):
     right = _measure.newton_schulz
     monkeypatch.setattr(_rivals, "programs", lambda x: {})
     monkeypatch.setattr(_measure, "newton_schulz", lambda x, **kw: wrong * right(x, **kw))
+    monkeypatch.setattr(_measure, "COEFFICIENTS", ())
     with pytest.raises(ArithmeticError, match="None: the relative error .* that of jnp"):
         _measure.measure_newton_schulz((16, 16), "bfloat16")
+
+
+@pytest.mark.parametrize("wrong", [1.3, jnp.nan])
+def test_a_wrong_form_fails(wrong, monkeypatch):
+    right = _measure.newton_schulz
+    factors = {"gram": wrong}
+    monkeypatch.setattr(
+        _measure,
+        "newton_schulz",
+        lambda x, method="standard", **kw: factors.get(method, 1) * right(x, method=method, **kw),
+    )
+    monkeypatch.setattr(_measure, "COEFFICIENTS", ("balanced",))
+    with pytest.raises(
+        ArithmeticError, match="balanced, gram: the relative error .* more than 0.1"
+    ):
+        _measure.measure_newton_schulz((16, 32), "bfloat16")
 
 
 def test_a_wrong_addend_fails(monkeypatch):
@@ -135,7 +153,7 @@ def test_a_rival_that_fails_is_reported_and_not_timed(monkeypatch, measure, caps
     assert "failed: wrong at 16×16 (the relative error is 1.00e+00" in capsys.readouterr().out
     (measurement,) = json.loads(file.read_text())["measurements"]
     assert measurement["failed"]["broken"] == "RuntimeError: no kernel"
-    assert set(measurement["microseconds"]) == {"jnp", "None"}
+    assert set(measurement["microseconds"]) == {"jnp", "None", *_measure.COEFFICIENTS}
     benchmarks.main(["report", str(file)])
     out = capsys.readouterr().out
     assert "| failed | failed |" in out and "- failed: broken at 16×16 (RuntimeError" in out

@@ -18,6 +18,7 @@ import dataclasses
 import importlib.metadata
 import itertools
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         **{package: importlib.metadata.version(package) for package in packages},
         "commit": commit or "unknown",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
     }
 
 

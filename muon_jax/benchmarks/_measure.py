@@ -10,10 +10,14 @@ import jax.numpy as jnp
 import optax.contrib
 
 from muon_jax import muon, newton_schulz
-from muon_jax.benchmarks import _models, _rivals, _timing
+from muon_jax.benchmarks import _models, _polar, _rivals, _timing
 from muon_jax.benchmarks._timing import JaxProgram, Program
 from pallas_kernels import select_implementation, syrk
 
+# What `newton_schulz` is timed with beside its defaults.
+COEFFICIENTS = ("fast", "balanced", "accurate", "polar_express", "aol")
+# Largest relative error of these, against float64: several times that of half precision.
+COEFFICIENTS_TOLERANCE = 0.1
 # Largest relative difference, for each parameter, between our update and optax's: several times the
 # rounding of five steps in bfloat16.
 MUON_TOLERANCE = 0.1
@@ -48,20 +52,45 @@ def measure_syrk(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
 
 
 def measure_newton_schulz(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
-    """Times five Newton–Schulz steps on one shape.
+    """Times five Newton–Schulz steps on one shape, and beside them other coefficients.
+
+    Those are timed in both forms where n ≥ 2m; on squarer matrices the gram form costs more.
+    `polar_errors` are those of `_polar.errors`, of all that were timed.
 
     Raises:
-        ArithmeticError: our result has more than twice the error of plain jnp.
+        ArithmeticError: our result has more than twice the error of plain jnp, or with other
+            coefficients one of more than `COEFFICIENTS_TOLERANCE`.
     """
+    *_, m, n = shape
     x = standard_normal(0, shape, dtype)
-    variants = {
+    steps = {
         "jnp": _rivals.newton_schulz_in_jnp,
         "None": functools.partial(newton_schulz, dtype=None),
     }
+    others: dict[str, Program] = {}
+    for name in COEFFICIENTS:
+        run = functools.partial(
+            newton_schulz,
+            ns_coeffs=name,
+            preconditioning="aol" if name == "aol" else "frobenius",
+        )
+        exact = in_float64(functools.partial(run, dtype=None), (x,))
+        forms = {"standard": name} | ({"gram": f"{name}, gram"} if n >= 2 * m else {})
+        for form, label in forms.items():
+            program = JaxProgram.compile(functools.partial(run, method=form), x)
+            error = _timing.relative_error(program.result(), exact)
+            if not error <= COEFFICIENTS_TOLERANCE:
+                raise ArithmeticError(
+                    f"newton_schulz {shape}, {label}: the relative error is {error:.2e}, more than"
+                    f" {COEFFICIENTS_TOLERANCE}"
+                )
+            others[label] = program
+    rivals = _rivals.programs(x)
+    comparison = _compare(f"newton_schulz {shape}", steps, (x,), rivals, others)
     return {
         "shape": shape,
         "chosen": select_implementation(x).implementation,
-        **_compare(f"newton_schulz {shape}", variants, (x,), _rivals.programs(x)),
+        **comparison,
     }
 
 
@@ -114,8 +143,11 @@ def _compare(
     variants: Mapping[str, Callable[..., jax.Array]],
     arguments: tuple[jax.Array, ...],
     rivals: Mapping[str, Program],
+    others: Mapping[str, Program] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Checks and times `variants` and `rivals`, which compute what the first variant computes.
+
+    `others` are timed with them, unchecked; with them all polar errors are part of the result.
 
     A result passes whose error is at most twice that of the first variant, where the exact result
     is that of the first variant in float64. A rival that fails is reported, and not timed.
@@ -144,8 +176,12 @@ def _compare(
         else:
             programs[name] = program
     del exact
-    microseconds = _timing.time_interleaved(programs)
-    return {"errors": errors, "failed": failed, "microseconds": microseconds}
+    result: dict[str, dict[str, Any]] = {"errors": errors, "failed": failed}
+    if others:
+        programs |= others
+        results = ((name, program.result()) for name, program in programs.items())
+        result["polar_errors"] = _polar.errors(arguments[0], results)
+    return result | {"microseconds": _timing.time_interleaved(programs)}
 
 
 def in_float64(function: Callable[..., jax.Array], arguments: Iterable[jax.Array]) -> jax.Array:

@@ -115,6 +115,8 @@ def _row(measurement: Measurement, variants: Iterable[str], clock: str) -> dict[
     }
     row |= {name: times[name] for name in variants if name in times}
     row |= {f"error of {name}": f"{errors[name]:.2g}" for name in row if name in errors}
+    for name, error in measurement.get("polar_errors", {}).items():
+        row[f"polar error of {name}"] = f"{error:.2g}"
     for name, seconds in measurement.get("compile_seconds", {}).items():
         row[f"compiling {name}, s"] = f"{seconds:.1f}"
     for name, size in measurement.get("temp_bytes", {}).items():

@@ -36,7 +36,15 @@ def test_the_choice_follows_the_described_device(gpu):
         assert chosen((4096, 4096)) == ("mosaic_gpu" if gpu == "H200" else "triton")
         assert chosen((24, 1024, 4096)) == ("mosaic_gpu" if gpu == "H200" else "triton")
         assert chosen((4096, 4096), jnp.float32) == "xla"
-        assert chosen((1001, 1001)) == "xla"
+        assert chosen((1001, 1500)) == ("mosaic_gpu" if gpu == "H200" else "xla")
+
+
+def test_on_hopper_shapes_that_need_padding_go_where_it_costs_least():
+    with helpers.described_gpu("H200"):
+        assert chosen((16, 2048, 5464)) == "mosaic_gpu"  # A alone is padded
+        assert chosen((4000, 4000)) == "triton"  # A and the result would be
+        assert chosen((1001, 1504)) == "mosaic_gpu"  # of which the others load no row at a time
+        assert chosen((512, 65536)) == "xla"  # which splits the sums
 
 
 def test_measured_times_decide_where_there_are_any(monkeypatch):
@@ -115,6 +123,10 @@ def test_triton_lowers_for_gpus(gpu, dtype, shape):
         (lambda: syrk(MATRIX, MATRIX), r"c_matrix must be bfloat16\[64, 64\]"),
         (lambda: syrk(MATRIX, jnp.ones((64, 64))), r"c_matrix must be bfloat16.*got\s+float32"),
         (lambda: syrk(MATRIX, beta=2.0), r"beta=2.0 multiplies c_matrix, which is None"),
+        (
+            lambda: syrk(MATRIX, (jnp.ones((64, 64), jnp.bfloat16),) * 2, beta=2.0),
+            r"c_matrix is a tuple of 2 matrices: beta must be one of as many coefficients, got 2.0",
+        ),
         (lambda: syrk(MATRIX, alpha=jnp.ones(2)), r"alpha must be a scalar.*got shape \(2,\)"),
         (
             lambda: syrk(MATRIX, implementation="cuda"),

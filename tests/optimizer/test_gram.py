@@ -101,8 +101,11 @@ def test_units_count_the_products():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"ns_coeffs": "fast"}, "'fast' has one Gram matrix a step already"),
-        ({"preconditioning": "aol"}, "'aol' needs more than the Gram matrix"),
+        (
+            {"ns_coeffs": "accurate", "dtype": "bfloat16"},
+            "no two steps of ns_coeffs='accurate' can be joined in bfloat16",
+        ),
+        ({"preconditioning": "spectral"}, "'spectral' needs more than the Gram matrix"),
         ({"method": "dual"}, "method must be 'standard', 'gram' or None, got 'dual'"),
     ],
 )
