@@ -63,9 +63,9 @@ def fit(design: Design) -> tuple[Step, ...]:
     A trust region of Gauss and Newton's method leads near, Newton's own to the minimum itself.
     """
     with jax.enable_x64(True), np.errstate(over="ignore"):  # far steps overflow, and are not taken
-        residuals = functools.partial(residuals, design)
+        function = functools.partial(residuals, design)
         free = free_coefficients(greedy(design.addends, design.low))
-        free = _newton(residuals, _least_squares(residuals, free, [design.low]), design.low)
+        free = _newton(function, _least_squares(function, free, [design.low]), design.low)
         return tuple(map(_rounded, _steps(design.addends, free.tolist())))
 
 
@@ -89,12 +89,12 @@ def greedy(addends: Addends, low: float) -> tuple[Step, ...]:
     highest = 1.0
     for indices in addends:
 
-        def residuals(free, least, indices=indices):
+        def logarithm(free, least, indices=indices):
             y = _map(_steps((indices,), free), _grid(least, _MARGIN, 300))
             return jnp.log(jnp.maximum(y, 1e-3)) / np.sqrt(y.size)
 
         free = np.array([1.0, -2.0, *[1.0, 0.0] * (len(indices) - 2), 1.0, 1.0, 1.0])
-        free = _least_squares(residuals, free, np.geomspace(0.3, low, 12))
+        free = _least_squares(logarithm, free, np.geomspace(0.3, low, 12))
         (step,) = _steps((indices,), free.tolist())
         y = np.asarray(_map((step,), _grid(low, _MARGIN, 300)))
         if steps:  # scaled so that beta is -1, and the step before to enter it
@@ -104,6 +104,46 @@ def greedy(addends: Addends, low: float) -> tuple[Step, ...]:
         steps.append(step)
         highest, low = y.max(), y.min() / y.max()
     return tuple(steps)
+
+
+def residuals(design: Design, free: np.ndarray | jax.Array, low: float) -> jax.Array:
+    """Returns all that the module's docstring has the squares of, for `free_coefficients`."""
+    steps = _steps(design.addends, free)
+    rounding = np.concatenate(
+        [
+            [_ROUNDING_OF_R, *[_ROUNDING_OF_S] * (len(indices) - 1), _ROUNDING_OF_OUTPUT]
+            for indices in design.addends
+        ]
+    )[:-1]  # the last output's is no matter of the coefficients
+    each = np.eye(rounding.size, rounding.size + 1)
+
+    x = jnp.append(_grid(low / 8, low, 70)[:-1], _grid(low, 1.0, 420))
+    weights = np.append(np.full(69, 0.1 / 69), np.full(420, 1 / 420)) ** 0.5
+    y, response = jax.linearize(lambda errors: _map(steps, x, errors), jnp.zeros(each.shape[1]))
+    responses = jax.vmap(response)(design.noise * rounding[:, None] * each)
+
+    x = jnp.append(_grid(low / 30, 1.01, 260), np.linspace(0.02, 1.01, 300))
+    bounded = jax.vmap(lambda errors: _map(steps, x, errors))
+    is_output = rounding == _ROUNDING_OF_OUTPUT
+    drifts = design.drift * each[is_output]
+    off = bounded(np.concatenate([0 * each[:1], drifts, -drifts]))
+    floor = 0.3 * jnp.minimum(1.0, x / (2 * low))
+    terms = [weights * (y - 1.0), weights * responses, _excess(off - 1.25), _excess(floor - off)]
+    if design.shift:
+        shifts = np.where(rounding == _ROUNDING_OF_R, 0.5, 1.0) * design.shift
+        shifts = (shifts[:, None] * each)[~is_output]
+        terms.append(0.7 * _excess(bounded(np.concatenate([shifts, -shifts])) - 1.33))
+    return jnp.concatenate([term.ravel() for term in terms])
+
+
+def free_coefficients(steps: Sequence[Step]) -> np.ndarray:
+    """Returns those that no scaling sets: alpha and beta of each product, and h's diagonal."""
+    values = []
+    for step in steps:
+        for j, product in enumerate(step.products):
+            values += [product.alpha] if values and j == 0 else [product.alpha, product.beta]
+        values.append(step.products[-1].diagonal)
+    return np.array(values)
 
 
 def _rounded(step):
@@ -129,16 +169,6 @@ def _scaled(step, s, factor):
             )
         )
     return Step(tuple(products))
-
-
-def free_coefficients(steps: Sequence[Step]) -> np.ndarray:
-    """Returns those that no scaling sets: alpha and beta of each product, and h's diagonal."""
-    values = []
-    for step in steps:
-        for j, product in enumerate(step.products):
-            values += [product.alpha] if values and j == 0 else [product.alpha, product.beta]
-        values.append(step.products[-1].diagonal)
-    return np.array(values)
 
 
 def _steps(addends, free):
@@ -183,44 +213,14 @@ def _grid(low, high, points):
     return low * (high / low) ** np.linspace(0.0, 1.0, points)
 
 
-def residuals(design, free, low):
-    """The residuals of the module's docstring, in one array."""
-    steps = _steps(design.addends, free)
-    rounding = np.concatenate(
-        [
-            [_ROUNDING_OF_R, *[_ROUNDING_OF_S] * (len(indices) - 1), _ROUNDING_OF_OUTPUT]
-            for indices in design.addends
-        ]
-    )[:-1]  # the last output's is no matter of the coefficients
-    each = np.eye(rounding.size, rounding.size + 1)
-
-    x = jnp.append(_grid(low / 8, low, 70)[:-1], _grid(low, 1.0, 420))
-    weights = np.append(np.full(69, 0.1 / 69), np.full(420, 1 / 420)) ** 0.5
-    y, response = jax.linearize(lambda errors: _map(steps, x, errors), jnp.zeros(each.shape[1]))
-    responses = jax.vmap(response)(design.noise * rounding[:, None] * each)
-
-    x = jnp.append(_grid(low / 30, 1.01, 260), np.linspace(0.02, 1.01, 300))
-    bounded = jax.vmap(lambda errors: _map(steps, x, errors))
-    is_output = rounding == _ROUNDING_OF_OUTPUT
-    drifts = design.drift * each[is_output]
-    off = bounded(np.concatenate([0 * each[:1], drifts, -drifts]))
-    floor = 0.3 * jnp.minimum(1.0, x / (2 * low))
-    terms = [weights * (y - 1.0), weights * responses, _excess(off - 1.25), _excess(floor - off)]
-    if design.shift:
-        shifts = np.where(rounding == _ROUNDING_OF_R, 0.5, 1.0) * design.shift
-        shifts = (shifts[:, None] * each)[~is_output]
-        terms.append(0.7 * _excess(bounded(np.concatenate([shifts, -shifts])) - 1.33))
-    return jnp.concatenate([term.ravel() for term in terms])
-
-
 def _excess(amount):
     return 6.0 * jnp.log1p(jax.nn.relu(amount)) / np.sqrt(amount.shape[-1])
 
 
-def _least_squares(residuals: Callable, free: np.ndarray, lows: Iterable[float]) -> np.ndarray:
+def _least_squares(function: Callable, free: np.ndarray, lows: Iterable[float]) -> np.ndarray:
     """Minimizes the sum of squares for one interval after the other."""
-    compiled = jax.jit(residuals)
-    jacobian: Any = jax.jit(jax.jacfwd(residuals))  # scipy's type for it is str
+    compiled = jax.jit(function)
+    jacobian: Any = jax.jit(jax.jacfwd(function))  # scipy's type for it is str
     for low in lows:
         free = scipy.optimize.least_squares(
             compiled, free, jacobian, x_scale="jac", max_nfev=200, args=(low,)
@@ -228,12 +228,12 @@ def _least_squares(residuals: Callable, free: np.ndarray, lows: Iterable[float])
     return free
 
 
-def _newton(residuals: Callable, free: np.ndarray, low: float) -> np.ndarray:
+def _newton(function: Callable, free: np.ndarray, low: float) -> np.ndarray:
     """Minimizes the sum of squares from nearby, to what float64 can tell apart."""
     scale = np.abs(free)
 
     def cost(scaled):
-        return jnp.sum(residuals(scaled * scale, low) ** 2)
+        return jnp.sum(function(scaled * scale, low) ** 2)
 
     gradient = jax.grad(cost)
     found = scipy.optimize.minimize(
