@@ -66,9 +66,9 @@ def newton_schulz(
     does half the work, five triples cost 20, and
 
         ns_coeffs      cost  dtype     maps σ from l to   polar error on σ > σ₁/100 (Gaussian m×m)
-        "fast"         12    float16   [0.59, 1.22]       0.11
-        "balanced"     14    float16   [0.78, 1.19]       0.08
-        "accurate"     17    bfloat16  [0.81, 1.17]       0.07
+        "fast"         12    float16   [0.60, 1.22]       0.11
+        "balanced"     14    float16   [0.83, 1.21]       0.08
+        "accurate"     17    bfloat16  [0.82, 1.17]       0.05
         "standard"     20    bfloat16  [0.68, 1.20]       0.18
 
     with l = 0.004, 0.002 and 0.001 of the Schatten-4 norm, and 0.002 of the Frobenius norm. On

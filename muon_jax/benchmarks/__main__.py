@@ -5,12 +5,14 @@
     python -m muon_jax.benchmarks muon --models gpt2-small
     python -m muon_jax.benchmarks accuracy --names standard --json accuracy.json
     python -m muon_jax.benchmarks training --json training.json
+    python -m muon_jax.benchmarks coefficients --names balanced
     python -m muon_jax.benchmarks report syrk.json --png syrk.png
 
 On a GPU it prints the time that the kernels spend on the device (for rivals in torch the time
 between CUDA events, with the gaps between kernels); the JSON has the wall clock too.
 `accuracy` times nothing: it compares results with the polar factor, and counts FLOPs. `training`
 compares the validation losses of a small GPT, by coefficients, learning rate and seed.
+`coefficients` computes anew those that are ours or best approximations.
 """
 
 import argparse
@@ -26,10 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
+from muon_jax import _coefficients, _schedules
 from muon_jax.benchmarks import (
     _accuracy,
+    _fit,
     _measure,
+    _minimax,
     _models,
     _report,
     _rivals,
@@ -121,6 +127,29 @@ def training(arguments: argparse.Namespace) -> None:
     print(f"\n{_report.markdown(report)}")
 
 
+def coefficients(arguments: argparse.Namespace) -> None:
+    """Computes each of the sets anew, and prints it and how far what ships is from it."""
+    published = _minimax.published()
+    for name in arguments.names:
+        if name in published:
+            rows = published[name]
+            difference = np.max(np.abs(rows - np.array(_coefficients.NAMED[name])))
+            print(f"{name}: within {difference:.1g} of what ships")
+            print("".join(f"    {tuple(row.tolist())},\n" for row in rows))
+        else:
+            design = _fit.DESIGNS[name]
+            steps = _fit.fit(design)
+            shipped = _schedules.SCHEDULES[name].steps
+            difference = np.max(
+                np.abs(_fit.free_coefficients(steps) / _fit.free_coefficients(shipped) - 1)
+            )
+            numbers = _fit.properties(steps, design.low).items()
+            stated = ", ".join(f"{key} {number:.4g}" for key, number in numbers)
+            print(f"{name}: within {difference:.1g} of what ships, relatively; {stated}")
+            for step in steps:
+                print("".join(f"    {product},\n" for product in step.products), flush=True)
+
+
 def tune(arguments: argparse.Namespace) -> None:
     """Measures the candidates of each product, and writes the table anew after each."""
     path = arguments.json or _tuning.table_path(jax.devices()[0].device_kind)
@@ -192,6 +221,10 @@ def main(words: Sequence[str] | None = None) -> None:
         learn.add_argument(f"--{field.name}", type=int, default=field.default)
     learn.add_argument("--json", type=Path, help="also write the losses to this file")
     learn.set_defaults(run=training)
+    generate = commands.add_parser("coefficients", help="compute ours and minimax ones anew")
+    sets = [*_minimax.published(), *_fit.DESIGNS]
+    generate.add_argument("--names", nargs="+", choices=sets, default=sets)
+    generate.set_defaults(run=coefficients)
     table = commands.add_parser("tune", help="measure the table of the dispatch for this device")
     add_shapes(table)
     table.add_argument(

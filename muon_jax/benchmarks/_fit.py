@@ -1,0 +1,247 @@
+"""Fits composed schedules under the noise of rounding: where the numbers of `_schedules` are from.
+
+All steps are fitted jointly, by nonlinear least squares in float64. With σ ↦ y(σ) the map of the
+schedule, the sum of squares is that of
+
+- y - 1 on 420 points of [l, 1], and with a tenth of their weight on [l/8, l], log-uniform;
+- there too, the first-order response of y to the rounding of every intermediate on its own: of R
+  by 2·10⁻⁴ of its maximum, of every Sⱼ but h by 2·10⁻³ of its own, of the output of each step but
+  the last by 5·10⁻³ of itself, all times `noise`;
+- 6·log(1 + excess) of y above 1.25 or below min(0.3, 0.15σ/l) on 560 points of [l/30, 1.01], as it
+  is and with the output of each step but the last off by ±`drift`;
+- 4.2·log(1 + excess) of y above 1.33 there, with an Sⱼ off by ±`shift` of its maximum, or R by half
+  of that: the noise of bfloat16 where it is not independent, but of one sign.
+
+Each kind is a mean over its points. Two scalings are free, and are set: Sⱼ(0) = 1 for all but h,
+and beta = -1 in the first product of all steps but the first.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.optimize
+
+from muon_jax._schedules import Product, Step
+
+type Addends = tuple[tuple[int, ...], ...]
+
+_ROUNDING_OF_R, _ROUNDING_OF_S, _ROUNDING_OF_OUTPUT = 2e-4, 2e-3, 5e-3
+_MARGIN = 1.05  # a step alone is fitted up to it, lest it explode right above 1
+
+
+class Design(NamedTuple):
+    """What a schedule is fitted for; the module's docstring says what each stands for.
+
+    Attributes:
+        addends: those of the products, for each step.
+        low: l, the least singular value that is to become 1.
+        noise, drift, shift: of the perturbations.
+    """
+
+    addends: Addends
+    low: float
+    noise: float = 1.0
+    drift: float = 0.02
+    shift: float = 0.0
+
+
+DESIGNS = {
+    "fast": Design(((0, 0, 0), (0, 0, 0)), 0.004),
+    "balanced": Design(((0, 0, 0, 2), (0, 0, 1, 1)), 0.002),
+    "accurate": Design(((0, 0, 1), (0, 0, 1), (0, 0)), 0.001, 1.5, 0.03, 4e-3),
+}
+
+
+def fit(design: Design) -> tuple[Step, ...]:
+    """Returns the steps of `design` at the minimum that is reached from `greedy` ones.
+
+    A trust region of Gauss and Newton's method leads near, Newton's own to the minimum itself.
+    """
+    with jax.enable_x64(True), np.errstate(over="ignore"):  # far steps overflow, and are not taken
+        function = functools.partial(residuals, design)
+        free = free_coefficients(greedy(design.addends, design.low))
+        free = _newton(function, _least_squares(function, free, [design.low]), design.low)
+        return tuple(map(_rounded, _steps(design.addends, free.tolist())))
+
+
+def properties(steps: tuple[Step, ...], low: float) -> dict[str, float]:
+    """Returns the slope of y at 0, its least value on [low, 1] and its maximum on [0, 1]."""
+    with jax.enable_x64(True):
+        y = _map(steps, _grid(low, 1.0, 10_000))
+        slope = _map(steps, jnp.array([1e-9]))[0] / 1e-9
+        below = _map(steps, _grid(1e-9, low, 10_000))
+        numbers = {"slope": slope, "least": y.min(), "maximum": jnp.maximum(y.max(), below.max())}
+        return {name: float(number) for name, number in numbers.items()}
+
+
+def greedy(addends: Addends, low: float) -> tuple[Step, ...]:
+    """Returns steps that are each fitted alone: the first on [low, 1], others on what it leaves.
+
+    Each has the least mean square of log y, found on intervals that grow to that in twelve fits,
+    from Sⱼ = (I - R)^(2ʲ) and all coefficients of h one.
+    """
+    steps: list[Step] = []
+    highest = 1.0
+    for indices in addends:
+
+        def logarithm(free, least, indices=indices):
+            y = _map(_steps((indices,), free), _grid(least, _MARGIN, 300))
+            return jnp.log(jnp.maximum(y, 1e-3)) / np.sqrt(y.size)
+
+        free = np.array([1.0, -2.0, *[1.0, 0.0] * (len(indices) - 2), 1.0, 1.0, 1.0])
+        free = _least_squares(logarithm, free, np.geomspace(0.3, low, 12))
+        (step,) = _steps((indices,), free.tolist())
+        y = np.asarray(_map((step,), _grid(low, _MARGIN, 300)))
+        if steps:  # scaled so that beta is -1, and the step before to enter it
+            s = (-step.products[0].beta) ** -0.5
+            steps[-1] = _scaled(steps[-1], 1.0, 1.0 / (highest * s))
+            step = _scaled(step, s, s)
+        steps.append(step)
+        highest, low = y.max(), y.min() / y.max()
+    return tuple(steps)
+
+
+def residuals(design: Design, free: np.ndarray | jax.Array, low: float) -> jax.Array:
+    """Returns all that the module's docstring has the squares of, for `free_coefficients`."""
+    steps = _steps(design.addends, free)
+    rounding = np.concatenate(
+        [
+            [_ROUNDING_OF_R, *[_ROUNDING_OF_S] * (len(indices) - 1), _ROUNDING_OF_OUTPUT]
+            for indices in design.addends
+        ]
+    )[:-1]  # the last output's is no matter of the coefficients
+    each = np.eye(rounding.size, rounding.size + 1)
+
+    x = jnp.append(_grid(low / 8, low, 70)[:-1], _grid(low, 1.0, 420))
+    weights = np.append(np.full(69, 0.1 / 69), np.full(420, 1 / 420)) ** 0.5
+    y, response = jax.linearize(lambda errors: _map(steps, x, errors), jnp.zeros(each.shape[1]))
+    responses = jax.vmap(response)(design.noise * rounding[:, None] * each)
+
+    x = jnp.append(_grid(low / 30, 1.01, 260), np.linspace(0.02, 1.01, 300))
+    bounded = jax.vmap(lambda errors: _map(steps, x, errors))
+    is_output = rounding == _ROUNDING_OF_OUTPUT
+    drifts = design.drift * each[is_output]
+    off = bounded(np.concatenate([0 * each[:1], drifts, -drifts]))
+    floor = 0.3 * jnp.minimum(1.0, x / (2 * low))
+    terms = [weights * (y - 1.0), weights * responses, _excess(off - 1.25), _excess(floor - off)]
+    if design.shift:
+        shifts = np.where(rounding == _ROUNDING_OF_R, 0.5, 1.0) * design.shift
+        shifts = (shifts[:, None] * each)[~is_output]
+        terms.append(0.7 * _excess(bounded(np.concatenate([shifts, -shifts])) - 1.33))
+    return jnp.concatenate([term.ravel() for term in terms])
+
+
+def free_coefficients(steps: Sequence[Step]) -> np.ndarray:
+    """Returns those that no scaling sets: alpha and beta of each product, and h's diagonal."""
+    values = []
+    for step in steps:
+        for j, product in enumerate(step.products):
+            values += [product.alpha] if values and j == 0 else [product.alpha, product.beta]
+        values.append(step.products[-1].diagonal)
+    return np.array(values)
+
+
+def _rounded(step):
+    """The step with eight significant digits."""
+    products = []
+    for product in step.products:
+        values = dataclasses.asdict(product).items()
+        products.append(Product(**{key: type(v)(f"{v:.8g}") for key, v in values}))
+    return Step(tuple(products))
+
+
+def _scaled(step, s, factor):
+    """The step with the polynomial factor·h(s²·R)."""
+    products = []
+    for j, product in enumerate(step.products, 1):
+        out = factor if j == len(step.products) else 1.0
+        products.append(
+            Product(
+                out * product.alpha * (s**4 if j == 1 else 1.0),
+                out * product.beta * (s**2 if product.addend == 0 else 1.0),
+                product.addend,
+                out * product.diagonal,
+            )
+        )
+    return Step(tuple(products))
+
+
+def _steps(addends, free):
+    """The steps of these free coefficients, with the other ones."""
+    values, steps = iter(free), []
+    for indices in addends:
+        products = []
+        for j, addend in enumerate(indices, 1):
+            alpha = next(values)
+            beta = -1.0 if steps and j == 1 else next(values)
+            at_zero = (alpha if j > 1 else 0.0) + (beta if addend else 0.0)
+            diagonal = next(values) if j == len(indices) else 1.0 - at_zero
+            products.append(Product(alpha, beta, addend, diagonal))
+        steps.append(Step(tuple(products)))
+    return tuple(steps)
+
+
+def _map(steps, x, errors=None):
+    """y(x), with errors of every R and Sⱼ, relative to its maximum, and of every output."""
+    errors = iter(np.zeros(_count(steps)) if errors is None else errors)
+    for step in steps:
+        terms = [_off(x * x, next(errors))]
+        for product in step.products:
+            out = product.alpha * terms[-1] ** 2 + product.beta * terms[product.addend]
+            terms.append(out + product.diagonal)
+            if product is not step.products[-1]:
+                terms[-1] = _off(terms[-1], next(errors))
+        x = x * terms[-1] * (1.0 + next(errors))
+    return x
+
+
+def _off(term, error):
+    return term + error * jnp.max(jnp.abs(term))
+
+
+def _count(steps):
+    return sum(len(step.products) + 1 for step in steps)
+
+
+def _grid(low, high, points):
+    """Log-uniform points; `low` can be traced."""
+    return low * (high / low) ** np.linspace(0.0, 1.0, points)
+
+
+def _excess(amount):
+    return 6.0 * jnp.log1p(jax.nn.relu(amount)) / np.sqrt(amount.shape[-1])
+
+
+def _least_squares(function: Callable, free: np.ndarray, lows: Iterable[float]) -> np.ndarray:
+    """Minimizes the sum of squares for one interval after the other."""
+    compiled = jax.jit(function)
+    jacobian: Any = jax.jit(jax.jacfwd(function))  # scipy's type for it is str
+    for low in lows:
+        free = scipy.optimize.least_squares(
+            compiled, free, jacobian, x_scale="jac", max_nfev=200, args=(low,)
+        ).x
+    return free
+
+
+def _newton(function: Callable, free: np.ndarray, low: float) -> np.ndarray:
+    """Minimizes the sum of squares from nearby, to what float64 can tell apart."""
+    scale = np.abs(free)
+
+    def cost(scaled):
+        return jnp.sum(function(scaled * scale, low) ** 2)
+
+    gradient = jax.grad(cost)
+    found = scipy.optimize.minimize(
+        jax.jit(cost),
+        free / scale,
+        jac=jax.jit(gradient),
+        hess=jax.jit(jax.jacfwd(gradient)),
+        method="trust-exact",
+        options={"gtol": 1e-9, "maxiter": 500},
+    )
+    return found.x * scale

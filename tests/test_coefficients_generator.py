@@ -1,0 +1,96 @@
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from muon_jax._coefficients import NAMED
+from muon_jax._schedules import SCHEDULES
+from muon_jax.benchmarks import __main__ as benchmarks
+from muon_jax.benchmarks import _fit, _minimax
+
+# Units of the last published digit. The 8.20516 of "polar_express_nvidia" is published as 8.2051.
+AS_PUBLISHED = {
+    "polar_express": 1e-14,
+    "polar_express_nanogpt": 0.5e-4,
+    "polar_express_nvidia": 0.7e-4,
+    "cans": 0.5e-4,
+}
+
+
+@pytest.mark.parametrize("name", AS_PUBLISHED)
+def test_published_sets(name):
+    rows = _minimax.published()[name]
+    np.testing.assert_allclose(rows, NAMED[name], rtol=0, atol=AS_PUBLISHED[name])
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.001, 1), (0.3, 2.5), (0.9, 1.1)])
+def test_a_quintic_alternates_as_the_best_one_does(low, high):
+    a, b, c = _minimax.minimax_quintic(low, high)
+    sigma = np.linspace(low, high, 20_001)
+    error = 1 - (a * sigma + b * sigma**3 + c * sigma**5)
+    largest = np.abs(error).max()
+    stationary = np.flatnonzero(np.diff(np.sign(np.diff(error)))) + 1
+    extremes = error[[0, *stationary, -1]]
+    np.testing.assert_allclose(extremes, largest * np.array([1, -1, 1, -1]), rtol=1e-6, atol=1e-13)
+
+
+def test_quintics_of_narrow_intervals_are_the_limit():
+    limit = np.array([1.875, -1.25, 0.375]) / 2.0 ** np.array([1, 3, 5])
+    np.testing.assert_allclose(_minimax.minimax_quintic(1.999999, 2), limit)
+    np.testing.assert_allclose(_minimax.minimax_quintic(1.9999, 2), limit, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (2, 1), (-1, 1)])
+def test_intervals_that_are_none(low, high):
+    with pytest.raises(ValueError, match=f"0 < low <= high, got low={low} and high={high}"):
+        _minimax.minimax_quintic(low, high)
+
+
+@pytest.mark.parametrize("name", _fit.DESIGNS)
+def test_schedules_are_what_is_generated(name):
+    steps = _fit.fit(_fit.DESIGNS[name])
+    shipped = SCHEDULES[name].steps
+    assert [[p.addend for p in step.products] for step in steps] == [
+        [p.addend for p in step.products] for step in shipped
+    ]
+    for step, expected in zip(steps, shipped, strict=True):
+        for product, known in zip(step.products, expected.products, strict=True):
+            actual, desired = dataclasses.astuple(product), dataclasses.astuple(known)
+            np.testing.assert_allclose(actual, desired, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", _fit.DESIGNS)
+def test_schedules_are_at_a_minimum_of_their_objective(name):
+    design = _fit.DESIGNS[name]
+    with jax.enable_x64(True):
+        free = _fit.free_coefficients(SCHEDULES[name].steps)
+
+        def cost(free):
+            return float(np.sum(_fit.residuals(design, free, design.low) ** 2))
+
+        least = cost(free)
+        for direction in np.random.default_rng(0).choice([-1, 1], (20, free.size)):
+            assert cost(free * (1 + 1e-3 * direction)) > least
+
+
+def test_intermediates_stay_within_one():
+    sigma = np.append(np.geomspace(1e-6, 1, 4000), np.linspace(0, 1.01, 4000))
+    for schedule in SCHEDULES.values():
+        x = sigma
+        for step in schedule.steps:
+            terms = [x**2]
+            for p in step.products:
+                terms.append(p.alpha * terms[-1] ** 2 + p.beta * terms[p.addend] + p.diagonal)
+            assert np.abs(terms[1:-1]).max() < 1 + 1e-6, schedule.name
+            assert np.abs(terms[0]).max() < 5 and np.abs(terms[-1]).max() < 51, schedule.name
+            x = x * terms[-1]
+
+
+def test_the_command_says_how_far_what_ships_is(capsys):
+    benchmarks.main(["coefficients", "--names", "cans"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "cans: within 5e-05 of what ships"
+    assert lines[1].startswith("    (8.4703288038") and len(lines) == 7
+    with pytest.raises(SystemExit):
+        benchmarks.main(["coefficients", "--names", "standard"])
