@@ -20,6 +20,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from muon_jax._cost import Products
 from muon_jax._normalization import gram_gain, inverse_norm
 from muon_jax._schedules import Schedule, Step
 from pallas_kernels import syrk, syrk_with_residual, syrkx
@@ -40,7 +41,7 @@ def segments(schedule: Schedule, method: str, dtype: jax.typing.DTypeLike) -> tu
     """
     most = 0.0 if method == "standard" else _MOST_SLOPE.get(jnp.dtype(dtype).name, math.inf)
     result: list[Segment] = []
-    for step in reversed(schedule.steps):
+    for step in reversed(schedule.steps_in(dtype)):
         if result and step.slope * _slope(result[0]) <= most:
             result[0] = (step, *result[0])
         else:
@@ -48,12 +49,18 @@ def segments(schedule: Schedule, method: str, dtype: jax.typing.DTypeLike) -> tu
     return tuple(result)
 
 
-def units(schedule: Schedule, method: str, dtype: jax.typing.DTypeLike, aspect: float) -> float:
-    """Returns the cost for n = aspect·m, in symmetric products of m × m matrices."""
+def products(schedule: Schedule, method: str, dtype: jax.typing.DTypeLike) -> Products:
+    """Returns the products of the schedule in that form."""
     parts = segments(schedule, method, dtype)
-    # Each step joined to another costs Q₁R and Q₂Q₁, two units each, and R₂.
-    joins = 5 * (len(schedule.steps) - len(parts)) + 2 * sum(_has_residual(p, dtype) for p in parts)
-    return 3 * aspect * len(parts) + sum(len(step.products) for step in schedule.steps) + joins
+    steps = [step for part in parts for step in part]
+    joins, residuals = len(steps) - len(parts), sum(_has_residual(part, dtype) for part in parts)
+    return Products(
+        grams=len(parts),
+        squares=sum(len(step.products) for step in steps) + joins,  # the R of each step joined
+        fulls=2 * joins + residuals,  # Q₁R, Q₂Q₁, and Q₁R_low
+        applications=len(parts),
+        passes=residuals,
+    )
 
 
 def run(

@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from muon_jax._cost import Products
+
 type _Triple = tuple[float | jax.Array, ...]
 
 
@@ -32,14 +34,16 @@ def restarts(dtype: jax.typing.DTypeLike, num_steps: int) -> range:
     return range(2, num_steps, every) if every else range(0)
 
 
-def units(dtype: jax.typing.DTypeLike, num_steps: int, aspect: float) -> float:
-    """Returns the cost for n = aspect·m, in symmetric products of m × m matrices.
-
-    A Gram matrix costs `aspect`, the product of an m × m matrix with X twice that.
-    """
+def products(dtype: jax.typing.DTypeLike, num_steps: int) -> Products:
+    """Returns the products of that many steps."""
     segments = 1 + len(restarts(dtype, num_steps))
-    # The first step of a segment needs no QZ, the last no T and no new R.
-    return segments * 3 * aspect + num_steps + 3 * (num_steps - segments)
+    return Products(
+        grams=segments,
+        # The first step of a segment needs no QZ, the last no T and no new R.
+        squares=num_steps + 3 * (num_steps - segments),
+        applications=segments,
+        passes=segments,
+    )
 
 
 def apply(

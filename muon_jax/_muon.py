@@ -91,7 +91,7 @@ def scale_by_muon(
             matrices along them are orthogonalized each by itself. None for matrices: rank 2.
         ns_dtype: dtype of the iteration's products; `"auto"` for what the coefficients need, None
             for the momentum's, see `newton_schulz`.
-        ns_method: `"standard"` or `"gram"`, None for the one with fewer FLOPs, see `newton_schulz`.
+        ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
         implementation: of the symmetric products, `"xla"`, `"triton"`, `"mosaic_gpu"` or None for
             the fastest; see `pallas_kernels.syrk`.
 
@@ -109,7 +109,7 @@ def scale_by_muon(
     ns_coeffs = _coefficients.canonicalize(ns_coeffs)
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     if isinstance(recipe, Schedule) and ns_dtype not in ("auto", None):
-        recipe.check_dtype(ns_dtype)
+        recipe.steps_in(ns_dtype)  # raises where that is unsafe
     if _coefficients.is_traced((ns_coeffs, ns_steps)):  # under optax.inject_hyperparams
         orthogonalize = inspect.unwrap(newton_schulz)
     else:
@@ -217,7 +217,7 @@ def muon(
             <https://arxiv.org/abs/2502.16982>`_).
         ns_dtype: dtype of the iteration's products; `"auto"` for what the coefficients need, None
             for the momentum's, see `newton_schulz`.
-        ns_method: `"standard"` or `"gram"`, None for the one with fewer FLOPs, see `newton_schulz`.
+        ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
         implementation: of the symmetric products, see `pallas_kernels.syrk`.
 
     Raises:

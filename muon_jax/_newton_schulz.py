@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from muon_jax import _coefficients, _composed, _gram
+from muon_jax._cost import Products
 from muon_jax._normalization import (
     gram_gain,
     inverse_norm,
@@ -94,11 +95,11 @@ def newton_schulz(
         eps: added to the norm of X: 0 keeps the result independent of scale, more shrinks the
             result for ‖X‖ of that order. Under `"schatten"` and `"aol"` the least value of the
             squared norms instead, as in optax.
-        dtype: dtype of the products. `"auto"` is what the coefficients need: bfloat16, and for a
-            composed schedule that of the table above; on TPUs, which multiply no float16, float32
-            in its place; for the gram form float16, on TPUs bfloat16. None is that of `x`. Products
-            accumulate in float32. There is no complex number of half precision: complex matrices
-            use complex64 at least.
+        dtype: dtype of the products, which accumulate in float32. `"auto"` is bfloat16, for a
+            composed schedule that of the table above, for the gram form float16; on TPUs, which
+            multiply no float16, bfloat16 in its place. None is that of `x`. Composed schedules
+            have coefficients of their own for bfloat16. There is no complex number of half
+            precision: complex matrices use complex64 at least.
         preconditioning: what X is divided by: `"frobenius"`, its Frobenius norm; `"spectral"`, its
             largest singular value (by an SVD, slow); `"schatten"`, its Schatten-4 norm ‖A‖_F^½;
             `"aol"`, row by row the square roots of the row sums of |A|, which changes the polar
@@ -107,9 +108,9 @@ def newton_schulz(
         method: `"standard"`, where every step multiplies with X; `"gram"`, the same polynomial with
             fewer such products, most of them on XXᵀ alone (`muon_jax._gram` for triples,
             `muon_jax._composed` for composed schedules), in float16 unless `dtype` says otherwise;
-            or None for the one with fewer FLOPs. For n = m, 2m, 4m, 8m five steps of triples cost
-            20, 35, 65, 125 units in the standard form and 20, 26, 38, 62 in the other, `"balanced"`
-            14, 20, 32, 56 and 18, 21, 27, 39.
+            or None for the faster one by a model of their times. For n = m, 2m, 4m, 8m five steps
+            of triples cost 20, 35, 65, 125 units in the standard form and 20, 26, 38, 62 in the
+            other, `"balanced"` 14, 20, 32, 56 and 18, 21, 27, 39.
         implementation: `"xla"`, `"triton"`, `"mosaic_gpu"` or None, as for `pallas_kernels.syrk`.
 
     Returns:
@@ -117,9 +118,8 @@ def newton_schulz(
 
     Raises:
         ValueError: `x` is no float matrix, an argument is none of the values above, or `dtype` is
-            one that the composed schedule is unsafe in: bfloat16 for `"fast"` and `"balanced"`,
-            also where None stands for it. Or the gram form does not exist for the other arguments,
-            or is unsafe: for composed schedules in bfloat16.
+            one of 8 bits, in which composed schedules are unsafe. Or the gram form does not exist
+            for the other arguments, or is unsafe: for composed schedules in bfloat16.
         NotImplementedError: the named implementation cannot run here.
 
     References:
@@ -137,23 +137,21 @@ def newton_schulz(
     check_preconditioning(preconditioning)
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     in_dtype, (*_, m, n) = x.dtype, x.shape
-    aspect = max(m, n) / max(min(m, n), 1)
-    form, products_dtype = _resolve(method, recipe, preconditioning, dtype, in_dtype, aspect)
-
     transposed = m > n
     x = x.mT if transposed else x
+    form, products_dtype = _resolve(method, recipe, preconditioning, dtype, in_dtype, x.shape)
     log2_n = (x.shape[-1] - 1).bit_length()
     root = 4 if isinstance(recipe, Schedule) or form == "gram" else 2
     x, scale = scaled_by_power_of_two(x, products_dtype, -(-log2_n // root))
     x = _padded(x, implementation)
-    if isinstance(recipe, Schedule):
-        segments = _composed.segments(recipe, form, products_dtype)
-        with _precision_of(products_dtype):
+    with _precision_of(products_dtype):
+        if isinstance(recipe, Schedule):
+            segments = _composed.segments(recipe, form, products_dtype)
             x = _composed.run(x, segments, eps, scale, log2_n, implementation)
-    elif form == "gram":
-        x = _run_gram(implementation, x, recipe, eps, scale, preconditioning, log2_n)
-    else:
-        x = _run_quintics(implementation, x, recipe, eps, scale, preconditioning)
+        elif form == "gram":
+            x = _run_gram(implementation, x, recipe, eps, scale, preconditioning, log2_n)
+        else:
+            x = _run_quintics(implementation, x, recipe, eps, scale, preconditioning)
     return (x.mT if transposed else x)[..., :m, :n].astype(in_dtype)
 
 
@@ -210,7 +208,7 @@ def _run_gram(implementation, x, quintics, eps, scale, preconditioning, log2_n):
     return _gram.apply(square, product, x, gram, triples, s, factor)
 
 
-def _resolve(method, recipe, preconditioning, dtype, in_dtype, aspect):
+def _resolve(method, recipe, preconditioning, dtype, in_dtype, wide_shape):
     """Returns the method and the dtype of the products; raises ValueError where one is unsafe."""
     names = get_args(Method.__value__)
     if method not in (None, *names):
@@ -224,8 +222,9 @@ def _resolve(method, recipe, preconditioning, dtype, in_dtype, aspect):
         if not reason:
             offered[name] = products_dtype
     if len(offered) > 1:
-        costs = {name: _units(recipe, name, dtype, aspect) for name, dtype in offered.items()}
-        return min(offered.items(), key=lambda item: costs[item[0]])
+        return min(
+            offered.items(), key=lambda item: _products(recipe, *item).microseconds(wide_shape)
+        )
     return offered.popitem()
 
 
@@ -243,30 +242,26 @@ def _no_gram_form(recipe, preconditioning, dtype):
     return None
 
 
-def _units(recipe, method, dtype, aspect):
-    """Returns the cost of the products, in symmetric ones of m × m matrices."""
+def _products(recipe, method, dtype) -> Products:
     if isinstance(recipe, Schedule):
-        return _composed.units(recipe, method, dtype, aspect)
+        return _composed.products(recipe, method, dtype)
     num_steps = recipe.last - recipe.first
     if method == "gram":
-        return _gram.units(dtype, num_steps, aspect)
-    return num_steps * (3 * aspect + 1)
+        return _gram.products(dtype, num_steps)
+    return Products(grams=num_steps, squares=num_steps, applications=num_steps)
 
 
 def _products_dtype(recipe, method, dtype, in_dtype):
     """The dtype that `dtype` stands for; raises ValueError where a schedule is unsafe in it."""
-    composed = isinstance(recipe, Schedule)
     if isinstance(dtype, str) and dtype == "auto":
-        on_tpu = _device.platform() == "tpu"
+        dtype = recipe.dtype if isinstance(recipe, Schedule) else "bfloat16"
         if method == "gram":
-            dtype = ("float32" if composed else "bfloat16") if on_tpu else "float16"
-        else:
-            dtype = recipe.default_dtype(_device.platform()) if composed else "bfloat16"
+            dtype = "float16"
+        if _device.platform() == "tpu":  # whose matrix units lack float16
+            dtype = "bfloat16"
     dtype = jnp.dtype(in_dtype if dtype is None else dtype)
     if jnp.issubdtype(in_dtype, jnp.complexfloating):
         dtype = jnp.promote_types(dtype, jnp.complex64)
-    if composed:
-        recipe.check_dtype(dtype)
     return dtype
 
 

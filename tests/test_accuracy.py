@@ -4,7 +4,8 @@ import json
 import numpy as np
 import pytest
 
-from muon_jax import newton_schulz
+from muon_jax import _composed, newton_schulz
+from muon_jax._schedules import SCHEDULES
 from muon_jax.benchmarks import __main__ as benchmarks
 from muon_jax.benchmarks import _accuracy, _report, _spectra
 from muon_jax.benchmarks._spectra import Case
@@ -111,9 +112,22 @@ def test_flops(name, grams, squares, aspect):
     assert units == grams * 3 * aspect + squares
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_flops_of_joined_steps_are_those_of_the_model(name, dtype):
+    orthogonalize = functools.partial(
+        newton_schulz, ns_coeffs=name, method="gram", dtype=dtype, implementation="xla"
+    )
+    expected = _composed.products(SCHEDULES[name], "gram", dtype)
+    for aspect in (1, 4):
+        units = _accuracy.symmetric_units(orthogonalize, (16, 16 * aspect))
+        assert units == expected.units(aspect)
+
+
 def test_it_measures_and_reports(capsys, tmp_path):
     file = tmp_path / "accuracy.json"
-    words = "accuracy --names fast --dtypes float32 float16 --sizes 16 --aspects 1 2"
+    words = "accuracy --names fast --methods standard --dtypes float32 float16"
+    words += " --sizes 16 --aspects 1 2"
     benchmarks.main([*words.split(), "--json", str(file)])
     table = capsys.readouterr().out.partition("medians\n\n")[2]
     report = json.loads(file.read_text())
@@ -137,12 +151,15 @@ def test_it_measures_and_reports(capsys, tmp_path):
 
 def test_what_is_not_offered_is_reported(capsys, tmp_path):
     file = tmp_path / "accuracy.json"
-    words = "accuracy --names fast --dtypes bfloat16 --sizes 16 --aspects 1 --json"
-    benchmarks.main([*words.split(), str(file)])
-    reason = "ns_coeffs='fast' is unsafe in bfloat16"
-    assert f"- not offered: fast, bfloat16 ({reason}" in capsys.readouterr().out
+    words = "accuracy --names accurate --methods gram --dtypes bfloat16 --sizes 16 --aspects 1"
+    benchmarks.main([*words.split(), "--json", str(file)])
+    reason = "no two steps of ns_coeffs='accurate' can be joined in bfloat16"
+    assert (
+        f"- not offered: accurate, gram, bfloat16 (method='gram' is not offered here: {reason}"
+        in capsys.readouterr().out
+    )
     (measurement,) = json.loads(file.read_text())["measurements"]
-    assert set(measurement) == {"name", "dtype", "preconditioning", "not_offered"}
+    assert set(measurement) == {"name", "method", "dtype", "preconditioning", "not_offered"}
     benchmarks.main(["report", str(file)])
     assert reason in capsys.readouterr().out
 
@@ -158,9 +175,9 @@ def test_a_result_that_is_not_finite_is_infinitely_wrong():
     broken = {"spectrum": "linear", "errors": [None, None]}
     broken |= dict.fromkeys(("rms", "dual", "largest"))
     cases = [{**fine, "blow_up": False}, *[{**broken, "blow_up": True}] * 2]
-    measurement = {"name": "aol", "dtype": "float16", "preconditioning": "aol"}
+    measurement = {"name": "aol", "method": "gram", "dtype": "float16", "preconditioning": "aol"}
     line = _report.line({**measurement, "units": {"1": 16}, "cases": cases})
-    assert line.startswith("coefficients aol (preconditioning aol), dtype float16, units")
+    assert line.startswith("coefficients aol, gram (preconditioning aol), dtype float16, units")
     assert "linear inf / inf" in line and "blow-ups 2 of 3" in line
 
 

@@ -47,10 +47,13 @@ def test_intervals_that_are_none(low, high):
         _minimax.minimax_quintic(low, high)
 
 
-@pytest.mark.parametrize("name", _fit.DESIGNS)
-def test_schedules_are_what_is_generated(name):
-    steps = _fit.fit(_fit.DESIGNS[name])
-    shipped = SCHEDULES[name].steps
+each_design = pytest.mark.parametrize(("name", "dtype"), _fit.DESIGNS)
+
+
+@each_design
+def test_schedules_are_what_is_generated(name, dtype):
+    steps = _fit.fit(_fit.DESIGNS[name, dtype])
+    shipped = SCHEDULES[name].steps_in(dtype)
     assert [[p.addend for p in step.products] for step in steps] == [
         [p.addend for p in step.products] for step in shipped
     ]
@@ -60,11 +63,11 @@ def test_schedules_are_what_is_generated(name):
             np.testing.assert_allclose(actual, desired, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", _fit.DESIGNS)
-def test_schedules_are_at_a_minimum_of_their_objective(name):
-    design = _fit.DESIGNS[name]
+@each_design
+def test_schedules_are_at_a_minimum_of_their_objective(name, dtype):
+    design = _fit.DESIGNS[name, dtype]
     with jax.enable_x64(True):
-        free = _fit.free_coefficients(SCHEDULES[name].steps)
+        free = _fit.free_coefficients(SCHEDULES[name].steps_in(dtype))
 
         def cost(free):
             return float(np.sum(_fit.residuals(design, free, design.low) ** 2))
@@ -76,14 +79,14 @@ def test_schedules_are_at_a_minimum_of_their_objective(name):
 
 def test_intermediates_stay_within_one():
     sigma = np.append(np.geomspace(1e-6, 1, 4000), np.linspace(0, 1.01, 4000))
-    for schedule in SCHEDULES.values():
+    for name, dtype in _fit.DESIGNS:
         x = sigma
-        for step in schedule.steps:
+        for step in SCHEDULES[name].steps_in(dtype):
             terms = [x**2]
             for p in step.products:
                 terms.append(p.alpha * terms[-1] ** 2 + p.beta * terms[p.addend] + p.diagonal)
-            assert np.abs(terms[1:-1]).max() < 1 + 1e-6, schedule.name
-            assert np.abs(terms[0]).max() < 5 and np.abs(terms[-1]).max() < 51, schedule.name
+            assert np.abs(terms[1:-1]).max() < 1 + 1e-6, name
+            assert np.abs(terms[0]).max() < 5 and np.abs(terms[-1]).max() < 51, name
             x = x * terms[-1]
 
 

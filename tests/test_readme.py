@@ -10,6 +10,7 @@ import muon_jax.benchmarks
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 RESULTS = Path(muon_jax.benchmarks.__file__).parent / "results"
+LADDER = (RESULTS.parent / "README.md").read_text()
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.S))
@@ -21,38 +22,45 @@ def figure(microseconds: float) -> str:
     return f"{microseconds:.{1 if microseconds < 100 else 0}f}"
 
 
-def test_times_of_the_iteration_are_those_of_the_results():
-    report = json.loads((RESULTS / "newton_schulz_h200.json").read_text())
+def measurements(benchmark: str) -> list[tuple[dict, dict]]:
+    """Each measurement of the results, and its medians on the device."""
+    report = json.loads((RESULTS / f"{benchmark}_h200.json").read_text())
     assert report["device"] == "NVIDIA H200"
-    for measurement in report["measurements"]:
-        times = {k: v["device"][1] for k, v in measurement["microseconds"].items()}
-        errors = measurement["errors"]
+    return [
+        (m, {name: clocks["device"][1] for name, clocks in m["microseconds"].items()})
+        for m in report["measurements"]
+    ]
+
+
+def row(measurement: dict, *cells: str) -> str:
+    return f"| {' | '.join(['×'.join(map(str, measurement['shape'])), *cells])} |"
+
+
+def test_times_of_the_iteration_are_those_of_the_results():
+    for measurement, times in measurements("newton_schulz"):
+        composed = (
+            min(times[name], times.get(f"{name}, gram", times[name]))
+            for name in ("fast", "balanced", "accurate")
+        )
         cells = [
-            "×".join(map(str, measurement["shape"])),
-            figure(times["jnp"]),
-            figure(times["None"]),
+            *map(figure, (times["optax f32"], times["jnp"], times["None"])),
             f"{times['jnp'] / times['None']:.2f}×",
-            figure(times["optax f32"]),
-            *(f"{errors[name]:.3f}" for name in ("jnp", "None")),
+            *map(figure, composed),
         ]
-        assert f"| {' | '.join(cells)} |" in README
+        assert row(measurement, *cells) in README
 
 
 def test_times_of_the_products_are_those_of_the_results():
-    report = json.loads((RESULTS / "tune_h200.json").read_text())
-    assert report["device"] == "NVIDIA H200"
-    for entry in report["entries"]:
-        times = entry["microseconds"]
-        mosaic = min(time for name, time in times.items() if name.startswith("mosaic_gpu"))
-        xla = times["xla, not symmetrized"]
-        batch, *sizes = entry["shape"]
-        shape = "×".join(map(str, sizes if batch == 1 else entry["shape"]))
-        cells = [
-            shape + " + C" * entry["addend"],
-            *map(figure, (xla, times["triton"], mosaic)),
-            f"{xla / mosaic:.2f}×",
-        ]
-        assert f"| {' | '.join(cells)} |" in README
+    expected = set()
+    for measurement, times in measurements("syrk"):
+        cells = []
+        for addend in ("", " + C"):
+            jnp, ours = times[f"jnp{addend}"], times[f"None{addend}"]
+            cells += [figure(jnp), figure(ours), f"{jnp / ours:.2f}×"]
+        expected.add(row(measurement, *cells, measurement["chosen"]))
+    stated = set(re.findall(r"^\| [\d×]+ \|.* \| (?:xla|triton|mosaic_gpu) \|$", README, re.M))
+    assert stated and stated <= expected
+    assert expected <= set(LADDER.splitlines())
 
 
 def test_the_commands_are_found_by_ci():

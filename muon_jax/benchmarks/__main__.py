@@ -96,8 +96,8 @@ def accuracy(arguments: argparse.Namespace) -> None:
     report |= {"absent": _spectra.absent(), "thresholds": _accuracy.THRESHOLDS, "measurements": []}
     cases = [*_spectra.cases(arguments.sizes, arguments.aspects)]
     report["sizes"] = ", ".join(map(str, arguments.sizes))
-    for name, dtype in itertools.product(arguments.names, arguments.dtypes):
-        measurement = _accuracy.measure(name, dtype, cases)
+    for case in itertools.product(arguments.names, arguments.methods, arguments.dtypes):
+        measurement = _accuracy.measure(*case, cases)
         print(_report.line(measurement), flush=True)
         report["measurements"].append(measurement)
         if arguments.json:
@@ -130,22 +130,19 @@ def training(arguments: argparse.Namespace) -> None:
 def coefficients(arguments: argparse.Namespace) -> None:
     """Computes each of the sets anew, and prints it and how far what ships is from it."""
     published = _minimax.published()
-    for name in arguments.names:
-        if name in published:
-            rows = published[name]
-            difference = np.max(np.abs(rows - np.array(_coefficients.NAMED[name])))
-            print(f"{name}: within {difference:.1g} of what ships")
-            print("".join(f"    {tuple(row.tolist())},\n" for row in rows))
-        else:
-            design = _fit.DESIGNS[name]
-            steps = _fit.fit(design)
-            shipped = _schedules.SCHEDULES[name].steps
+    for name in [name for name in arguments.names if name in published]:
+        difference = np.max(np.abs(published[name] - np.array(_coefficients.NAMED[name])))
+        print(f"{name}: within {difference:.1g} of what ships")
+        print("".join(f"    {tuple(row.tolist())},\n" for row in published[name]))
+    for (name, dtype), design in _fit.DESIGNS.items():
+        if name in arguments.names:
+            steps, shipped = _fit.fit(design), _schedules.SCHEDULES[name].steps_in(dtype)
             difference = np.max(
                 np.abs(_fit.free_coefficients(steps) / _fit.free_coefficients(shipped) - 1)
             )
             numbers = _fit.properties(steps, design.low).items()
             stated = ", ".join(f"{key} {number:.4g}" for key, number in numbers)
-            print(f"{name}: within {difference:.1g} of what ships, relatively; {stated}")
+            print(f"{name}, {dtype}: within {difference:.1g} of what ships, relatively; {stated}")
             for step in steps:
                 print("".join(f"    {product},\n" for product in step.products), flush=True)
 
@@ -205,6 +202,9 @@ def main(words: Sequence[str] | None = None) -> None:
     polar = commands.add_parser("accuracy", help="distance to the polar factor, by coefficients")
     names = _accuracy.names()
     polar.add_argument("--names", nargs="+", choices=names, default=names)
+    polar.add_argument(
+        "--methods", nargs="+", choices=_accuracy.METHODS, default=[*_accuracy.METHODS]
+    )
     polar.add_argument("--dtypes", nargs="+", choices=_accuracy.DTYPES, default=[*_accuracy.DTYPES])
     polar.add_argument("--sizes", nargs="+", type=int, default=[256], help="the smaller side, m")
     polar.add_argument("--aspects", nargs="+", type=int, default=[1, 2, 4, 8], help="n/m")
@@ -222,7 +222,7 @@ def main(words: Sequence[str] | None = None) -> None:
     learn.add_argument("--json", type=Path, help="also write the losses to this file")
     learn.set_defaults(run=training)
     generate = commands.add_parser("coefficients", help="compute ours and minimax ones anew")
-    sets = [*_minimax.published(), *_fit.DESIGNS]
+    sets = [*_minimax.published(), *_schedules.SCHEDULES]
     generate.add_argument("--names", nargs="+", choices=sets, default=sets)
     generate.set_defaults(run=coefficients)
     table = commands.add_parser("tune", help="measure the table of the dispatch for this device")

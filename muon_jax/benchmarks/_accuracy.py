@@ -12,6 +12,7 @@ import numpy as np
 from muon_jax import _coefficients, _schedules, newton_schulz
 from muon_jax.benchmarks._spectra import Case
 
+METHODS = ("standard", "gram")
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Errors are those of the directions with σ > threshold · σ₁.
@@ -25,24 +26,28 @@ def names() -> list[str]:
     return [*_coefficients.NAMED, *_schedules.SCHEDULES]
 
 
-def measure(name: str, dtype: str, cases: Sequence[Case]) -> dict[str, Any]:
-    """Orthogonalizes the cases with the coefficients of that name and products in `dtype`.
+def measure(name: str, method: str, dtype: str, cases: Sequence[Case]) -> dict[str, Any]:
+    """Orthogonalizes the cases with the coefficients of that name, by `method`, in `dtype`.
 
     Coefficients made for the preconditioning "aol" have it, and what it does to the polar factor
     is part of their error.
 
     Returns:
-        `name`, `dtype`, `preconditioning` and either `not_offered`, the reason why `newton_schulz`
-        refuses these together, or `units`, the `symmetric_units` by aspect, and `cases`, the
-        `metrics` of each.
+        `name`, `method`, `dtype`, `preconditioning` and either `not_offered`, the reason why
+        `newton_schulz` refuses these together, or `units`, the `symmetric_units` by aspect, and
+        `cases`, the `metrics` of each.
     """
     preconditioning = "aol" if name.startswith("aol") else "frobenius"
     orthogonalize = functools.partial(
-        newton_schulz, ns_coeffs=name, dtype=jnp.dtype(dtype), preconditioning=preconditioning
+        newton_schulz,
+        ns_coeffs=name,
+        dtype=jnp.dtype(dtype),
+        preconditioning=preconditioning,
+        method=method,
     )
     counted = functools.partial(orthogonalize, implementation="xla")
     shapes = dict.fromkeys(case.x.shape for case in cases)
-    measurement: dict[str, Any] = {"name": name, "dtype": dtype}
+    measurement: dict[str, Any] = {"name": name, "method": method, "dtype": dtype}
     measurement["preconditioning"] = preconditioning
     try:
         units = {f"{n / m:g}": _rounded(symmetric_units(counted, (m, n))) for m, n in shapes}

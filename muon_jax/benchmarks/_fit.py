@@ -50,10 +50,13 @@ class Design(NamedTuple):
     shift: float = 0.0
 
 
+# Each with the dtype that it is for.
 DESIGNS = {
-    "fast": Design(((0, 0, 0), (0, 0, 0)), 0.004),
-    "balanced": Design(((0, 0, 0, 2), (0, 0, 1, 1)), 0.002),
-    "accurate": Design(((0, 0, 1), (0, 0, 1), (0, 0)), 0.001, 1.5, 0.03, 4e-3),
+    ("fast", "float16"): Design(((0, 0, 0), (0, 0, 0)), 0.004),
+    ("fast", "bfloat16"): Design(((0, 0, 1), (0, 0, 1)), 0.004, 1.5, 0.03, 4e-3),
+    ("balanced", "float16"): Design(((0, 0, 0, 2), (0, 0, 1, 1)), 0.002),
+    ("balanced", "bfloat16"): Design(((0, 0, 0, 2), (0, 0, 1, 1)), 0.0025, 3.0, 0.03, 4e-3),
+    ("accurate", "bfloat16"): Design(((0, 0, 1), (0, 0, 1), (0, 0)), 0.001, 1.5, 0.03, 4e-3),
 }
 
 

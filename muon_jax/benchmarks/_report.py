@@ -164,7 +164,7 @@ def _accuracy_markdown(report: Report) -> str:
     columns = _union(rows)
     errors = " / ".join(f"σ > {threshold:g}σ₁" for threshold in report["thresholds"])
     missing = absent(report) + [
-        f"not offered: {m['name']}, {m['dtype']} ({m['not_offered']})"
+        f"not offered: {_form(m)}, {m['dtype']} ({m['not_offered']})"
         for m in report["measurements"]
         if "not_offered" in m
     ]
@@ -188,8 +188,12 @@ def _training_markdown(report: Report) -> str:
     return "\n\n".join(blocks)
 
 
+def _form(measurement: Measurement) -> str:
+    return measurement["name"] + (", gram" if measurement["method"] == "gram" else "")
+
+
 def _accuracy_row(measurement: Measurement) -> dict[str, str]:
-    row = {"coefficients": measurement["name"], "dtype": measurement["dtype"]}
+    row = {"coefficients": _form(measurement), "dtype": measurement["dtype"]}
     if measurement["preconditioning"] != "frobenius":
         row["coefficients"] += f" (preconditioning {measurement['preconditioning']})"
     if "not_offered" in measurement:
@@ -232,7 +236,7 @@ def _scatter(figure, report: Report) -> None:
                 error,
                 color=colors[m["name"]],
                 marker=markers[m["dtype"]],
-                fillstyle="none",
+                fillstyle="full" if m["method"] == "gram" else "none",
             )
         axes.set(title=f"n/m = {aspect}", xlabel="FLOPs/m³", yscale="log")
     all_axes[0].set_ylabel(f"median error on σ > {report['thresholds'][-1]:g}σ₁")

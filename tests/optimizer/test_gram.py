@@ -95,7 +95,12 @@ def test_restarts(dtype, num_steps, expected):
 
 
 def test_units_count_the_products():
-    assert [_gram.units("float16", 5, aspect) for aspect in (1, 2, 4, 8)] == [20, 26, 38, 62]
+    assert [_gram.products("float16", 5).units(aspect) for aspect in (1, 2, 4, 8)] == [
+        20,
+        26,
+        38,
+        62,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+import dataclasses
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -11,7 +13,7 @@ from muon_jax._schedules import SCHEDULES
 from muon_jax.benchmarks._accuracy import metrics
 from muon_jax.benchmarks._spectra import Case
 
-OFFERED = [(name, dtype) for name, s in SCHEDULES.items() for dtype in s.half_dtypes]
+OFFERED = [(name, dtype) for name in SCHEDULES for dtype in ("float16", "bfloat16")]
 # Bounds of the polar error on σ > σ₁/100, about a tenth above what was measured.
 POLAR_ERROR = {"fast": 0.165, "balanced": 0.10, "accurate": 0.09}
 
@@ -23,10 +25,10 @@ def normal(shape, dtype="float32", seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def mapped(name, sigma):
-    """What the schedule makes of singular values, over their 4-norm, in float64."""
+def mapped(name, sigma, dtype="float64"):
+    """What the schedule for `dtype` makes of singular values, over their 4-norm, in float64."""
     sigma = sigma / np.sum(sigma**4) ** 0.25
-    for step in SCHEDULES[name].steps:
+    for step in SCHEDULES[name].steps_in(dtype):
         terms = [sigma**2]
         for p in step.products:
             terms.append(p.alpha * terms[-1] ** 2 + p.beta * terms[p.addend] + p.diagonal)
@@ -34,32 +36,47 @@ def mapped(name, sigma):
     return sigma
 
 
-def exact(name, x):
+def exact(name, x, dtype="float64"):
     u, sigma, vt = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
-    return u * mapped(name, sigma) @ vt
+    return u * mapped(name, sigma, dtype) @ vt
 
 
 @each_schedule
+@pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(48, 80), (80, 48), (33, 33)], ids=str)
-def test_it_computes_its_polynomial(name, shape):
+def test_it_computes_its_polynomial(name, method, shape):
     with jax.enable_x64(True):
         x = normal(shape, "float64")
-        out = newton_schulz(x, name, dtype="float64")
+        out = newton_schulz(x, name, dtype="float64", method=method)
         np.testing.assert_allclose(out, exact(name, x), rtol=0, atol=1e-10)
 
 
+@each_schedule
+def test_its_polynomial_for_bfloat16_too(name, monkeypatch):
+    schedule = SCHEDULES[name]
+    wide = dataclasses.replace(schedule, steps=schedule.bfloat16_steps)
+    with jax.enable_x64(True):
+        x = normal((31, 48), "float64")
+        expected = exact(name, x, "bfloat16")
+        monkeypatch.setitem(SCHEDULES, name, wide)
+        out = newton_schulz.__wrapped__(x, name, dtype="float64")
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize(
-    ("name", "low", "least", "most"),
+    ("name", "dtype", "low", "least", "most"),
     [
-        ("fast", 0.004, 0.600, 1.219),
-        ("balanced", 0.002, 0.831, 1.206),
-        ("accurate", 0.001, 0.822, 1.174),
+        ("fast", "float16", 0.004, 0.600, 1.219),
+        ("fast", "bfloat16", 0.004, 0.547, 1.241),
+        ("balanced", "float16", 0.002, 0.831, 1.206),
+        ("balanced", "bfloat16", 0.0025, 0.776, 1.199),
+        ("accurate", "bfloat16", 0.001, 0.822, 1.174),
     ],
 )
-def test_its_map_stays_within_what_is_stated(name, low, least, most):
+def test_its_map_stays_within_what_is_stated(name, dtype, low, least, most):
     # The second of each pair makes their 4-norm 1.
     pairs = [np.array([sigma, (1 - sigma**4) ** 0.25]) for sigma in np.geomspace(low, 1.0, 2000)]
-    values = np.array([mapped(name, pair)[0] for pair in pairs])
+    values = np.array([mapped(name, pair, dtype)[0] for pair in pairs])
     assert least <= values.min() <= values.max() <= most
 
 
@@ -89,6 +106,10 @@ def test_the_polar_error_is_as_stated_and_below_that_of_standard():
                 assert tail_error <= tail, (name, dtype)
 
 
+FORMS = [
+    *((name, dtype, "standard") for name, dtype in OFFERED),
+    *((name, "float16", "gram") for name in SCHEDULES),
+]
 M = 48
 SPECTRA = {
     "condition to 1e9": lambda rng: 10 ** (-rng.uniform(0, 9) * rng.random(M)),
@@ -130,10 +151,10 @@ def random_matrix(kind, n, seed):
 def test_no_spectrum_blows_up(kind, aspect, scale, seed):
     x = np.zeros((M, 8 * M), np.float32)  # one shape, so that nothing is compiled again
     x[:, : aspect * M] = 10**scale * random_matrix(kind, aspect * M, seed)
-    outs = np.stack([newton_schulz(x, name, dtype=dtype) for name, dtype in OFFERED])
+    outs = np.stack([newton_schulz(x, name, dtype=d, method=m) for name, d, m in FORMS])
     assert np.isfinite(outs).all()
     largest = np.sqrt(np.linalg.eigvalsh(outs @ outs.mT)[:, -1])
-    assert (largest <= 1.5).all(), dict(zip(OFFERED, largest, strict=True))
+    assert (largest <= 1.5).all(), dict(zip(FORMS, largest, strict=True))
 
 
 @each_offered
@@ -142,7 +163,8 @@ def test_the_result_does_not_depend_on_scale(name, dtype, magnitude):
     x = normal((24, 40))
     x /= jnp.max(jnp.abs(x))
     out = newton_schulz(magnitude * x, name, dtype=dtype)
-    error = np.linalg.norm(out - exact(name, x)) / np.linalg.norm(exact(name, x))
+    expected = exact(name, x, dtype)
+    error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
     assert error < {"float16": 1e-2, "bfloat16": 5e-2}[dtype]
 
 
@@ -160,7 +182,7 @@ def test_zero_gives_zero_and_a_bad_element_nan_in_its_matrix_alone(name, dtype):
 def test_one_row_is_normalized(name, dtype, shape):
     x = normal(shape)
     out = newton_schulz(x, name, dtype=dtype)
-    expected = mapped(name, np.ones(1)) * x / jnp.linalg.norm(x)
+    expected = mapped(name, np.ones(1), dtype) * x / jnp.linalg.norm(x)
     np.testing.assert_allclose(out, expected, atol=1e-2)
 
 
@@ -218,13 +240,14 @@ def test_auto_is_what_the_coefficients_need():
     assert products_of("balanced", "complex64") == {("complex64", None)}
 
 
-def test_a_tpu_which_multiplies_no_float16_gets_float32_at_its_precision():
+def test_a_tpu_which_multiplies_no_float16_gets_bfloat16_and_float32_at_its_precision():
     high = (jax.lax.Precision.HIGH,) * 2
     mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
     with jax.sharding.use_abstract_mesh(mesh):
-        assert products_of("balanced") == {("float32", high)}
-        assert products_of("accurate") == {("bfloat16", None)}
-        assert products_of("standard") == {("bfloat16", None)}
+        for name in ("fast", "balanced", "accurate", "standard"):
+            assert products_of(name) == {("bfloat16", None)}
+            assert products_of(name, dtype="float32") == {("float32", high)}
+        assert products_of("standard", method="gram") == {("bfloat16", None)}
 
 
 @pytest.mark.parametrize(
@@ -237,16 +260,8 @@ def test_a_tpu_which_multiplies_no_float16_gets_float32_at_its_precision():
             r"'fast'.*Schatten-4 norm, got preconditioning='aol'",
         ),
         (
-            lambda x: newton_schulz(x, "fast", dtype="bfloat16"),
-            r"'fast' is unsafe in bfloat16.*needs float16, or 32 bits",
-        ),
-        (
-            lambda x: newton_schulz(x.astype(jnp.bfloat16), "balanced", dtype=None),
-            r"'balanced' is unsafe in bfloat16",
-        ),
-        (
             lambda x: newton_schulz(x, "accurate", dtype=jnp.float8_e4m3fn),
-            r"'accurate' is unsafe in float8_e4m3fn.*needs bfloat16 or float16",
+            r"'accurate' is unsafe in float8_e4m3fn.*needs float16 or bfloat16",
         ),
     ],
 )
