@@ -1,7 +1,10 @@
 """Eight CPU devices where there is no GPU; the `gpu` marker."""
 
+import hypothesis
 import jax
 import pytest
+
+hypothesis.settings.register_profile("thorough")  # where a test can draw more, it does
 
 jax.config.update("jax_num_cpu_devices", 8)
 
