@@ -9,7 +9,7 @@ import pytest
 
 from muon_jax import muon
 from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks import _measure, _models, _rivals, _shapes, _timing, _tune
+from muon_jax.benchmarks import _measure, _models, _plots, _rivals, _shapes, _timing, _tune
 from pallas_kernels import _tuning
 
 TINY = {"embedding": (32, 8), "layer/w": (8, 24), "layer/b": (24,), "experts": (3, 24, 8)}
@@ -229,6 +229,44 @@ def test_report_is_a_table_and_a_plot(capsys, tmp_path):
         "| 2×8×16 | 120 | 60.2 | 2.00× | 99.9 | 0.0017 | 0.0016 | triton |",
     ]
     assert lines[-1] == "| tiny | 2000 | 500 | 4.00× | 0.012 | 37.7 | 2.4 | 3 | 1 |"
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_polar_errors_are_plotted_against_times(capsys, tmp_path):
+    errors = {"jnp": 0.2, "None": 0.19, "fast": 0.1, "fast, gram": 0.1, "aol": 0.04}
+    microseconds = {"jnp": 300, "None": 200, "fast": 130, "fast, gram": 120, "aol": 130}
+    shapes = [(16, 32), (8, 16), (16, 80), (2, 16, 40)]
+    report = {
+        "benchmark": "newton_schulz",
+        "device": "H200",
+        "dtype": "bfloat16",
+        "measurements": [
+            {
+                "shape": shape,
+                "chosen": "triton",
+                "errors": {"jnp": 0.01, "None": 0.01},
+                "polar_errors": errors,
+                "microseconds": {v: {"device": [t, t, t]} for v, t in microseconds.items()},
+            }
+            for shape in shapes
+        ],
+    }
+    bars, *panels = _plots.figure([report]).get_axes()
+    assert len(bars.patches) == len(shapes)
+    assert [axes.get_title() for axes in panels] == ["16×32", "16×80", "2×16×40"]
+    for axes in panels:
+        front, *points = sorted(axes.lines, key=lambda line: line.get_marker() == "o")
+        assert list(zip(*front.get_data(), strict=True)) == [(120, 0.1), (130, 0.04)]
+        drawn = {(*line.get_xdata(), *line.get_ydata()) for line in points}
+        assert drawn == {(microseconds[name], error) for name, error in errors.items()}
+        filled = [line.get_xdata()[0] for line in points if line.get_fillstyle() == "full"]
+        assert filled == [microseconds["fast, gram"]]
+        names = {text.get_text(): text.get_color() for text in axes.texts}
+        assert set(names) == {"jnp", "newton_schulz", "fast", "aol"}
+        assert names["jnp"] == names["newton_schulz"] != names["fast"] != names["aol"]
+    file = tmp_path / "newton_schulz.json"
+    file.write_text(json.dumps(report))
+    benchmarks.main(["report", str(file), "--png", str(tmp_path / "a.png")])
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -37,6 +37,7 @@ from muon_jax.benchmarks import (
     _measure,
     _minimax,
     _models,
+    _plots,
     _report,
     _rivals,
     _shapes,
@@ -166,7 +167,7 @@ def show(arguments: argparse.Namespace) -> None:
     reports = [json.loads(file.read_text()) for file in arguments.files]
     print("\n\n".join(map(_report.markdown, reports)))
     if arguments.png:
-        _report.plot(reports, arguments.png)
+        _plots.figure(reports).savefig(arguments.png, format="png", dpi=90)
 
 
 def main(words: Sequence[str] | None = None) -> None:

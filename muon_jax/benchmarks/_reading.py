@@ -1,0 +1,42 @@
+"""What a file of measurements says: cases, clocks, medians and speedups."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# A file, as the command line writes it, and one of the measurements in it.
+type Report = Mapping[str, Any]
+type Measurement = Mapping[str, Any]
+
+
+def label(measurement: Measurement) -> str:
+    """Returns the model or the shape."""
+    return measurement.get("model") or "×".join(map(str, measurement["shape"]))
+
+
+def clock(measurements: Sequence[Measurement]) -> str:
+    """Returns the device's clock where all variants have it, else the wall clock."""
+    times = [times for m in measurements for times in m["microseconds"].values()]
+    return "device" if all("device" in by_clock for by_clock in times) else "wall"
+
+
+def medians(measurement: Measurement, clock: str) -> dict[str, float]:
+    """Returns the median time of each variant, in µs."""
+    return {name: by_clock[clock][1] for name, by_clock in measurement["microseconds"].items()}
+
+
+def speedup(measurement: Measurement, clock: str) -> float:
+    """Returns how many times faster ours is than the first variant."""
+    times = medians(measurement, clock)
+    return next(iter(times.values())) / times["None"]
+
+
+def union(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns the keys of all mappings, in the order of their first appearance."""
+    return list(dict.fromkeys(key for mapping in mappings for key in mapping))
+
+
+def values(cases: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
+    """Returns one metric of all cases of the accuracy, ∞ where a result was not finite."""
+    return np.nan_to_num(np.array([case[key] for case in cases], np.float64), nan=np.inf)
