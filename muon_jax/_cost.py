@@ -4,8 +4,8 @@ import math
 from typing import NamedTuple
 
 # Of an H200, in units per µs: the FLOPs of products, the bytes that passes and small products move;
-# and µs per launch. Fitted to 181 measured times of both forms, from 896×896 to 16×2048×5464, which
-# the model meets within 7% (RMS). Other devices differ less in the ratios, which decide.
+# and µs per launch. Fitted to 105 measured times of both forms, from 896×896 to 16×2048×5464, which
+# the model meets within 12% (RMS). Other devices differ less in the ratios, which decide.
 _FLOPS, _BYTES, _LAUNCH = 650e6, 3.5e6, 2.5
 
 

@@ -21,6 +21,7 @@ Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
 10. Errors name the parameter and say what to do.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,7 +30,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax import _coefficients, _matrix_axes, _scaling
+from muon_jax import _coefficients, _grouping, _matrix_axes, _scaling
+from muon_jax._matrix_axes import MatrixAxes
 from muon_jax._newton_schulz import (
     Method,
     Preconditioning,
@@ -63,6 +65,7 @@ def scale_by_muon(
     ns_dtype: ProductsDType = "auto",
     ns_method: Method | None = "standard",
     implementation: str | None = None,
+    max_group_bytes: int = 2**30,
 ) -> optax.GradientTransformation:
     """Replaces each gradient by the orthogonalized momentum of its parameter.
 
@@ -94,6 +97,8 @@ def scale_by_muon(
         ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
         implementation: of the symmetric products, `"xla"`, `"triton"`, `"mosaic_gpu"` or None for
             the fastest; see `pallas_kernels.syrk`.
+        max_group_bytes: matrices of one shape, or its transpose, are orthogonalized together, in
+            groups of at most so many bytes of momentum. 0 takes each parameter by itself.
 
     Raises:
         ValueError: an argument is none of the values above, a parameter is no matrix, or
@@ -133,27 +138,32 @@ def scale_by_muon(
         else:
             momentum = optax.tree.bias_correction(mu, beta, count)
 
-        def orthogonal_update(axes, u, gradient):
-            matrices = orthogonalize(
-                _matrix_axes.to_matrices(u, axes),
-                ns_coeffs,
-                ns_steps,
-                eps,
-                dtype=ns_dtype,
-                method=ns_method,
-                preconditioning=preconditioning,
-                implementation=implementation,
-            )
-            update = _matrix_axes.from_matrices(matrices, axes, u.shape)
-            if adaptive:
-                update *= jnp.sum(u.conj() * update)
-            return update.astype(gradient.dtype)
-
-        orthogonalized = _matrix_axes.tree_map_matrices(
-            orthogonal_update, weight_dimension_numbers, momentum, updates
+        function = functools.partial(
+            orthogonalize,
+            ns_coeffs=ns_coeffs,
+            ns_steps=ns_steps,
+            eps=eps,
+            dtype=ns_dtype,
+            method=ns_method,
+            preconditioning=preconditioning,
+            implementation=implementation,
         )
+        axes = _matrix_axes.tree_map_matrices(
+            lambda axes, _: axes, weight_dimension_numbers, momentum
+        )
+        axes = jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, MatrixAxes))
+        leaves, treedef = jax.tree.flatten(momentum)
+        stacks = [_matrix_axes.to_matrices(u, a) for u, a in zip(leaves, axes, strict=True)]
+        matrices = _grouping.map_by_shape(function, stacks, max_group_bytes)
+        orthogonal = treedef.unflatten(
+            _matrix_axes.from_matrices(o, a, u.shape)
+            for o, a, u in zip(matrices, axes, leaves, strict=True)
+        )
+        if adaptive:
+            orthogonal = jax.tree.map(lambda o, u: jnp.sum(u.conj() * o) * o, orthogonal, momentum)
+        orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)
         mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
-        return orthogonalized, MuonState(count, mu)
+        return orthogonal, MuonState(count, mu)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -181,6 +191,7 @@ def muon(
     ns_dtype: ProductsDType = "auto",
     ns_method: Method | None = "standard",
     implementation: str | None = None,
+    max_group_bytes: int = 2**30,
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
 
@@ -219,6 +230,7 @@ def muon(
             for the momentum's, see `newton_schulz`.
         ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
         implementation: of the symmetric products, see `pallas_kernels.syrk`.
+        max_group_bytes: bound of what is orthogonalized together, see `scale_by_muon`.
 
     Raises:
         ValueError: an argument is none of the values above, a parameter is no matrix, or
@@ -257,6 +269,7 @@ def muon(
             ns_dtype=ns_dtype,
             ns_method=ns_method,
             implementation=implementation,
+            max_group_bytes=max_group_bytes,
         ),
         _scaling.scale_by_shape(muon_weight_dimension_numbers, consistent_rms),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),

@@ -50,8 +50,9 @@ def test_intervals_that_are_none(low, high):
 each_design = pytest.mark.parametrize(("name", "dtype"), _fit.DESIGNS)
 
 
-@each_design
-def test_schedules_are_what_is_generated(name, dtype):
+# The command makes all of them; "balanced" and "accurate" take longer.
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_fast_is_what_is_generated(dtype, name="fast"):
     steps = _fit.fit(_fit.DESIGNS[name, dtype])
     shipped = SCHEDULES[name].steps_in(dtype)
     assert [[p.addend for p in step.products] for step in steps] == [

@@ -11,7 +11,16 @@ import pallas_kernels
 
 ALLOWED = {
     pallas_kernels: {"jax", "numpy", "pallas_kernels"},
-    muon_jax: {"jax", "matplotlib", "muon_jax", "numpy", "optax", "pallas_kernels", "sklearn"}
+    muon_jax: {
+        "jax",
+        "matplotlib",
+        "muon_jax",
+        "numpy",
+        "optax",
+        "pallas_kernels",
+        "scipy",
+        "sklearn",
+    }
     | {"torch", "gram_newton_schulz"},  # rivals in the benchmarks, where installed
 }
 

@@ -90,12 +90,15 @@ def test_the_default_dtype_is_bfloat16_and_close_to_optax():
         assert 1e-4 < error < 5e-2, name
 
 
+NEW = ["ns_dtype", "ns_method", "implementation", "max_group_bytes"]
+
+
 @pytest.mark.parametrize("name", ["muon", "scale_by_muon"])
 def test_parameters_and_their_order_are_those_of_optax(name):
     ours = inspect.signature(getattr(muon_jax, name)).parameters
     theirs = inspect.signature(getattr(optax.contrib, name)).parameters
     assert list(ours)[: len(theirs)] == list(theirs)
-    assert list(ours)[len(theirs) :] == ["ns_dtype", "ns_method", "implementation"]
+    assert list(ours)[len(theirs) :] == NEW
     for key, parameter in theirs.items():
         assert ours[key].kind == parameter.kind
         if key != "ns_coeffs":

@@ -1,0 +1,53 @@
+"""Matrices of one shape are orthogonalized together, from whatever parameters they come.
+
+A model of 24 layers has hundreds of matrices and a handful of shapes. One iteration for each shape,
+on a stack, is a handful of kernels in place of thousands: less to compile, and small matrices fill
+the device.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+
+
+def map_by_shape(
+    function: Callable[[jax.Array], jax.Array],
+    stacks: Sequence[jax.Array],
+    max_group_bytes: int,
+) -> list[jax.Array]:
+    """Returns `function(stack)` for each stack, called on longer stacks of equal matrices.
+
+    Args:
+        function: maps each matrix (m, n), m ≤ n, of a stack `(batch, m, n)` by itself, and a
+            transposed matrix to the transposed result.
+        stacks: shapes `(batch, rows, cols)`; matrices with rows and cols exchanged are equal.
+        max_group_bytes: the most that is concatenated, in bytes. A stack that is larger goes alone.
+    """
+    wide = [stack.mT if stack.shape[-2] > stack.shape[-1] else stack for stack in stacks]
+    results: dict[int, jax.Array] = {}
+    for group in _groups(wide, max_group_bytes):
+        # One stack is no copy of itself: concatenated, it would be.
+        together = jnp.concatenate([wide[i] for i in group]) if len(group) > 1 else wide[group[0]]
+        ends = itertools.accumulate(len(wide[i]) for i in group)
+        for i, part in zip(group, jnp.split(function(together), [*ends][:-1]), strict=True):
+            results[i] = part.mT if stacks[i].shape != wide[i].shape else part
+    return [results[i] for i in range(len(stacks))]
+
+
+def _groups(stacks: Sequence[jax.Array], max_group_bytes: int) -> Iterator[list[int]]:
+    """Yields the indices of the stacks that go together, in their order."""
+
+    def kind(i):
+        return (*stacks[i].shape[1:], stacks[i].dtype.name)
+
+    for _, members in itertools.groupby(sorted(range(len(stacks)), key=kind), key=kind):
+        group, size = [], 0
+        for i in members:
+            if group and size + stacks[i].nbytes > max_group_bytes:
+                yield group
+                group, size = [], 0
+            group.append(i)
+            size += stacks[i].nbytes
+        yield group

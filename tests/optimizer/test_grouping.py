@@ -1,0 +1,120 @@
+"""Matrices of one shape are orthogonalized together; the result is each one's own."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
+from muon_jax._grouping import map_by_shape
+
+SHAPES = {
+    **{f"layer {i}/up": (16, 40) for i in range(6)},
+    **{f"layer {i}/down": (40, 16) for i in range(6)},
+    **{f"layer {i}/out": (16, 16) for i in range(6)},
+    "experts": (3, 16, 40),
+}
+NUMBERS = {name: MuonDimensionNumbers(-2, -1) for name in SHAPES}
+
+
+def gradients():
+    rng = np.random.default_rng(0)
+    return {k: jnp.asarray(rng.standard_normal(s), jnp.float32) for k, s in SHAPES.items()}
+
+
+def updates(grads, **kwargs):
+    optimizer = scale_by_muon(weight_dimension_numbers=NUMBERS, **kwargs)
+    return jax.jit(optimizer.update)(grads, optimizer.init(grads))[0]
+
+
+def test_each_gets_its_own_update():
+    apart = updates(gradients(), max_group_bytes=0)
+    for name, update in updates(gradients()).items():
+        np.testing.assert_array_equal(update, apart[name], err_msg=name)
+
+
+def test_a_nan_stays_in_its_matrix():
+    grads = gradients()
+    grads["layer 2/up"] = grads["layer 2/up"].at[3, 3].set(jnp.nan)
+    grads["experts"] = grads["experts"].at[1, 0, 0].set(jnp.nan)
+    bad = {name: np.isnan(update) for name, update in updates(grads).items()}
+    assert bad.pop("layer 2/up").all()
+    experts = bad.pop("experts")
+    assert experts[1].all() and not experts[[0, 2]].any()
+    assert not any(b.any() for b in bad.values())
+
+
+@pytest.mark.parametrize(
+    ("max_group_bytes", "groups"),
+    [
+        (2**30, 2),  # 15 of 16 × 40, 6 of 16 × 16
+        (0, 19),
+        (4 * 16 * 40 * 4, 4 + 1),  # four of 16 × 40 each
+    ],
+)
+def test_groups_are_bounded(max_group_bytes, groups):
+    optimizer = scale_by_muon(weight_dimension_numbers=NUMBERS, max_group_bytes=max_group_bytes)
+    state = optimizer.init(gradients())
+    text = str(jax.make_jaxpr(optimizer.update)(gradients(), state))
+    assert text.count("name=newton_schulz") == groups
+
+
+def test_groups_keep_order_shape_and_dtype():
+    shapes = [(2, 3, 5), (1, 5, 3), (4, 3, 5), (1, 3, 3), (2, 5, 3)]
+    stacks = [jnp.full(shape, i, jnp.float32) for i, shape in enumerate(shapes)]
+    stacks.append(jnp.full((1, 3, 5), 5, jnp.bfloat16))
+    seen = []
+
+    def function(x):
+        seen.append((x.shape, x.dtype.name))
+        return 2 * x
+
+    for i, out in enumerate(map_by_shape(function, stacks, 1000)):
+        assert out.shape == stacks[i].shape and out.dtype == stacks[i].dtype
+        assert (out == 2 * i).all()
+    assert sorted(seen) == [
+        ((1, 3, 3), "float32"),
+        ((1, 3, 5), "bfloat16"),
+        ((9, 3, 5), "float32"),
+    ]
+
+
+def test_muon_groups_what_it_gets_beside_adamw():
+    params = {**gradients(), "bias": jnp.ones(16)}
+    numbers = {**NUMBERS, "bias": None}
+
+    def run(max_group_bytes):
+        optimizer = muon(
+            0.1, muon_weight_dimension_numbers=numbers, max_group_bytes=max_group_bytes
+        )
+        return optimizer.update(params, optimizer.init(params), params)[0]
+
+    together, apart = run(2**30), run(0)
+    assert together.keys() == params.keys()
+    for name, update in together.items():
+        np.testing.assert_allclose(update, apart[name], rtol=1e-6, err_msg=name)
+
+
+def test_sharded_matrices_are_grouped_with_fewer_collectives():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("x", None))
+    rng = np.random.default_rng(1)
+    grads = {str(i): jnp.asarray(rng.standard_normal((16, 24)), jnp.float32) for i in range(4)}
+
+    def run(grads, max_group_bytes):
+        optimizer = scale_by_muon(ns_dtype="float32", max_group_bytes=max_group_bytes)
+        compiled = jax.jit(optimizer.update).lower(grads, optimizer.init(grads)).compile()
+        out = compiled(grads, optimizer.init(grads))[0]
+        return out, len(re.findall(r" all-[\w-]+\(", compiled.as_text()))
+
+    expected, _ = run(grads, 2**30)
+    sharded = jax.device_put(grads, sharding)
+    together, few = run(sharded, 2**30)
+    apart, many = run(sharded, 0)
+    assert few <= many / 3
+    for name, update in expected.items():
+        np.testing.assert_allclose(together[name], update, atol=1e-5)
+        np.testing.assert_allclose(apart[name], update, atol=1e-5)
