@@ -1,21 +1,34 @@
-"""What the README says is so: its code runs, its figures are the committed measurements."""
+"""What the documents say is so: their code runs, their figures are the committed measurements."""
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import muon_jax.benchmarks
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 RESULTS = Path(muon_jax.benchmarks.__file__).parent / "results"
 LADDER = (RESULTS.parent / "README.md").read_text()
 
 
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.S))
-def test_code_runs(code):
-    exec(compile(code, "README.md", "exec"), {})
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        pytest.param(name, code, id=f"{name}-{index}")
+        for name in ("README.md", "muon_jax/NUMERICS.md")
+        for index, code in enumerate(
+            re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S)
+        )
+    ],
+)
+def test_code_runs(name, code, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which code may add
+    exec(compile(code, name, "exec"), {})
 
 
 def figure(microseconds: float) -> str:
