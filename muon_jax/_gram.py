@@ -27,11 +27,13 @@ type _Triple = tuple[float | jax.Array, ...]
 def restarts(dtype: jax.typing.DTypeLike, num_steps: int) -> range:
     """Returns the steps after which X is computed anew.
 
-    After every second one in bfloat16; after the second and then every third in float16; never in
-    32 bits or more.
+    After every second one in bfloat16; after the second and then every third in float16; after
+    every fifth in float32, never in float64.
     """
-    every = {"bfloat16": 2, "float16": 3}.get(jnp.dtype(dtype).name)
-    return range(2, num_steps, every) if every else range(0)
+    first, every = {"bfloat16": (2, 2), "float16": (2, 3), "float32": (5, 5)}.get(
+        jnp.dtype(dtype).name, (num_steps, 1)
+    )
+    return range(first, num_steps, every)
 
 
 def products(dtype: jax.typing.DTypeLike, num_steps: int) -> Products:

@@ -49,6 +49,8 @@ def test_in_float64_it_equals_the_standard_form(name):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["standard", "dion", "polar_express", "aol"])
 def test_in_half_precision_it_is_as_accurate_and_does_not_blow_up(name, dtype):
+    if (name, dtype) == ("aol", "bfloat16"):
+        pytest.skip("not offered")
     x = matrices(64, 160)
     standard, gram = (
         newton_schulz(
@@ -113,6 +115,8 @@ def test_none_chooses_the_faster_form(shape, name, faster):
         ("float16", 5, [2]),
         ("bfloat16", 5, [2, 4]),
         ("float32", 5, []),
+        ("float32", 11, [5, 10]),
+        ("float64", 11, []),
         ("float16", 8, [2, 5]),
         ("float16", 3, [2]),
         ("float16", 2, []),
@@ -138,6 +142,10 @@ def test_units_count_the_products():
         (
             {"ns_coeffs": "accurate", "dtype": "bfloat16"},
             "no two steps of ns_coeffs='accurate' can be joined in bfloat16",
+        ),
+        (
+            {"ns_coeffs": "aol", "preconditioning": "aol", "dtype": "bfloat16"},
+            "'aol' is unsafe in bfloat16, singular values can exceed 1.5",
         ),
         ({"preconditioning": "spectral"}, "'spectral' needs more than the Gram matrix"),
         ({"method": "dual"}, "method must be 'standard', 'gram' or None, got 'dual'"),
