@@ -50,9 +50,9 @@ def test_intervals_that_are_none(low, high):
 each_design = pytest.mark.parametrize(("name", "dtype"), _fit.DESIGNS)
 
 
-# The command makes all of them; "balanced" and "accurate" take longer.
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_fast_is_what_is_generated(dtype, name="fast"):
+# The command makes all of them; the others take longer.
+def test_the_schedule_that_is_made_first_is_what_is_generated():
+    name, dtype = next(iter(_fit.DESIGNS))
     steps = _fit.fit(_fit.DESIGNS[name, dtype])
     shipped = SCHEDULES[name].steps_in(dtype)
     assert [[p.addend for p in step.products] for step in steps] == [
