@@ -51,10 +51,9 @@ each_design = pytest.mark.parametrize(("name", "dtype"), _fit.DESIGNS)
 
 
 # The command makes all of them; the others take longer.
-def test_the_schedule_that_is_made_first_is_what_is_generated():
-    name, dtype = next(iter(_fit.DESIGNS))
-    steps = _fit.fit(_fit.DESIGNS[name, dtype])
-    shipped = SCHEDULES[name].steps_in(dtype)
+def test_fast_is_what_is_generated():
+    steps = _fit.fit(_fit.DESIGNS["fast", "float16"])
+    shipped = SCHEDULES["fast"].steps_in("float16")
     assert [[p.addend for p in step.products] for step in steps] == [
         [p.addend for p in step.products] for step in shipped
     ]
