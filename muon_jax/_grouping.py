@@ -28,10 +28,9 @@ def map_by_shape(
     wide = [stack.mT if stack.shape[-2] > stack.shape[-1] else stack for stack in stacks]
     results: dict[int, jax.Array] = {}
     for group in _groups(wide, max_group_bytes):
-        # One stack is no copy of itself: concatenated, it would be.
-        together = jnp.concatenate([wide[i] for i in group]) if len(group) > 1 else wide[group[0]]
+        together = function(jnp.concatenate([wide[i] for i in group]))
         ends = itertools.accumulate(len(wide[i]) for i in group)
-        for i, part in zip(group, jnp.split(function(together), [*ends][:-1]), strict=True):
+        for i, part in zip(group, jnp.split(together, [*ends][:-1]), strict=True):
             results[i] = part.mT if stacks[i].shape != wide[i].shape else part
     return [results[i] for i in range(len(stacks))]
 
