@@ -17,6 +17,7 @@ on [0, 1], R < 5 after the first step, so that nothing leaves float16.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +42,14 @@ class Step:
     @property
     def slope(self) -> float:
         """h(0), by which the step multiplies the smallest singular values."""
-        terms = [0.0]
+        return self.terms(0.0)[-1]
+
+    def terms(self, eigenvalue: Any) -> list[Any]:
+        """Returns S₀, S₁, …, h for an eigenvalue of R, or an array of them."""
+        terms = [eigenvalue]
         for p in self.products:
             terms.append(p.alpha * terms[-1] ** 2 + p.beta * terms[p.addend] + p.diagonal)
-        return terms[-1]
+        return terms
 
     def polynomial(
         self,

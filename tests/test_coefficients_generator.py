@@ -82,9 +82,7 @@ def test_intermediates_stay_within_one():
     for name, dtype in _fit.DESIGNS:
         x = sigma
         for step in SCHEDULES[name].steps_in(dtype):
-            terms = [x**2]
-            for p in step.products:
-                terms.append(p.alpha * terms[-1] ** 2 + p.beta * terms[p.addend] + p.diagonal)
+            terms = step.terms(x**2)
             assert np.abs(terms[1:-1]).max() < 1 + 1e-6, name
             assert np.abs(terms[0]).max() < 5 and np.abs(terms[-1]).max() < 51, name
             x = x * terms[-1]
