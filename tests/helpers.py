@@ -37,7 +37,8 @@ def described_gpu(name: str):
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=GPUS[name]))
 
 
-def interpreted_triton(
+def _interpreted(
+    syrkx,
     a_matrix,
     b_matrix=None,
     c_matrix=None,
@@ -46,45 +47,38 @@ def interpreted_triton(
     beta: Any = 0.0,
     diagonal: jax.typing.ArrayLike = 0.0,
     residual=False,
+    **kwargs,
 ):
-    """`syrkx(implementation="triton")`, run by the interpreter on the CPU."""
-    results = _pallas_triton.syrkx(
+    results = syrkx(
         a_matrix,
         b_matrix,
         *_stated(c_matrix, alpha, beta, diagonal),
         symmetrize_output=True,
         residual=residual,
-        config=INTERPRETED,
-        interpret=True,
+        **kwargs,
     )
     return results if residual else results[0]
+
+
+def interpreted_triton(*operands, **kwargs):
+    """`syrkx(implementation="triton")`, run by the interpreter on the CPU."""
+    return _interpreted(
+        _pallas_triton.syrkx, *operands, config=INTERPRETED, interpret=True, **kwargs
+    )
 
 
 def interpreted_mosaic(
-    a_matrix,
-    b_matrix=None,
-    c_matrix=None,
-    *,
-    alpha: jax.typing.ArrayLike = 1.0,
-    beta: Any = 0.0,
-    diagonal: jax.typing.ArrayLike = 0.0,
-    residual=False,
-    config=INTERPRETED_MOSAIC,
-    num_programs=3,
-    detect_races=False,
+    *operands, config=INTERPRETED_MOSAIC, num_programs=3, detect_races=False, **kwargs
 ):
     """`syrkx(implementation="mosaic_gpu")`, run by the interpreter on the CPU."""
-    results = _pallas_mosaic_gpu.syrkx(
-        a_matrix,
-        b_matrix,
-        *_stated(c_matrix, alpha, beta, diagonal),
-        symmetrize_output=True,
-        residual=residual,
+    return _interpreted(
+        _pallas_mosaic_gpu.syrkx,
+        *operands,
         config=config,
         num_programs=num_programs,
         interpret=plgpu.InterpretGPUParams(detect_races=detect_races),
+        **kwargs,
     )
-    return results if residual else results[0]
 
 
 def _stated(c_matrix, alpha, beta, diagonal):
@@ -96,7 +90,7 @@ def _stated(c_matrix, alpha, beta, diagonal):
 
 
 def by_name(implementation: str):
-    """`syrk` where B is None, else `syrkx`, with the arguments of `interpreted_triton`."""
+    """`syrk` where B is None, else `syrkx`, with the arguments of `_interpreted`."""
 
     def function(a_matrix, b_matrix=None, c_matrix=None, *, residual=False, **kwargs):
         if residual:

@@ -23,7 +23,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +83,22 @@ def measure(arguments: argparse.Namespace) -> None:
     report |= environment()
     report |= {"dtype": arguments.dtype, "input": "standard normal", "measurements": []}
     print("\n".join([_report.heading(report), *_report.absent(report)]))
-    for case in cases:
-        measurement = MEASURES[arguments.command](case, arguments.dtype)
+    measurements = (MEASURES[arguments.command](case, arguments.dtype) for case in cases)
+    _collect(report, measurements, arguments.json, indent=1)
+
+
+def _collect(
+    report: dict[str, Any],
+    measurements: Iterable[dict[str, Any]],
+    path: Path | None,
+    indent: int | None = None,
+) -> None:
+    """Makes the measurements, prints each, and writes the report anew after each."""
+    for measurement in measurements:
         print(_report.line(measurement), flush=True)
         report["measurements"].append(measurement)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        if path:
+            path.write_text(json.dumps(report, indent=indent) + "\n")
 
 
 def accuracy(arguments: argparse.Namespace) -> None:
@@ -97,12 +107,9 @@ def accuracy(arguments: argparse.Namespace) -> None:
     report |= {"absent": _spectra.absent(), "thresholds": _accuracy.THRESHOLDS, "measurements": []}
     cases = [*_spectra.cases(arguments.sizes, arguments.aspects)]
     report["sizes"] = ", ".join(map(str, arguments.sizes))
-    for case in itertools.product(arguments.names, arguments.methods, arguments.dtypes):
-        measurement = _accuracy.measure(*case, cases)
-        print(_report.line(measurement), flush=True)
-        report["measurements"].append(measurement)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(report) + "\n")
+    variants = itertools.product(arguments.names, arguments.methods, arguments.dtypes)
+    measurements = (_accuracy.measure(*variant, cases) for variant in variants)
+    _collect(report, measurements, arguments.json)
     print(f"\n{_report.markdown(report)}")
 
 
@@ -119,12 +126,10 @@ def training(arguments: argparse.Namespace) -> None:
     report |= {"learning_rates": rates, "seeds": seeds, "control": _training.CONTROL}
     report |= {"variants": arguments.variants, "measurements": []}
     print(_report.heading(report), flush=True)
-    for name in arguments.variants:
-        measurement = _training.measure(name, model, how, text, rates, seeds)
-        print(_report.line(measurement), flush=True)
-        report["measurements"].append(measurement)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(report) + "\n")
+    measurements = (
+        _training.measure(name, model, how, text, rates, seeds) for name in arguments.variants
+    )
+    _collect(report, measurements, arguments.json)
     print(f"\n{_report.markdown(report)}")
 
 

@@ -26,6 +26,11 @@ def names() -> list[str]:
     return [*_coefficients.NAMED, *_schedules.SCHEDULES]
 
 
+def arguments(name: str) -> dict[str, str]:
+    """Returns what `newton_schulz` needs for the coefficients of that name."""
+    return {"ns_coeffs": name, "preconditioning": "aol" if name.startswith("aol") else "frobenius"}
+
+
 def measure(name: str, method: str, dtype: str, cases: Sequence[Case]) -> dict[str, Any]:
     """Orthogonalizes the cases with the coefficients of that name, by `method`, in `dtype`.
 
@@ -37,18 +42,13 @@ def measure(name: str, method: str, dtype: str, cases: Sequence[Case]) -> dict[s
         `newton_schulz` refuses these together, or `units`, the `symmetric_units` by aspect, and
         `cases`, the `metrics` of each.
     """
-    preconditioning = "aol" if name.startswith("aol") else "frobenius"
     orthogonalize = functools.partial(
-        newton_schulz,
-        ns_coeffs=name,
-        dtype=jnp.dtype(dtype),
-        preconditioning=preconditioning,
-        method=method,
+        newton_schulz, dtype=jnp.dtype(dtype), method=method, **arguments(name)
     )
     counted = functools.partial(orthogonalize, implementation="xla")
     shapes = dict.fromkeys(case.x.shape for case in cases)
     measurement: dict[str, Any] = {"name": name, "method": method, "dtype": dtype}
-    measurement["preconditioning"] = preconditioning
+    measurement["preconditioning"] = arguments(name)["preconditioning"]
     try:
         units = {f"{n / m:g}": _rounded(symmetric_units(counted, (m, n))) for m, n in shapes}
     except ValueError as error:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax.contrib
 
 from muon_jax import muon, newton_schulz
-from muon_jax.benchmarks import _models, _polar, _rivals, _timing
+from muon_jax.benchmarks import _accuracy, _models, _polar, _rivals, _timing
 from muon_jax.benchmarks._timing import JaxProgram, Program
 from pallas_kernels import select_implementation, syrk
 
@@ -69,11 +69,7 @@ def measure_newton_schulz(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
     }
     others: dict[str, Program] = {}
     for name in COEFFICIENTS:
-        run = functools.partial(
-            newton_schulz,
-            ns_coeffs=name,
-            preconditioning="aol" if name == "aol" else "frobenius",
-        )
+        run = functools.partial(newton_schulz, **_accuracy.arguments(name))
         exact = in_float64(functools.partial(run, dtype=None), (x,))
         forms = {"standard": name} | ({"gram": f"{name}, gram"} if n >= 2 * m else {})
         for form, label in forms.items():

@@ -5,8 +5,10 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
+from muon_jax.benchmarks import _accuracy
+
 # Of the largest singular value: directions with less do not count.
-THRESHOLD = 1e-2
+THRESHOLD = _accuracy.THRESHOLDS[0]
 
 
 def errors(x: jax.Array, results: Iterable[tuple[str, jax.Array]]) -> dict[str, float]:
