@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import muon_jax.benchmarks
+from muon_jax.benchmarks import _report, _training_report
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -74,6 +75,14 @@ def test_times_of_the_products_are_those_of_the_results():
     stated = set(re.findall(r"^\| [\d×]+ \|.* \| (?:xla|triton|mosaic_gpu) \|$", README, re.M))
     assert stated and stated <= expected
     assert expected <= set(LADDER.splitlines())
+
+
+def test_losses_are_those_of_the_results():
+    report = json.loads((RESULTS / "training_h200.json").read_text())
+    rows = [line for line in _report.markdown(report).splitlines() if line.startswith("| ")]
+    assert len(rows) == 2 + len(report["variants"])
+    assert {*rows} <= {*LADDER.splitlines()}
+    assert all(verdict.startswith("holds: ") for verdict in _training_report.verdicts(report)[1:])
 
 
 def test_the_commands_are_found_by_ci():
