@@ -1,15 +1,10 @@
-"""Views of a parameter as a stack of matrices, declared by `MuonDimensionNumbers`."""
+"""An array as a stack of matrices, declared by `MuonDimensionNumbers`, and back."""
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from optax.contrib import MuonDimensionNumbers
-
-# MuonDimensionNumbers at the leaves, a prefix of the parameters' tree; None where there are none.
-type DimensionNumbersTree = Any
-type DimensionNumbersFn = Callable[[Any], DimensionNumbersTree]
 
 
 class MatrixAxes(NamedTuple):
@@ -58,41 +53,3 @@ def from_matrices(matrices: jax.Array, axes: MatrixAxes, shape: tuple[int, ...])
     order = sum(axes, ())
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return matrices.reshape([shape[axis] for axis in order]).transpose(inverse)
-
-
-def tree_map_matrices(
-    function: Callable[..., Any],
-    dimension_numbers: DimensionNumbersTree | DimensionNumbersFn | None,
-    tree: Any,
-    *rest: Any,
-) -> Any:
-    """Maps `function(axes, leaf, *leaves_of_rest)` over the leaves of `tree`.
-
-    Args:
-        function: takes the `MatrixAxes` of a leaf and the leaf.
-        dimension_numbers: a prefix of `tree`, or a callable that makes one from it. None at a leaf
-            or above stands for matrices: leaves of rank 2, axis 0 the reduction axis.
-        tree: the arrays.
-        *rest: further trees of the same structure.
-    """
-    if callable(dimension_numbers):
-        dimension_numbers = dimension_numbers(tree)
-
-    def map_subtree(numbers, subtree, *rest):
-        def map_leaf(path, leaf, *leaves):
-            if numbers is None and leaf.ndim != 2:
-                raise ValueError(
-                    f"the parameter {jax.tree_util.keystr(path)} of shape {leaf.shape} is no"
-                    " matrix: give it MuonDimensionNumbers, or leave it to another optimizer"
-                )
-            axes = matrix_axes(leaf.ndim, numbers or MuonDimensionNumbers())
-            return function(axes, leaf, *leaves)
-
-        return jax.tree.map_with_path(map_leaf, subtree, *rest)
-
-    return jax.tree.map(map_subtree, dimension_numbers, tree, *rest, is_leaf=is_dimension_numbers)
-
-
-def is_dimension_numbers(node: Any) -> bool:
-    """Returns whether `node` is a leaf of a tree of dimension numbers: numbers, or None."""
-    return node is None or isinstance(node, MuonDimensionNumbers)

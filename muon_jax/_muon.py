@@ -30,8 +30,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax import _coefficients, _grouping, _matrix_axes, _scaling
-from muon_jax._matrix_axes import MatrixAxes
+from muon_jax import _coefficients, _grouping, _scaling, _views
 from muon_jax._newton_schulz import (
     Method,
     Preconditioning,
@@ -40,8 +39,6 @@ from muon_jax._newton_schulz import (
     newton_schulz,
 )
 from muon_jax._schedules import Schedule
-
-type DimensionNumbers = _matrix_axes.DimensionNumbersTree | _matrix_axes.DimensionNumbersFn | None
 
 
 class MuonState(NamedTuple):
@@ -61,7 +58,7 @@ def scale_by_muon(
     nesterov: bool = True,
     adaptive: bool = False,
     preconditioning: Preconditioning = "frobenius",
-    weight_dimension_numbers: DimensionNumbers = None,
+    weight_dimension_numbers: _views.Views = None,
     ns_dtype: ProductsDType = "auto",
     ns_method: Method | None = "standard",
     implementation: str | None = None,
@@ -148,17 +145,8 @@ def scale_by_muon(
             preconditioning=preconditioning,
             implementation=implementation,
         )
-        axes = _matrix_axes.tree_map_matrices(
-            lambda axes, _: axes, weight_dimension_numbers, momentum
-        )
-        axes = jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, MatrixAxes))
-        leaves, treedef = jax.tree.flatten(momentum)
-        stacks = [_matrix_axes.to_matrices(u, a) for u, a in zip(leaves, axes, strict=True)]
-        matrices = _grouping.map_by_shape(function, stacks, max_group_bytes)
-        orthogonal = treedef.unflatten(
-            _matrix_axes.from_matrices(o, a, u.shape)
-            for o, a, u in zip(matrices, axes, leaves, strict=True)
-        )
+        stacks, unflatten = _views.flatten(weight_dimension_numbers, momentum)
+        orthogonal = unflatten(_grouping.map_by_shape(function, stacks, max_group_bytes))
         if adaptive:
             orthogonal = jax.tree.map(lambda o, u: jnp.sum(u.conj() * o) * o, orthogonal, momentum)
         orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)
@@ -186,7 +174,7 @@ def muon(
     adam_eps_root: float | jax.Array = 0.0,
     adam_weight_decay: float | jax.Array = 0.0,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    muon_weight_dimension_numbers: DimensionNumbers = None,
+    muon_weight_dimension_numbers: _views.Views = None,
     consistent_rms: float | jax.Array | None = None,
     ns_dtype: ProductsDType = "auto",
     ns_method: Method | None = "standard",
@@ -252,7 +240,7 @@ def muon(
             lambda n, subtree: jax.tree.map(lambda _: "adam" if n is None else "muon", subtree),
             numbers,
             params,
-            is_leaf=_matrix_axes.is_dimension_numbers,
+            is_leaf=_views.is_view,
         )
 
     on_matrices = optax.chain(

@@ -6,16 +6,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax import _matrix_axes
+from muon_jax import _views
 
 
 def scale_by_shape(
-    weight_dimension_numbers: _matrix_axes.DimensionNumbersTree
-    | _matrix_axes.DimensionNumbersFn
-    | None = None,
+    weight_dimension_numbers: _views.Views = None,
     consistent_rms: float | jax.Array | None = None,
 ) -> optax.GradientTransformation:
-    """Scales the update of each parameter by its fan-in and fan-out.
+    """Scales the update of each matrix by its fan-in, the rows, and its fan-out, the columns.
 
     Args:
         weight_dimension_numbers: as for `scale_by_muon`.
@@ -24,18 +22,15 @@ def scale_by_shape(
             gives an orthogonal update the root mean square r whatever its shape.
     """
 
-    def scale(axes, update):
-        fan_in = math.prod(update.shape[axis] for axis in axes.reduction)
-        fan_out = math.prod(update.shape[axis] for axis in axes.output)
+    def factor(fan_in, fan_out):
         if consistent_rms is None:
-            factor = math.sqrt(max(1.0, fan_out / fan_in))
-        else:
-            factor = math.sqrt(max(fan_in, fan_out)) * consistent_rms
-        return jnp.asarray(factor, update.dtype) * update
+            return math.sqrt(max(1.0, fan_out / fan_in))
+        return math.sqrt(max(fan_in, fan_out)) * consistent_rms
 
     def update_fn(updates, state, params=None):
         del params
-        scaled = _matrix_axes.tree_map_matrices(scale, weight_dimension_numbers, updates)
-        return scaled, state
+        stacks, unflatten = _views.flatten(weight_dimension_numbers, updates)
+        scaled = (jnp.asarray(factor(*x.shape[1:]), x.dtype) * x for x in stacks)
+        return unflatten(scaled), state
 
     return optax.GradientTransformation(optax.init_empty_state, update_fn)

@@ -1,0 +1,175 @@
+"""Views: what a parameter's matrices are, as a pure pair of functions, there and back.
+
+`MuonDimensionNumbers` names the axes of rows and of columns. `Split` and `Unfold` reach matrices
+that are no axes of the array: the parts of a fused projection, the heads in a merged axis. They
+nest:
+
+    # Query, key and value side by side, 16 heads for queries and 4 for keys and values: 3 matrices.
+    Split(-1, (16 * 128, 4 * 128, 4 * 128))
+    # The same, a matrix for each head.
+    Split(-1, (16 * 128, 4 * 128, 4 * 128), Unfold(-1, (-1, 128), MuonDimensionNumbers(-3, -1)))
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from optax.contrib import MuonDimensionNumbers
+
+from muon_jax import _matrix_axes
+
+MATRICES = MuonDimensionNumbers(-2, -1)  # the last two axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Parts of one axis, side by side, that are matrices of their own.
+
+    Attributes:
+        axis: which one; counted from the end where it is negative.
+        sizes: of the parts; together that of the axis.
+        view: of every part, or a list with one for each.
+    """
+
+    axis: int
+    sizes: tuple[int, ...]
+    view: "View | list[View]" = MATRICES
+
+    def parts(self, shape: tuple[int, ...]) -> "list[tuple[slice, View]]":
+        """Returns the place of each part on the axis of an array of that shape, and its view."""
+        views = self.view if isinstance(self.view, list) else [self.view] * len(self.sizes)
+        if sum(self.sizes) != _size(shape, self) or len(views) != len(self.sizes):
+            raise ValueError(f"{self} needs that size on its axis, and as many views as sizes")
+        ends = [sum(self.sizes[: i + 1]) for i in range(len(views))]
+        slices = [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
+        return [*zip(slices, views, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unfold:
+    """One axis as several, of which the last runs fastest.
+
+    Attributes:
+        axis: which one; counted from the end where it is negative.
+        sizes: of the axes in its place. One may be -1, for what the others leave.
+        view: of the array with those axes.
+    """
+
+    axis: int
+    sizes: tuple[int, ...]
+    view: "View" = MATRICES
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape with those axes of an array of the given shape."""
+        size, axis = _size(shape, self), self.axis % len(shape)
+        stated = math.prod(self.sizes)
+        sizes = [size // -stated if i == -1 else i for i in self.sizes] if stated < 0 else self.sizes
+        if math.prod(sizes) != size:
+            raise ValueError(f"{self} needs axes whose sizes multiply to {size}")
+        return (*shape[:axis], *sizes, *shape[axis + 1 :])
+
+
+type View = MuonDimensionNumbers | Split | Unfold
+# Views at the leaves, a prefix of the parameters' tree; None where there are none.
+type ViewTree = Any
+type Views = ViewTree | Callable[[Any], ViewTree] | None
+
+
+def is_view(node: Any) -> bool:
+    """Returns whether `node` is a leaf of a tree of views: a view, or None."""
+    return node is None or isinstance(node, MuonDimensionNumbers | Split | Unfold)
+
+
+def to_stacks(x: jax.Array, view: View) -> list[jax.Array]:
+    """Returns the matrices of `x` (reduction × output) in stacks `(batch, rows, cols)`.
+
+    Raises:
+        ValueError: the array has no such axes, or not of such sizes.
+    """
+    if isinstance(view, Split):
+        before = (slice(None),) * (view.axis % x.ndim)
+        parts = view.parts(x.shape)
+        return [stack for part, inner in parts for stack in to_stacks(x[(*before, part)], inner)]
+    if isinstance(view, Unfold):
+        return to_stacks(x.reshape(view.shape(x.shape)), view.view)
+    return [_matrix_axes.to_matrices(x, _matrix_axes.matrix_axes(x.ndim, view))]
+
+
+def from_stacks(stacks: Iterator[jax.Array], view: View, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `to_stacks` for an array of the given shape; takes as many stacks as that."""
+    if isinstance(view, Split):
+        axis = view.axis % len(shape)
+        parts = [
+            from_stacks(stacks, inner, (*shape[:axis], part.stop - part.start, *shape[axis + 1 :]))
+            for part, inner in view.parts(shape)
+        ]
+        return jnp.concatenate(parts, axis)
+    if isinstance(view, Unfold):
+        return from_stacks(stacks, view.view, view.shape(shape)).reshape(shape)
+    return _matrix_axes.from_matrices(
+        next(stacks), _matrix_axes.matrix_axes(len(shape), view), shape
+    )
+
+
+def of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
+    """Returns the path and the view of each leaf of `tree`.
+
+    Args:
+        views: a prefix of `tree`, or a callable that makes one from it. None at a leaf or above
+            stands for matrices: leaves of rank 2, axis 0 the reduction axis.
+        tree: the arrays.
+
+    Raises:
+        ValueError: a leaf without a view is no matrix.
+    """
+    found = []
+
+    def find(path, view, subtree):
+        for rest, leaf in jax.tree.leaves_with_path(subtree):
+            name = jax.tree_util.keystr((*path, *rest))
+            if view is None and leaf.ndim != 2:
+                raise ValueError(
+                    f"the parameter {name} of shape {leaf.shape} is no matrix: give it"
+                    " MuonDimensionNumbers, or leave it to another optimizer"
+                )
+            found.append((name, MuonDimensionNumbers() if view is None else view))
+
+    views = views(tree) if callable(views) else views
+    jax.tree.map_with_path(find, views, tree, is_leaf=is_view)
+    return found
+
+
+def flatten(
+    views: Views, tree: Any
+) -> tuple[list[jax.Array], Callable[[Iterable[jax.Array]], Any]]:
+    """Returns the stacks `(batch, rows, cols)` of all leaves of `tree`, and the inverse.
+
+    Raises:
+        ValueError: a leaf has no view, or one that does not fit.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    viewed = of_leaves(views, tree)
+    stacks = []
+    for leaf, (name, view) in zip(leaves, viewed, strict=True):
+        try:
+            stacks += to_stacks(leaf, view)
+        except ValueError as error:
+            raise ValueError(f"the parameter {name} of shape {leaf.shape}: {error}") from error
+
+    def unflatten(stacks):
+        stacks = iter(stacks)
+        return treedef.unflatten(
+            from_stacks(stacks, view, leaf.shape)
+            for leaf, (_, view) in zip(leaves, viewed, strict=True)
+        )
+
+    return stacks, unflatten
+
+
+def _size(shape, view):
+    if not -len(shape) <= view.axis < len(shape):
+        raise ValueError(f"{view} names an axis that an array of rank {len(shape)} does not have")
+    return shape[view.axis]
