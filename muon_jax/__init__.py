@@ -9,7 +9,21 @@ chains of one's own; `newton_schulz` the iteration alone.
 
 from optax.contrib import MuonDimensionNumbers
 
+from muon_jax._describe import Description, describe
 from muon_jax._muon import MuonState, muon, scale_by_muon
 from muon_jax._newton_schulz import newton_schulz
+from muon_jax._routing import by_role
+from muon_jax._views import Split, Unfold
 
-__all__ = ["MuonDimensionNumbers", "MuonState", "muon", "newton_schulz", "scale_by_muon"]
+__all__ = [
+    "Description",
+    "MuonDimensionNumbers",
+    "MuonState",
+    "Split",
+    "Unfold",
+    "by_role",
+    "describe",
+    "muon",
+    "newton_schulz",
+    "scale_by_muon",
+]

@@ -231,17 +231,9 @@ def muon(
     """
 
     def label_params(params):
-        numbers = muon_weight_dimension_numbers
-        if numbers is None:
-            return jax.tree.map(lambda p: "muon" if p.ndim == 2 else "adam", params)
-        if callable(numbers):
-            numbers = numbers(params)
-        return jax.tree.map(
-            lambda n, subtree: jax.tree.map(lambda _: "adam" if n is None else "muon", subtree),
-            numbers,
-            params,
-            is_leaf=_views.is_view,
-        )
+        views = _views.assign(muon_weight_dimension_numbers, params)
+        labels = ("adam" if view is None else "muon" for view in views)
+        return jax.tree.structure(params).unflatten(labels)
 
     on_matrices = optax.chain(
         scale_by_muon(

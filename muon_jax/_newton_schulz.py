@@ -7,8 +7,8 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from muon_jax import _coefficients, _composed, _gram
-from muon_jax._cost import Products
+from muon_jax import _coefficients, _composed, _form, _gram
+from muon_jax._form import Method, ProductsDType
 from muon_jax._normalization import (
     gram_gain,
     inverse_norm,
@@ -19,8 +19,6 @@ from muon_jax._schedules import Schedule
 from pallas_kernels import _device, select_implementation, syrk, syrkx
 
 type Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
-type Method = Literal["standard", "gram"]
-type ProductsDType = jax.typing.DTypeLike | Literal["auto"] | None
 
 
 def check_preconditioning(preconditioning: str) -> None:
@@ -139,7 +137,9 @@ def newton_schulz(
     in_dtype, (*_, m, n) = x.dtype, x.shape
     transposed = m > n
     x = x.mT if transposed else x
-    form, products_dtype = _resolve(method, recipe, preconditioning, dtype, in_dtype, x.shape)
+    form, products_dtype, _ = _form.choose(
+        recipe, method, preconditioning, dtype, x.shape, in_dtype
+    )
     log2_n = (x.shape[-1] - 1).bit_length()
     root = 4 if isinstance(recipe, Schedule) or form == "gram" else 2
     x, scale = scaled_by_power_of_two(x, products_dtype, -(-log2_n // root))
@@ -206,64 +206,6 @@ def _run_gram(implementation, x, quintics, eps, scale, preconditioning, log2_n):
         s = inverse_norm(x, gram, eps, gain * scale, preconditioning)
         factor = gain * s
     return _gram.apply(square, product, x, gram, triples, s, factor)
-
-
-def _resolve(method, recipe, preconditioning, dtype, in_dtype, wide_shape):
-    """Returns the method and the dtype of the products; raises ValueError where one is unsafe."""
-    names = get_args(Method.__value__)
-    if method not in (None, *names):
-        raise ValueError(f"method must be 'standard', 'gram' or None, got {method!r}")
-    offered = {}
-    for name in [method] if method else names:
-        products_dtype = _products_dtype(recipe, name, dtype, in_dtype)
-        reason = name == "gram" and _no_gram_form(recipe, preconditioning, products_dtype)
-        if reason and method:
-            raise ValueError(f"method='gram' is not offered here: {reason}. Pass method='standard'")
-        if not reason:
-            offered[name] = products_dtype
-    if len(offered) > 1:
-        return min(
-            offered.items(), key=lambda item: _products(recipe, *item).microseconds(wide_shape)
-        )
-    return offered.popitem()
-
-
-def _no_gram_form(recipe, preconditioning, dtype):
-    """Returns why there is no gram form of the iteration, or None."""
-    if isinstance(recipe, Schedule):
-        segments = _composed.segments(recipe, "gram", dtype)
-        if len(segments) == len(recipe.steps):
-            return f"no two steps of ns_coeffs={recipe.name!r} can be joined in {dtype}"
-    elif _coefficients.is_traced(recipe):
-        return "traced coefficients or steps have the standard form only"
-    elif preconditioning == "spectral":
-        return "preconditioning='spectral' needs more than the Gram matrix"
-    elif preconditioning == "aol" and dtype == jnp.bfloat16:
-        return "preconditioning='aol' is unsafe in bfloat16, singular values can exceed 1.5"
-    return None
-
-
-def _products(recipe, method, dtype) -> Products:
-    if isinstance(recipe, Schedule):
-        return _composed.products(recipe, method, dtype)
-    num_steps = recipe.last - recipe.first
-    if method == "gram":
-        return _gram.products(dtype, num_steps)
-    return Products(grams=num_steps, squares=num_steps, applications=num_steps)
-
-
-def _products_dtype(recipe, method, dtype, in_dtype):
-    """The dtype that `dtype` stands for."""
-    if isinstance(dtype, str) and dtype == "auto":
-        dtype = recipe.dtype if isinstance(recipe, Schedule) else "bfloat16"
-        if method == "gram":
-            dtype = "float16"
-        if _device.platform() == "tpu":  # whose matrix units lack float16
-            dtype = "bfloat16"
-    dtype = jnp.dtype(in_dtype if dtype is None else dtype)
-    if jnp.issubdtype(in_dtype, jnp.complexfloating):
-        dtype = jnp.promote_types(dtype, jnp.complex64)
-    return dtype
 
 
 def _precision_of(dtype):

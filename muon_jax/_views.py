@@ -66,7 +66,9 @@ class Unfold:
         """Returns the shape with those axes of an array of the given shape."""
         size, axis = _size(shape, self), self.axis % len(shape)
         stated = math.prod(self.sizes)
-        sizes = [size // -stated if i == -1 else i for i in self.sizes] if stated < 0 else self.sizes
+        sizes = (
+            [size // -stated if i == -1 else i for i in self.sizes] if stated < 0 else self.sizes
+        )
         if math.prod(sizes) != size:
             raise ValueError(f"{self} needs axes whose sizes multiply to {size}")
         return (*shape[:axis], *sizes, *shape[axis + 1 :])
@@ -112,6 +114,34 @@ def from_stacks(stacks: Iterator[jax.Array], view: View, shape: tuple[int, ...])
     return _matrix_axes.from_matrices(
         next(stacks), _matrix_axes.matrix_axes(len(shape), view), shape
     )
+
+
+def shapes_of_stacks(
+    x: jax.Array | jax.ShapeDtypeStruct, view: View | None
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns what `to_stacks` would, as shapes; nothing without a view."""
+    return [] if view is None else jax.eval_shape(lambda x: to_stacks(x, view), x)
+
+
+def assign(views: Views, params: Any) -> list[View | None]:
+    """Returns the view of each parameter, None for AdamW.
+
+    Args:
+        views: a prefix of `params`, or a callable that makes one from them. None itself stands for
+            matrices wherever the rank is 2.
+        params: the parameters, or shapes of them.
+    """
+    if views is None:
+        return [MuonDimensionNumbers() if p.ndim == 2 else None for p in jax.tree.leaves(params)]
+    views = views(params) if callable(views) else views
+    found = []
+    jax.tree.map(
+        lambda view, subtree: found.extend([view] * len(jax.tree.leaves(subtree))),
+        views,
+        params,
+        is_leaf=is_view,
+    )
+    return found
 
 
 def of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
