@@ -11,5 +11,14 @@ from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._muon import MuonState, muon, scale_by_muon
 from muon_jax._newton_schulz import newton_schulz
+from muon_jax._normuon import NorMuonState, scale_by_normuon
 
-__all__ = ["MuonDimensionNumbers", "MuonState", "muon", "newton_schulz", "scale_by_muon"]
+__all__ = [
+    "MuonDimensionNumbers",
+    "MuonState",
+    "NorMuonState",
+    "muon",
+    "newton_schulz",
+    "scale_by_muon",
+    "scale_by_normuon",
+]
