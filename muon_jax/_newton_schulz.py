@@ -7,9 +7,10 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from muon_jax import _coefficients, _composed, _gram
+from muon_jax import _coefficients, _composed, _gram, _options
 from muon_jax._cost import Products
 from muon_jax._normalization import (
+    EpsMode,
     gram_gain,
     inverse_norm,
     inverse_row_norms,
@@ -23,18 +24,12 @@ type Method = Literal["standard", "gram"]
 type ProductsDType = jax.typing.DTypeLike | Literal["auto"] | None
 
 
-def check_preconditioning(preconditioning: str) -> None:
-    """Raises ValueError unless `preconditioning` is one of `Preconditioning`."""
-    names = get_args(Preconditioning.__value__)
-    if preconditioning not in names:
-        raise ValueError(f"preconditioning must be one of {names}, got {preconditioning!r}")
-
-
 @functools.partial(
     jax.jit,
     static_argnames=(
         "ns_coeffs",
         "ns_steps",
+        "eps_mode",
         "dtype",
         "preconditioning",
         "method",
@@ -47,6 +42,7 @@ def newton_schulz(
     ns_steps: int | jax.Array = 5,
     eps: float | jax.Array = 0.0,
     *,
+    eps_mode: EpsMode = "add",
     dtype: ProductsDType = "auto",
     preconditioning: Preconditioning = "frobenius",
     method: Method | None = "standard",
@@ -95,6 +91,7 @@ def newton_schulz(
         eps: added to the norm of X: 0 keeps the result independent of scale, more shrinks the
             result for ‖X‖ of that order. Under `"schatten"` and `"aol"` the least value of the
             squared norms instead, as in optax.
+        eps_mode: `"add"`, or `"max"` to divide by the larger of norm and `eps`.
         dtype: dtype of the products, which accumulate in float32. `"auto"` is bfloat16, for a
             composed schedule that of the table above, for the gram form float16; on TPUs, which
             multiply no float16, bfloat16 in its place. None is that of `x`. Composed schedules
@@ -134,7 +131,8 @@ def newton_schulz(
         raise ValueError(
             f"x must have a float dtype and shape (..., m, n), got {x.dtype}{list(x.shape)}"
         )
-    check_preconditioning(preconditioning)
+    _options.check("preconditioning", preconditioning, Preconditioning)
+    _options.check("eps_mode", eps_mode, EpsMode)
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     in_dtype, (*_, m, n) = x.dtype, x.shape
     transposed = m > n
@@ -147,15 +145,15 @@ def newton_schulz(
     with _precision_of(products_dtype):
         if isinstance(recipe, Schedule):
             segments = _composed.segments(recipe, form, products_dtype)
-            x = _composed.run(x, segments, eps, scale, log2_n, implementation)
+            x = _composed.run(x, segments, eps, eps_mode, scale, log2_n, implementation)
         elif form == "gram":
-            x = _run_gram(implementation, x, recipe, eps, scale, preconditioning, log2_n)
+            x = _run_gram(implementation, x, recipe, eps, eps_mode, scale, preconditioning, log2_n)
         else:
-            x = _run_quintics(implementation, x, recipe, eps, scale, preconditioning)
+            x = _run_quintics(implementation, x, recipe, eps, eps_mode, scale, preconditioning)
     return (x.mT if transposed else x)[..., :m, :n].astype(in_dtype)
 
 
-def _run_quintics(implementation, x, quintics, eps, scale, preconditioning):
+def _run_quintics(implementation, x, quintics, eps, eps_mode, scale, preconditioning):
     """Steps of a triple each; entries of X are at most 1/√n, so that those of XXᵀ are at most 1."""
     rows, first, last = quintics
     product = functools.partial(syrk, symmetrize_output=False, implementation=implementation)
@@ -179,7 +177,7 @@ def _run_quintics(implementation, x, quintics, eps, scale, preconditioning):
         x, gram = (x * d).astype(x.dtype), (gram * d * d.mT).astype(gram.dtype)
         s = jnp.ones(x.shape[:-2])
     else:
-        s = inverse_norm(x, gram, eps, scale, preconditioning)
+        s = inverse_norm(x, gram, eps, eps_mode, scale, preconditioning)
     x = apply(first, x, gram, s)
     if _coefficients.is_traced((first, last)):
         return jax.lax.fori_loop(first + 1, last, body, x)
@@ -188,7 +186,7 @@ def _run_quintics(implementation, x, quintics, eps, scale, preconditioning):
     return x
 
 
-def _run_gram(implementation, x, quintics, eps, scale, preconditioning, log2_n):
+def _run_gram(implementation, x, quintics, eps, eps_mode, scale, preconditioning, log2_n):
     """Steps of a triple each, in the gram form; X and R are scaled as in `_composed.run`."""
     rows, first, last = quintics
     triples = rows * last if len(rows) == 1 else rows[first:last]
@@ -203,7 +201,7 @@ def _run_gram(implementation, x, quintics, eps, scale, preconditioning, log2_n):
         )
         s, factor = 2.0**-7, 1.0
     else:
-        s = inverse_norm(x, gram, eps, gain * scale, preconditioning)
+        s = inverse_norm(x, gram, eps, eps_mode, gain * scale, preconditioning)
         factor = gain * s
     return _gram.apply(square, product, x, gram, triples, s, factor)
 
