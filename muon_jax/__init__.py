@@ -4,26 +4,35 @@ Muon orthogonalizes the momentum of each weight matrix: it replaces M = UΣVᵀ 
 UVᵀ, computed by a few Newton–Schulz steps X <- (aI + bA + cA²)X with A = XXᵀ.
 
 `muon` is the optimizer, a drop-in for `optax.contrib.muon`; `scale_by_muon` its transformation for
-chains of one's own; `newton_schulz` the iteration alone.
+chains of one's own; `newton_schulz` the iteration alone. `PRESETS` holds the arguments of `muon`
+that make it other published Muons.
 """
 
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._describe import Description, describe
-from muon_jax._muon import MuonState, muon, scale_by_muon
+from muon_jax._momentum import MuonState, convert_momentum
+from muon_jax._muon import muon
 from muon_jax._newton_schulz import newton_schulz
+from muon_jax._normuon import NorMuonState, scale_by_normuon
+from muon_jax._presets import PRESETS
 from muon_jax._routing import by_role
+from muon_jax._scale_by_muon import scale_by_muon
 from muon_jax._views import Split, Unfold
 
 __all__ = [
+    "PRESETS",
     "Description",
     "MuonDimensionNumbers",
     "MuonState",
+    "NorMuonState",
     "Split",
     "Unfold",
     "by_role",
+    "convert_momentum",
     "describe",
     "muon",
     "newton_schulz",
     "scale_by_muon",
+    "scale_by_normuon",
 ]

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from muon_jax._cost import Products
-from muon_jax._normalization import gram_gain, inverse_norm
+from muon_jax._normalization import EpsMode, gram_gain, inverse_norm, regularize
 from muon_jax._schedules import Schedule, Step
 from pallas_kernels import syrk, syrk_with_residual, syrkx
 
@@ -68,6 +68,7 @@ def run(
     x: jax.Array,
     segments: tuple[Segment, ...],
     eps: float | jax.Array,
+    eps_mode: EpsMode,
     scale: jax.Array,
     log2_n: int,
     implementation: str | None,
@@ -81,7 +82,8 @@ def run(
     Args:
         x: shape `(..., m, n)`, `scale` times the caller's.
         segments: the steps, as the function `segments` returns them.
-        eps: added to ν.
+        eps: added to ν, or its least value.
+        eps_mode: `"add"` or `"max"`.
         scale: of shape `(...)`.
         log2_n: log₂ n, rounded up.
         implementation: as for `syrk`.
@@ -92,8 +94,9 @@ def run(
         gram, *low = _gram(x, alpha, implementation, residual=_has_residual(segment, x.dtype))
         s = factor = 1.0
         if index == 0:
-            s = inverse_norm(x, gram, 0.0, 1.0, "schatten")
-            s = s / (1 + eps * gain * scale * s)  # 1/(ν + eps), both of them times gain·scale
+            s = inverse_norm(x, gram, 0.0, eps_mode, 1.0, "schatten")
+            # 1/(ν + eps), both of them times gain·scale.
+            s = s / regularize(1.0, eps * gain * scale * s, eps_mode)
             factor = gain
         x = _polynomial(segment, gram, low, s, factor, implementation) @ x
     return x

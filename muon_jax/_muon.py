@@ -19,143 +19,23 @@ Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
 9.  Updates have the dtype of the gradients and `mu` keeps its own, whatever is promoted between
     (optax: a float32 `mu` makes bfloat16 gradients into float32 updates).
 10. Errors name the parameter and say what to do.
+11. None in the place of a gradient counts as zeros (optax: an error), and the state is as ever.
+12. Other published Muons are there too: `preset`, and the arguments that presets set.
 """
 
-import functools
-import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from muon_jax import _coefficients, _grouping, _scaling, _views
-from muon_jax._newton_schulz import (
-    Method,
-    Preconditioning,
-    ProductsDType,
-    check_preconditioning,
-    newton_schulz,
-)
-from muon_jax._schedules import Schedule
+from muon_jax import _coefficients, _momentum, _normuon, _presets, _scaling, _views, _weight_decay
+from muon_jax._newton_schulz import Method, Preconditioning, ProductsDType
+from muon_jax._normalization import EpsMode
+from muon_jax._scale_by_muon import scale_by_muon
 
 
-class MuonState(NamedTuple):
-    """State of `scale_by_muon`: the number of updates (int32) and the average of gradients."""
-
-    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride] (optax's name)
-    mu: optax.Updates
-
-
-def scale_by_muon(
-    ns_coeffs: _coefficients.NSCoeffs = "standard",
-    ns_steps: int | jax.Array = 5,
-    beta: float | jax.Array = 0.95,
-    eps: float | jax.Array = 1e-8,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    *,
-    nesterov: bool = True,
-    adaptive: bool = False,
-    preconditioning: Preconditioning = "frobenius",
-    weight_dimension_numbers: _views.Views = None,
-    ns_dtype: ProductsDType = "auto",
-    ns_method: Method | None = "standard",
-    implementation: str | None = None,
-    max_group_bytes: int = 2**30,
-) -> optax.GradientTransformation:
-    """Replaces each gradient by the orthogonalized momentum of its parameter.
-
-    With gradient g at step t = 1, 2, …, for each matrix
-
-        m <- βm + (1 - β)g,
-        u = β·m/(1 - βᵗ⁺¹) + (1 - β)·g/(1 - βᵗ) with Nesterov momentum, else m/(1 - βᵗ),
-
-    and the update is `newton_schulz(u)`, close to the nearest orthogonal matrix.
-
-    Args:
-        ns_coeffs: coefficients of the Newton–Schulz steps: a triple, a table of triples or a name,
-            of a published set or of a composed schedule (`"fast"`, `"balanced"`, `"accurate"`), see
-            `newton_schulz`.
-        ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
-        beta: decay rate β of the momentum.
-        eps: added to the norm that u is divided by.
-        mu_dtype: dtype of the momentum; None for that of the parameters.
-        nesterov: whether to use Nesterov momentum.
-        adaptive: whether to multiply the update o of a parameter by its dual norm ⟨u, o⟩
-            (`Bernstein and Newhouse <https://arxiv.org/abs/2409.20325>`_).
-        preconditioning: `"frobenius"`, `"spectral"`, `"aol"` or `"schatten"`, see `newton_schulz`.
-        weight_dimension_numbers: `optax.contrib.MuonDimensionNumbers` for each parameter, as a tree
-            that may be a prefix of the parameters', or a callable that makes one from them: which
-            axes are rows (the reduction axes) and which are columns; all others are batch axes, and
-            matrices along them are orthogonalized each by itself. None for matrices: rank 2.
-        ns_dtype: dtype of the iteration's products; `"auto"` for what the coefficients need, None
-            for the momentum's, see `newton_schulz`.
-        ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
-        implementation: of the symmetric products, `"xla"`, `"triton"`, `"mosaic_gpu"` or None for
-            the fastest; see `pallas_kernels.syrk`.
-        max_group_bytes: matrices of one shape, or its transpose, are orthogonalized together, in
-            groups of at most so many bytes of momentum. 0 takes each parameter by itself.
-
-    Raises:
-        ValueError: an argument is none of the values above, a parameter is no matrix, or
-            `ns_dtype` is one that the composed schedule is unsafe in.
-        NotImplementedError: the named implementation cannot run here.
-    """
-    check_preconditioning(preconditioning)
-    if isinstance(ns_dtype, jax.Array):
-        raise ValueError(
-            "ns_dtype must be a dtype, got an array: optax.inject_hyperparams takes"
-            f" {ns_dtype.dtype} for a schedule; give it static_args='ns_dtype'"
-        )
-    ns_coeffs = _coefficients.canonicalize(ns_coeffs)
-    recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
-    if isinstance(recipe, Schedule) and ns_dtype not in ("auto", None):
-        recipe.steps_in(ns_dtype)  # raises where that is unsafe
-    if _coefficients.is_traced((ns_coeffs, ns_steps)):  # under optax.inject_hyperparams
-        orthogonalize = inspect.unwrap(newton_schulz)
-    else:
-        orthogonalize, ns_steps = newton_schulz, int(ns_steps)
-
-    def init_fn(params):
-        return MuonState(
-            count=jnp.zeros([], jnp.int32), mu=optax.tree.zeros_like(params, dtype=mu_dtype)
-        )
-
-    def update_fn(updates, state, params=None):
-        del params
-        count = jnp.asarray(optax.safe_increment(state.count))
-        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
-        if nesterov:
-            momentum = jax.tree.map(
-                lambda m, g: beta * m + (1 - beta) * g,
-                optax.tree.bias_correction(mu, beta, optax.safe_increment(count)),
-                optax.tree.bias_correction(updates, beta, count),
-            )
-        else:
-            momentum = optax.tree.bias_correction(mu, beta, count)
-
-        function = functools.partial(
-            orthogonalize,
-            ns_coeffs=ns_coeffs,
-            ns_steps=ns_steps,
-            eps=eps,
-            dtype=ns_dtype,
-            method=ns_method,
-            preconditioning=preconditioning,
-            implementation=implementation,
-        )
-        stacks, unflatten = _views.flatten(weight_dimension_numbers, momentum)
-        orthogonal = unflatten(_grouping.map_by_shape(function, stacks, max_group_bytes))
-        if adaptive:
-            orthogonal = jax.tree.map(lambda o, u: jnp.sum(u.conj() * o) * o, orthogonal, momentum)
-        orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)
-        mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
-        return orthogonal, MuonState(count, mu)
-
-    return optax.GradientTransformation(init_fn, update_fn)
-
-
+@_presets.takes_preset
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     ns_coeffs: _coefficients.NSCoeffs = "standard",
@@ -176,15 +56,26 @@ def muon(
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     muon_weight_dimension_numbers: _views.Views = None,
     consistent_rms: float | jax.Array | None = None,
+    preset: str | None = None,
+    momentum: _momentum.Momentum = "bias_corrected",
+    eps_mode: EpsMode = "add",
+    shape_scale: _scaling.ShapeScale = "clipped_ratio",
+    weight_decay_form: _weight_decay.Form = "decoupled",
+    cautious_weight_decay: bool = False,
+    normuon_b2: float | jax.Array | None = None,
+    normuon_averaged: _normuon.Averaged = "fan_in",
+    adam_eps: float | jax.Array | None = None,
+    adam_nesterov: bool | None = None,
     ns_dtype: ProductsDType = "auto",
-    ns_method: Method | None = "standard",
+    ns_method: Method | None = None,
     implementation: str | None = None,
-    max_group_bytes: int = 2**30,
+    max_group_bytes: int = 2**28,
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
 
     The update of a matrix W with learning rate η and weight decay λ is -η(s·O + λW), where O is the
-    output of `scale_by_muon` and s depends on the shape alone (`consistent_rms`).
+    output of `scale_by_muon` and s depends on the shape alone (`consistent_rms`). The defaults are
+    those of optax; `preset` sets those of another Muon.
 
     Args:
         learning_rate: η, a number or a schedule.
@@ -193,10 +84,11 @@ def muon(
         ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
         beta: decay rate of Muon's momentum.
         eps: added to the norm that the momentum is divided by, and to AdamW's denominator.
-        weight_decay: λ, multiplied by the learning rate; on matrices.
+        weight_decay: λ, multiplied by the learning rate (`weight_decay_form`); on matrices.
         weight_decay_mask: tree of booleans (or a callable that makes one): which matrices decay.
         mu_dtype: dtype of the momentum and of AdamW's first moment; None for the parameters'.
-        nesterov: whether both sides use Nesterov momentum, so that AdamW is NAdamW, as in optax.
+        nesterov: whether both sides use Nesterov momentum, so that AdamW is NAdamW, as in optax
+            (`adam_nesterov`).
         adaptive: whether to multiply each update by its dual norm, see `scale_by_muon`.
         preconditioning: `"frobenius"`, `"spectral"`, `"aol"` or `"schatten"`, see `newton_schulz`.
         adam_b1: decay rate of AdamW's first moment.
@@ -214,6 +106,23 @@ def muon(
             s = r·√max(fan_in, fan_out), where r = 0.2 matches the root mean square of AdamW's
             updates, so that one learning rate suits both (`Liu et al.
             <https://arxiv.org/abs/2502.16982>`_).
+        preset: a name in `muon_jax.PRESETS`, whose arguments stand for those that the call leaves
+            out: `"keller"`, `"torch"`, `"moonlight"`, `"optax"`, `"dion"`, `"gram"`, `"levanter"`,
+            `"turbo"`, `"fused_muon"`, `"moe_fp16"`, `"megatron"` or `"nanogpt"`. It sets weight
+            decay, not the learning rate.
+        momentum: `"bias_corrected"`, `"ema"` or `"heavy_ball"`, see `scale_by_muon`.
+        eps_mode: `"add"` or `"max"`, see `scale_by_muon`.
+        shape_scale: s where `consistent_rms` is None: `"clipped_ratio"` is the above, `"ratio"` is
+            √(fan_out/fan_in), `"none"` is 1.
+        weight_decay_form: what decay adds to the update, on both sides: `"decoupled"` -ηλW,
+            `"independent"` -λW, `"palm"` -λη²W, `"scaled_palm"` -λη²·s·W; `"l2"` adds λW to the
+            gradient instead.
+        cautious_weight_decay: whether both sides decay only entries that the update shrinks too,
+            those with W·O ≥ 0 (`Chen et al. <https://arxiv.org/abs/2510.12402>`_).
+        normuon_b2: decay rate of NorMuon's second moments, see `scale_by_normuon`; None for none.
+        normuon_averaged: `"fan_in"` or `"shorter"`, see `scale_by_normuon`.
+        adam_eps: added to AdamW's denominator; None for `eps`.
+        adam_nesterov: whether AdamW uses Nesterov momentum; None for `nesterov`.
         ns_dtype: dtype of the iteration's products; `"auto"` for what the coefficients need, None
             for the momentum's, see `newton_schulz`.
         ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
@@ -221,8 +130,10 @@ def muon(
         max_group_bytes: bound of what is orthogonalized together, see `scale_by_muon`.
 
     Raises:
-        ValueError: an argument is none of the values above, a parameter is no matrix, or
-            `ns_dtype` is one that the composed schedule is unsafe in.
+        ValueError: an argument is none of the values above, two of them contradict each other, a
+            parameter is no matrix, or `ns_dtype` is one that the composed schedule is unsafe in.
+            Or a preset came with a value for every argument, as `optax.inject_hyperparams` passes
+            them.
         NotImplementedError: the named implementation cannot run here.
 
     References:
@@ -235,34 +146,56 @@ def muon(
         labels = ("adam" if view is None else "muon" for view in views)
         return jax.tree.structure(params).unflatten(labels)
 
-    on_matrices = optax.chain(
-        scale_by_muon(
-            ns_coeffs,
-            ns_steps,
-            beta,
-            eps,
-            mu_dtype,
-            nesterov=nesterov,
-            adaptive=adaptive,
-            preconditioning=preconditioning,
-            weight_dimension_numbers=muon_weight_dimension_numbers,
-            ns_dtype=ns_dtype,
-            ns_method=ns_method,
-            implementation=implementation,
-            max_group_bytes=max_group_bytes,
-        ),
-        _scaling.scale_by_shape(muon_weight_dimension_numbers, consistent_rms),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    on_the_rest = optax.adamw(
-        learning_rate if adam_learning_rate is None else adam_learning_rate,
-        b1=adam_b1,
-        b2=adam_b2,
-        eps=eps,
-        eps_root=adam_eps_root,
-        weight_decay=adam_weight_decay,
-        mu_dtype=mu_dtype,
+    views = muon_weight_dimension_numbers
+    orthogonal = scale_by_muon(
+        ns_coeffs,
+        ns_steps,
+        beta,
+        eps,
+        mu_dtype,
         nesterov=nesterov,
+        adaptive=adaptive,
+        preconditioning=preconditioning,
+        weight_dimension_numbers=views,
+        momentum=momentum,
+        eps_mode=eps_mode,
+        ns_dtype=ns_dtype,
+        ns_method=ns_method,
+        implementation=implementation,
+        max_group_bytes=max_group_bytes,
     )
-    return optax.multi_transform({"muon": on_matrices, "adam": on_the_rest}, label_params)
+    if normuon_b2 is not None:
+        normuon = _normuon.scale_by_normuon(normuon_b2, 1e-8, views, normuon_averaged)
+        orthogonal = optax.chain(orthogonal, normuon)
+    on_matrices = _weight_decay.chain(
+        orthogonal,
+        _scaling.scale_by_shape(views, consistent_rms, shape_scale),
+        learning_rate,
+        weight_decay,
+        weight_decay_mask,
+        weight_decay_form,
+        cautious_weight_decay,
+    )
+    on_the_rest = _weight_decay.chain(
+        optax.scale_by_adam(
+            adam_b1,
+            adam_b2,
+            eps if adam_eps is None else adam_eps,
+            adam_eps_root,
+            mu_dtype,
+            nesterov=nesterov if adam_nesterov is None else adam_nesterov,
+        ),
+        None,
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
+        adam_weight_decay,
+        None,
+        weight_decay_form,
+        cautious_weight_decay,
+    )
+    both = optax.multi_transform({"muon": on_matrices, "adam": on_the_rest}, label_params)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        updates = _momentum.fill_missing(updates, updates if params is None else params)
+        return both.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(both.init, update_fn)

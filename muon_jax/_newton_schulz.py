@@ -2,14 +2,17 @@
 
 import contextlib
 import functools
-from typing import Literal, get_args
+import itertools
+from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from muon_jax import _coefficients, _composed, _form, _gram
+from muon_jax import _coefficients, _composed, _form, _gram, _options
 from muon_jax._form import Method, ProductsDType
 from muon_jax._normalization import (
+    EpsMode,
     gram_gain,
     inverse_norm,
     inverse_row_norms,
@@ -21,30 +24,25 @@ from pallas_kernels import _device, select_implementation, syrk, syrkx
 type Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
 
-def check_preconditioning(preconditioning: str) -> None:
-    """Raises ValueError unless `preconditioning` is one of `Preconditioning`."""
-    names = get_args(Preconditioning.__value__)
-    if preconditioning not in names:
-        raise ValueError(f"preconditioning must be one of {names}, got {preconditioning!r}")
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "ns_coeffs",
-        "ns_steps",
-        "dtype",
-        "preconditioning",
-        "method",
-        "implementation",
-    ),
+STATIC = (
+    "ns_coeffs",
+    "ns_steps",
+    "eps_mode",
+    "dtype",
+    "preconditioning",
+    "method",
+    "implementation",
 )
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
 def newton_schulz(
     x: jax.Array,
     ns_coeffs: _coefficients.NSCoeffs = "standard",
     ns_steps: int | jax.Array = 5,
     eps: float | jax.Array = 0.0,
     *,
+    eps_mode: EpsMode = "add",
     dtype: ProductsDType = "auto",
     preconditioning: Preconditioning = "frobenius",
     method: Method | None = "standard",
@@ -93,6 +91,7 @@ def newton_schulz(
         eps: added to the norm of X: 0 keeps the result independent of scale, more shrinks the
             result for ‖X‖ of that order. Under `"schatten"` and `"aol"` the least value of the
             squared norms instead, as in optax.
+        eps_mode: `"add"`, or `"max"` to divide by the larger of norm and `eps`.
         dtype: dtype of the products, which accumulate in float32. `"auto"` is bfloat16, for a
             composed schedule that of the table above, for the gram form float16; on TPUs, which
             multiply no float16, bfloat16 in its place. None is that of `x`. Composed schedules
@@ -132,30 +131,72 @@ def newton_schulz(
         raise ValueError(
             f"x must have a float dtype and shape (..., m, n), got {x.dtype}{list(x.shape)}"
         )
-    check_preconditioning(preconditioning)
-    recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
-    in_dtype, (*_, m, n) = x.dtype, x.shape
-    transposed = m > n
-    x = x.mT if transposed else x
-    form, products_dtype, _ = _form.choose(
-        recipe, method, preconditioning, dtype, x.shape, in_dtype
+    (result,) = orthogonalize(
+        [x],
+        ns_coeffs,
+        ns_steps,
+        eps,
+        eps_mode=eps_mode,
+        dtype=dtype,
+        preconditioning=preconditioning,
+        method=method,
+        implementation=implementation,
     )
-    log2_n = (x.shape[-1] - 1).bit_length()
+    return result
+
+
+def orthogonalize(
+    stacks: Sequence[jax.Array],
+    ns_coeffs: _coefficients.NSCoeffs,
+    ns_steps: int | jax.Array,
+    eps: float | jax.Array,
+    *,
+    eps_mode: EpsMode,
+    dtype: ProductsDType,
+    preconditioning: Preconditioning,
+    method: Method | None,
+    implementation: str | None,
+) -> list[jax.Array]:
+    """As `newton_schulz`, for several stacks at once, which become one in the products' dtype.
+
+    Args:
+        stacks: one array `(..., m, n)`, or several of shapes `(batch, m, n)` or `(batch, n, m)`
+            and of one dtype.
+        ns_coeffs: and all that follow: as for `newton_schulz`.
+    """
+    _options.check("preconditioning", preconditioning, Preconditioning)
+    _options.check("eps_mode", eps_mode, EpsMode)
+    recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
+    in_dtype, (m, n) = stacks[0].dtype, sorted(stacks[0].shape[-2:])
+    wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in stacks]
+    batch = wide[0].shape[:-2] if len(wide) == 1 else (sum(map(len, wide)),)
+    form, products_dtype, _ = _form.choose(
+        recipe, method, preconditioning, dtype, (*batch, m, n), in_dtype
+    )
+    log2_n = (n - 1).bit_length()
     root = 4 if isinstance(recipe, Schedule) or form == "gram" else 2
-    x, scale = scaled_by_power_of_two(x, products_dtype, -(-log2_n // root))
+    # Each stack by itself, for XLA to make it part of the pass that computes the stack.
+    scaled = [scaled_by_power_of_two(x, products_dtype, -(-log2_n // root)) for x in wide]
+    x, scale = scaled[0] if len(scaled) == 1 else map(jnp.concatenate, zip(*scaled, strict=True))
     x = _padded(x, implementation)
     with _precision_of(products_dtype):
         if isinstance(recipe, Schedule):
             segments = _composed.segments(recipe, form, products_dtype)
-            x = _composed.run(x, segments, eps, scale, log2_n, implementation)
+            x = _composed.run(x, segments, eps, eps_mode, scale, log2_n, implementation)
         elif form == "gram":
-            x = _run_gram(implementation, x, recipe, eps, scale, preconditioning, log2_n)
+            x = _run_gram(implementation, x, recipe, eps, eps_mode, scale, preconditioning, log2_n)
         else:
-            x = _run_quintics(implementation, x, recipe, eps, scale, preconditioning)
-    return (x.mT if transposed else x)[..., :m, :n].astype(in_dtype)
+            x = _run_quintics(implementation, x, recipe, eps, eps_mode, scale, preconditioning)
+    x = x[..., :m, :n]
+    ends = [*itertools.accumulate(map(len, wide))][:-1]
+    parts = [x] if len(wide) == 1 else jnp.split(x, ends)
+    return [
+        (part.mT if given.shape[-2] > given.shape[-1] else part).astype(in_dtype)
+        for part, given in zip(parts, stacks, strict=True)
+    ]
 
 
-def _run_quintics(implementation, x, quintics, eps, scale, preconditioning):
+def _run_quintics(implementation, x, quintics, eps, eps_mode, scale, preconditioning):
     """Steps of a triple each; entries of X are at most 1/√n, so that those of XXᵀ are at most 1."""
     rows, first, last = quintics
     product = functools.partial(syrk, symmetrize_output=False, implementation=implementation)
@@ -179,7 +220,7 @@ def _run_quintics(implementation, x, quintics, eps, scale, preconditioning):
         x, gram = (x * d).astype(x.dtype), (gram * d * d.mT).astype(gram.dtype)
         s = jnp.ones(x.shape[:-2])
     else:
-        s = inverse_norm(x, gram, eps, scale, preconditioning)
+        s = inverse_norm(x, gram, eps, eps_mode, scale, preconditioning)
     x = apply(first, x, gram, s)
     if _coefficients.is_traced((first, last)):
         return jax.lax.fori_loop(first + 1, last, body, x)
@@ -188,7 +229,7 @@ def _run_quintics(implementation, x, quintics, eps, scale, preconditioning):
     return x
 
 
-def _run_gram(implementation, x, quintics, eps, scale, preconditioning, log2_n):
+def _run_gram(implementation, x, quintics, eps, eps_mode, scale, preconditioning, log2_n):
     """Steps of a triple each, in the gram form; X and R are scaled as in `_composed.run`."""
     rows, first, last = quintics
     triples = rows * last if len(rows) == 1 else rows[first:last]
@@ -203,7 +244,7 @@ def _run_gram(implementation, x, quintics, eps, scale, preconditioning, log2_n):
         )
         s, factor = 2.0**-7, 1.0
     else:
-        s = inverse_norm(x, gram, eps, gain * scale, preconditioning)
+        s = inverse_norm(x, gram, eps, eps_mode, gain * scale, preconditioning)
         factor = gain * s
     return _gram.apply(square, product, x, gram, triples, s, factor)
 

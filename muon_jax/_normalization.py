@@ -1,7 +1,11 @@
 """What X is divided by before the first step: powers of two, norms, row sums."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
+
+type EpsMode = Literal["add", "max"]
 
 
 def scaled_by_power_of_two(x: jax.Array, dtype, exponent: int) -> tuple[jax.Array, jax.Array]:
@@ -29,6 +33,7 @@ def inverse_norm(
     x: jax.Array,
     gram: jax.Array,
     eps: float | jax.Array,
+    eps_mode: EpsMode,
     scale: float | jax.Array,
     preconditioning: str,
 ) -> jax.Array:
@@ -37,15 +42,22 @@ def inverse_norm(
         *batch, m, _ = gram.shape
         diagonal = gram.reshape(*batch, m * m)[..., :: m + 1]  # jnp.diagonal is a kernel of its own
         norm = jnp.sqrt(jnp.sum(diagonal.real.astype(accumulator(gram)), axis=-1))
-        regularized = norm + eps * scale
+        regularized = regularize(norm, eps * scale, eps_mode)
     elif preconditioning == "schatten":
         norm = jnp.sqrt(jnp.sum(jnp.abs(gram).astype(accumulator(gram)) ** 2, axis=(-2, -1)))
         regularized = jnp.sqrt(jnp.maximum(norm, (eps * scale) * scale))
     else:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         norm = jnp.linalg.norm(wide, ord=2, axis=(-2, -1))
-        regularized = norm + eps * scale
+        regularized = regularize(norm, eps * scale, eps_mode)
     return jnp.where(norm == 0, 0, 1 / regularized)
+
+
+def regularize(
+    norm: jax.typing.ArrayLike, eps: jax.typing.ArrayLike, eps_mode: EpsMode
+) -> jax.Array:
+    """The norm with eps added to it, or eps where that is larger."""
+    return jnp.add(norm, eps) if eps_mode == "add" else jnp.maximum(norm, eps)
 
 
 def inverse_row_norms(gram: jax.Array, least: jax.Array) -> jax.Array:

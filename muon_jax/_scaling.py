@@ -1,31 +1,47 @@
 """Update scales that depend on a parameter's shape alone."""
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax import _views
+from muon_jax import _options, _views
+
+type ShapeScale = Literal["clipped_ratio", "ratio", "none"]
 
 
 def scale_by_shape(
     weight_dimension_numbers: _views.Views = None,
     consistent_rms: float | jax.Array | None = None,
+    shape_scale: ShapeScale = "clipped_ratio",
 ) -> optax.GradientTransformation:
     """Scales the update of each matrix by its fan-in, the rows, and its fan-out, the columns.
 
     Args:
         weight_dimension_numbers: as for `scale_by_muon`.
-        consistent_rms: None multiplies by √max(1, fan_out/fan_in) (Jordan). A number r multiplies
-            by r·√max(fan_in, fan_out) (`Moonlight <https://arxiv.org/abs/2502.16982>`_), which
-            gives an orthogonal update the root mean square r whatever its shape.
+        consistent_rms: a number r multiplies by r·√max(fan_in, fan_out) (`Moonlight
+            <https://arxiv.org/abs/2502.16982>`_), which gives an orthogonal update the root mean
+            square r whatever its shape. None leaves that to `shape_scale`.
+        shape_scale: `"clipped_ratio"` multiplies by √max(1, fan_out/fan_in) (Jordan), `"ratio"` by
+            √(fan_out/fan_in) (`Dion <https://github.com/microsoft/dion>`_), `"none"` by 1.
+
+    Raises:
+        ValueError: an unknown `shape_scale`, or one beside `consistent_rms`.
     """
+    _options.check("shape_scale", shape_scale, ShapeScale)
+    if consistent_rms is not None and shape_scale != "clipped_ratio":
+        raise ValueError(
+            f"shape_scale={shape_scale!r} and consistent_rms={consistent_rms} are two scales for"
+            " one update: leave one of them at its default"
+        )
 
     def factor(fan_in, fan_out):
-        if consistent_rms is None:
-            return math.sqrt(max(1.0, fan_out / fan_in))
-        return math.sqrt(max(fan_in, fan_out)) * consistent_rms
+        if consistent_rms is not None:
+            return math.sqrt(max(fan_in, fan_out)) * consistent_rms
+        ratio = fan_out / fan_in
+        return {"clipped_ratio": max(1.0, ratio), "ratio": ratio, "none": 1.0}[shape_scale] ** 0.5
 
     def update_fn(updates, state, params=None):
         del params

@@ -11,6 +11,7 @@ nest:
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -172,6 +173,21 @@ def of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
     return found
 
 
+def to_stacks_of_leaves(views: Views, tree: Any) -> list[list[jax.Array]]:
+    """Returns for each leaf of `tree` its stacks `(batch, rows, cols)`.
+
+    Raises:
+        ValueError: a leaf has no view, or one that does not fit.
+    """
+    stacks = []
+    for leaf, (name, view) in zip(jax.tree.leaves(tree), of_leaves(views, tree), strict=True):
+        try:
+            stacks.append(to_stacks(leaf, view))
+        except ValueError as error:
+            raise ValueError(f"the parameter {name} of shape {leaf.shape}: {error}") from error
+    return stacks
+
+
 def flatten(
     views: Views, tree: Any
 ) -> tuple[list[jax.Array], Callable[[Iterable[jax.Array]], Any]]:
@@ -182,12 +198,6 @@ def flatten(
     """
     leaves, treedef = jax.tree.flatten(tree)
     viewed = of_leaves(views, tree)
-    stacks = []
-    for leaf, (name, view) in zip(leaves, viewed, strict=True):
-        try:
-            stacks += to_stacks(leaf, view)
-        except ValueError as error:
-            raise ValueError(f"the parameter {name} of shape {leaf.shape}: {error}") from error
 
     def unflatten(stacks):
         stacks = iter(stacks)
@@ -196,7 +206,7 @@ def flatten(
             for leaf, (_, view) in zip(leaves, viewed, strict=True)
         )
 
-    return stacks, unflatten
+    return [*itertools.chain(*to_stacks_of_leaves(views, tree))], unflatten
 
 
 def _size(shape, view):

@@ -1,0 +1,94 @@
+"""NorMuon: each neuron's share of the orthogonalized update, divided by its size over time."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muon_jax import _options, _views
+
+type Averaged = Literal["fan_in", "shorter"]
+
+
+class NorMuonState(NamedTuple):
+    """State of `scale_by_normuon`.
+
+    At each parameter of the tree `nu` the second moments of its neurons, float32: a list of arrays
+    `(batch, 1, fan_out)`, with one for each part of a `Split`. `(batch, fan_in, 1)` where the
+    columns are averaged over.
+    """
+
+    nu: Any
+
+
+def scale_by_normuon(
+    b2: float | jax.Array = 0.95,
+    eps: float | jax.Array = 1e-8,
+    weight_dimension_numbers: _views.Views = None,
+    averaged: Averaged = "fan_in",
+) -> optax.GradientTransformation:
+    """Normalizes the neurons of each orthogonalized update by their second moments.
+
+    It follows `scale_by_muon` in a chain. For each matrix O (fan_in × fan_out), whose columns are
+    its neurons, with V of one number per neuron and 0 at first,
+
+        V <- b2·V + (1 - b2)·mean(O², over fan_in),
+        N = O / (√V + eps),
+        O <- N·‖O‖/‖N‖,
+
+    so that the Frobenius norm ‖O‖ stays what it was, and zeros stay zeros. Computed in float32.
+
+    This is the form of `microsoft/dion <https://github.com/microsoft/dion>`_. The paper instead
+    fixes the norm, 0.2·√(fan_in·fan_out). modded-nanogpt and Emerging-Optimizers average over the
+    shorter axis, whichever it is (`averaged="shorter"`), and bound V from below in place of adding
+    eps. That differs where fan_in > fan_out, where the columns of an orthogonal O all have the
+    norm 1.
+
+    Args:
+        b2: decay rate of the second moments.
+        eps: added to their roots.
+        weight_dimension_numbers: as for `scale_by_muon`.
+        averaged: the axis of the mean, `"fan_in"` or the `"shorter"` one: fan_out where that is
+            less, with one number for each input.
+
+    Raises:
+        ValueError: a parameter is no matrix, or an unknown axis.
+
+    References:
+        Li et al., `NorMuon: Making Muon more efficient and scalable
+        <https://arxiv.org/abs/2510.05491>`_, 2025.
+    """
+    _options.check("averaged", averaged, Averaged)
+
+    def mean(x):
+        axis = -1 if averaged == "shorter" and x.shape[-2] > x.shape[-1] else -2
+        return jnp.mean(x, axis, keepdims=True)
+
+    def init_fn(params):
+        moments = [
+            [jnp.zeros_like(mean(x), jnp.float32) for x in stacks]
+            for stacks in _views.to_stacks_of_leaves(weight_dimension_numbers, params)
+        ]
+        return NorMuonState(jax.tree.structure(params).unflatten(moments))
+
+    def update_fn(updates, state, params=None):
+        del params
+
+        def normalize(update, moment):
+            o = update.astype(jnp.promote_types(update.dtype, jnp.float32))
+            moment = b2 * moment + (1 - b2) * mean(jnp.abs(o) ** 2)
+            normalized = o / (jnp.sqrt(moment) + eps)
+            scale = _norm(o) / jnp.maximum(_norm(normalized), eps)
+            return (scale * normalized).astype(update.dtype), moment.astype(jnp.float32)
+
+        stacks, unflatten = _views.flatten(weight_dimension_numbers, updates)
+        moments, treedef = jax.tree.flatten(state.nu)
+        pairs = [normalize(*pair) for pair in zip(stacks, moments, strict=True)]
+        return unflatten(o for o, _ in pairs), NorMuonState(treedef.unflatten(v for _, v in pairs))
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _norm(x):
+    return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)

@@ -1,0 +1,124 @@
+"""`scale_by_muon`: momentum, orthogonalized matrix by matrix, in groups of one shape."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muon_jax import _coefficients, _grouping, _options, _views
+from muon_jax._momentum import Momentum, MuonState, accumulate, fill_missing
+from muon_jax._newton_schulz import STATIC, Method, Preconditioning, ProductsDType, orthogonalize
+from muon_jax._normalization import EpsMode
+from muon_jax._schedules import Schedule
+
+# Jitted, so that groups of equal shapes are traced and lowered once.
+_ORTHOGONALIZE = jax.jit(orthogonalize, static_argnames=STATIC)
+
+
+def scale_by_muon(
+    ns_coeffs: _coefficients.NSCoeffs = "standard",
+    ns_steps: int | jax.Array = 5,
+    beta: float | jax.Array = 0.95,
+    eps: float | jax.Array = 1e-8,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: Preconditioning = "frobenius",
+    weight_dimension_numbers: _views.Views = None,
+    momentum: Momentum = "bias_corrected",
+    eps_mode: EpsMode = "add",
+    ns_dtype: ProductsDType = "auto",
+    ns_method: Method | None = None,
+    implementation: str | None = None,
+    max_group_bytes: int = 2**28,
+) -> optax.GradientTransformation:
+    """Replaces each gradient by the orthogonalized momentum of its parameter.
+
+    With gradient g at step t = 1, 2, …, for each matrix
+
+        m <- βm + (1 - β)g,
+        u = β·m/(1 - βᵗ⁺¹) + (1 - β)·g/(1 - βᵗ) with Nesterov momentum, else m/(1 - βᵗ),
+
+    and the update is `newton_schulz(u)`, close to the nearest orthogonal matrix. A gradient that is
+    None counts as zeros: its momentum decays, and is orthogonalized.
+
+    Args:
+        ns_coeffs: coefficients of the Newton–Schulz steps: a triple, a table of triples or a name,
+            of a published set or of a composed schedule (`"fast"`, `"balanced"`, `"accurate"`), see
+            `newton_schulz`.
+        ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
+        beta: decay rate β of the momentum.
+        eps: added to the norm that u is divided by.
+        mu_dtype: dtype of the momentum; None for that of the parameters.
+        nesterov: whether to use Nesterov momentum.
+        adaptive: whether to multiply the update o of a parameter by its dual norm ⟨u, o⟩
+            (`Bernstein and Newhouse <https://arxiv.org/abs/2409.20325>`_).
+        preconditioning: `"frobenius"`, `"spectral"`, `"aol"` or `"schatten"`, see `newton_schulz`.
+        weight_dimension_numbers: `optax.contrib.MuonDimensionNumbers` for each parameter, as a tree
+            that may be a prefix of the parameters', or a callable that makes one from them: which
+            axes are rows (the reduction axes) and which are columns; all others are batch axes, and
+            matrices along them are orthogonalized each by itself. None for matrices: rank 2.
+        momentum: `"bias_corrected"` is the above; `"ema"` the same without bias correction, Keller
+            Jordan's, u = βm + (1 - β)g or m; `"heavy_ball"` sums, m <- βm + g and u = βm + g or m.
+        eps_mode: `"add"`, or `"max"` to divide u by the larger of its norm and `eps`.
+        ns_dtype: dtype of the iteration's products; `"auto"` for what the coefficients need, None
+            for the momentum's, see `newton_schulz`.
+        ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
+        implementation: of the symmetric products, `"xla"`, `"triton"`, `"mosaic_gpu"` or None for
+            the fastest; see `pallas_kernels.syrk`.
+        max_group_bytes: matrices of one shape, or its transpose, are orthogonalized together, in
+            groups of at most so many bytes of momentum. 0 takes each parameter by itself.
+
+    Raises:
+        ValueError: an argument is none of the values above, a parameter is no matrix, or
+            `ns_dtype` is one that the composed schedule is unsafe in.
+        NotImplementedError: the named implementation cannot run here.
+    """
+    _options.check("preconditioning", preconditioning, Preconditioning)
+    _options.check("momentum", momentum, Momentum)
+    _options.check("eps_mode", eps_mode, EpsMode)
+    if isinstance(ns_dtype, jax.Array):
+        raise ValueError(
+            "ns_dtype must be a dtype, got an array: optax.inject_hyperparams takes"
+            f" {ns_dtype.dtype} for a schedule; give it static_args='ns_dtype'"
+        )
+    ns_coeffs = _coefficients.canonicalize(ns_coeffs)
+    recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
+    if isinstance(recipe, Schedule) and ns_dtype not in ("auto", None):
+        recipe.steps_in(ns_dtype)  # raises where that is unsafe
+    if _coefficients.is_traced((ns_coeffs, ns_steps)):  # under optax.inject_hyperparams
+        function = orthogonalize
+    else:
+        function, ns_steps = _ORTHOGONALIZE, int(ns_steps)
+
+    def init_fn(params):
+        return MuonState(
+            count=jnp.zeros([], jnp.int32), mu=optax.tree.zeros_like(params, dtype=mu_dtype)
+        )
+
+    def update_fn(updates, state, params=None):
+        updates = fill_missing(updates, state.mu if params is None else params)
+        count = jnp.asarray(optax.safe_increment(state.count))
+        u, mu = accumulate(momentum, updates, state.mu, beta, count, nesterov)
+        of_group = functools.partial(
+            function,
+            ns_coeffs=ns_coeffs,
+            ns_steps=ns_steps,
+            eps=eps,
+            eps_mode=eps_mode,
+            dtype=ns_dtype,
+            method=ns_method,
+            preconditioning=preconditioning,
+            implementation=implementation,
+        )
+        stacks, unflatten = _views.flatten(weight_dimension_numbers, u)
+        orthogonal = unflatten(_grouping.map_by_shape(of_group, stacks, max_group_bytes))
+        if adaptive:
+            orthogonal = jax.tree.map(lambda o, u: jnp.sum(u.conj() * o) * o, orthogonal, u)
+        orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)
+        mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
+        return orthogonal, MuonState(count, mu)
+
+    return optax.GradientTransformation(init_fn, update_fn)

@@ -1,0 +1,82 @@
+"""Weight decay: where it enters a chain, what it is multiplied by, which entries it spares."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muon_jax import _options
+
+type Form = Literal["decoupled", "independent", "l2", "palm", "scaled_palm"]
+
+
+def chain(
+    direction: optax.GradientTransformation,
+    scale: optax.GradientTransformation | None,
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: float | jax.Array,
+    mask: Any | Callable[[optax.Params], Any] | None,
+    form: Form,
+    cautious: bool,
+) -> optax.GradientTransformation:
+    """Returns an optimizer whose update of p is -η·s·O and, of weight decay λ, by `form`
+
+        "decoupled"    -ηλp,
+        "independent"  -λp,
+        "palm"         -λη²p,
+        "scaled_palm"  -λη²·s·p,
+        "l2"           nothing, but λp is added to the gradient.
+
+    Args:
+        direction: makes O of the gradient.
+        scale: multiplies by s; None for s = 1.
+        learning_rate: η, a number or a schedule.
+        weight_decay: λ.
+        mask: tree of booleans, or a callable that makes one: which parameters decay.
+        form: see above.
+        cautious: whether p decays only where p·O ≥ 0, entry by entry.
+
+    Raises:
+        ValueError: an unknown form, or a cautious one that is no decay of p.
+    """
+    _options.check("weight_decay_form", form, Form)
+    if cautious and form == "l2":
+        raise ValueError(
+            "cautious_weight_decay compares the decay with the update, got weight_decay_form='l2',"
+            " where decay is a part of the gradient: choose another form"
+        )
+
+    def decay(rate):
+        return _decay(rate, mask, cautious)
+
+    if callable(learning_rate):
+        decay_of_palm = decay(lambda count: weight_decay * learning_rate(count))
+    else:
+        decay_of_palm = decay(weight_decay * learning_rate)
+    descend = optax.scale_by_learning_rate(learning_rate)
+    parts = {
+        "decoupled": (direction, scale, decay(weight_decay), descend),
+        "independent": (direction, scale, descend, decay(-weight_decay)),
+        "palm": (direction, scale, decay_of_palm, descend),
+        "scaled_palm": (direction, decay_of_palm, scale, descend),
+        "l2": (decay(weight_decay), direction, scale, descend),
+    }
+    return optax.chain(*(part for part in parts[form] if part is not None))
+
+
+def _decay(rate, mask, cautious):
+    """u + rate·p in the dtype of u; where cautious only in entries in which it has u's sign."""
+    inner = optax.add_decayed_weights(rate, mask)
+
+    def update_fn(updates, state, params=None):
+        decayed, state = inner.update(updates, state, params)
+
+        def choose(d, u):
+            kept = jnp.where((d - u) * jnp.sign(u) >= 0, d, u) if cautious else d
+            return kept.astype(u.dtype)
+
+        return jax.tree.map(choose, decayed, updates), state
+
+    return optax.GradientTransformation(inner.init, update_fn)
