@@ -8,6 +8,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from muon_jax import _coefficients, _composed, _form, _gram, _options
 from muon_jax._form import Method, ProductsDType
@@ -168,15 +169,15 @@ def orthogonalize(
     _options.check("eps_mode", eps_mode, EpsMode)
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     in_dtype, (m, n) = stacks[0].dtype, sorted(stacks[0].shape[-2:])
-    wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in stacks]
-    batch = wide[0].shape[:-2] if len(wide) == 1 else (sum(map(len, wide)),)
+    batch = stacks[0].shape[:-2] if len(stacks) == 1 else (sum(map(len, stacks)),)
     form, products_dtype, _ = _form.choose(
         recipe, method, preconditioning, dtype, (*batch, m, n), in_dtype
     )
     log2_n = (n - 1).bit_length()
     root = 4 if isinstance(recipe, Schedule) or form == "gram" else 2
-    # Each stack by itself, for XLA to make it part of the pass that computes the stack.
-    scaled = [scaled_by_power_of_two(x, products_dtype, -(-log2_n // root)) for x in wide]
+    # Each stack by itself, for XLA to make it part of the passes that compute the stack.
+    scaled = [scaled_by_power_of_two(x, products_dtype, -(-log2_n // root)) for x in stacks]
+    scaled = [(_transposed(x) if x.shape[-2] > x.shape[-1] else x, scale) for x, scale in scaled]
     x, scale = scaled[0] if len(scaled) == 1 else map(jnp.concatenate, zip(*scaled, strict=True))
     x = _padded(x, implementation)
     with _precision_of(products_dtype):
@@ -188,12 +189,17 @@ def orthogonalize(
         else:
             x = _run_quintics(implementation, x, recipe, eps, eps_mode, scale, preconditioning)
     x = x[..., :m, :n]
-    ends = [*itertools.accumulate(map(len, wide))][:-1]
-    parts = [x] if len(wide) == 1 else jnp.split(x, ends)
+    ends = [*itertools.accumulate(map(len, stacks))][:-1]
+    parts = [x] if len(stacks) == 1 else jnp.split(x, ends)
     return [
         (part.mT if given.shape[-2] > given.shape[-1] else part).astype(in_dtype)
         for part, given in zip(parts, stacks, strict=True)
     ]
+
+
+def _transposed(x):
+    """Xᵀ, where X lies in memory row by row: else XLA transposes all that X is computed from."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))).mT
 
 
 def _run_quintics(implementation, x, quintics, eps, eps_mode, scale, preconditioning):
