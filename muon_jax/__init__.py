@@ -9,16 +9,27 @@ chains of one's own; `newton_schulz` the iteration alone.
 
 from optax.contrib import MuonDimensionNumbers
 
+from muon_jax._hyperball import keep_param_norm, scale_to_param_norm
+from muon_jax._metrics import MetricsState, metrics, with_metrics
 from muon_jax._muon import MuonState, muon, scale_by_muon
 from muon_jax._newton_schulz import newton_schulz
 from muon_jax._normuon import NorMuonState, scale_by_normuon
+from muon_jax._qk_clip import KeyHeads, QueryHeads, qk_clip
 
 __all__ = [
+    "KeyHeads",
+    "MetricsState",
     "MuonDimensionNumbers",
     "MuonState",
     "NorMuonState",
+    "QueryHeads",
+    "keep_param_norm",
+    "metrics",
     "muon",
     "newton_schulz",
+    "qk_clip",
     "scale_by_muon",
     "scale_by_normuon",
+    "scale_to_param_norm",
+    "with_metrics",
 ]

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax import _coefficients, _grouping, _scaling, _views
+from muon_jax import _coefficients, _grouping, _rounding, _scaling, _views
 from muon_jax._newton_schulz import (
     Method,
     Preconditioning,
@@ -63,6 +63,7 @@ def scale_by_muon(
     ns_method: Method | None = "standard",
     implementation: str | None = None,
     max_group_bytes: int = 2**30,
+    mu_rounding: _rounding.Rounding = "nearest",
 ) -> optax.GradientTransformation:
     """Replaces each gradient by the orthogonalized momentum of its parameter.
 
@@ -96,6 +97,8 @@ def scale_by_muon(
             the fastest; see `pallas_kernels.syrk`.
         max_group_bytes: matrices of one shape, or its transpose, are orthogonalized together, in
             groups of at most so many bytes of momentum. 0 takes each parameter by itself.
+        mu_rounding: `"nearest"`, or `"stochastic"` for a momentum of bfloat16 that is computed in
+            float32 and rounded up or down at random, so that small gradients are not lost in it.
 
     Raises:
         ValueError: an argument is none of the values above, a parameter is no matrix, or
@@ -103,6 +106,7 @@ def scale_by_muon(
         NotImplementedError: the named implementation cannot run here.
     """
     check_preconditioning(preconditioning)
+    _rounding.check(mu_rounding)
     if isinstance(ns_dtype, jax.Array):
         raise ValueError(
             "ns_dtype must be a dtype, got an array: optax.inject_hyperparams takes"
@@ -125,7 +129,8 @@ def scale_by_muon(
     def update_fn(updates, state, params=None):
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
-        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        old_mu = _rounding.widen(state.mu, mu_rounding)
+        mu = optax.tree.update_moment(updates, old_mu, beta, 1)
         if nesterov:
             momentum = jax.tree.map(
                 lambda m, g: beta * m + (1 - beta) * g,
@@ -150,7 +155,7 @@ def scale_by_muon(
         if adaptive:
             orthogonal = jax.tree.map(lambda o, u: jnp.sum(u.conj() * o) * o, orthogonal, momentum)
         orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)
-        mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
+        mu = _rounding.cast_like(mu, state.mu, mu_rounding, count)
         return orthogonal, MuonState(count, mu)
 
     return optax.GradientTransformation(init_fn, update_fn)
@@ -180,6 +185,7 @@ def muon(
     ns_method: Method | None = "standard",
     implementation: str | None = None,
     max_group_bytes: int = 2**30,
+    mu_rounding: _rounding.Rounding = "nearest",
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
 
@@ -219,6 +225,7 @@ def muon(
         ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
         implementation: of the symmetric products, see `pallas_kernels.syrk`.
         max_group_bytes: bound of what is orthogonalized together, see `scale_by_muon`.
+        mu_rounding: of Muon's momentum, `"nearest"` or `"stochastic"`, see `scale_by_muon`.
 
     Raises:
         ValueError: an argument is none of the values above, a parameter is no matrix, or
@@ -258,6 +265,7 @@ def muon(
             ns_method=ns_method,
             implementation=implementation,
             max_group_bytes=max_group_bytes,
+            mu_rounding=mu_rounding,
         ),
         _scaling.scale_by_shape(muon_weight_dimension_numbers, consistent_rms),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
