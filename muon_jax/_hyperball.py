@@ -79,4 +79,4 @@ def _norm(x):
 
 def _ratio(a, b):
     """a/b, and 0 where b is 0."""
-    return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
+    return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b))

@@ -68,7 +68,9 @@ def with_metrics(
                 return jnp.mean(jnp.concatenate([stacks[i] for i in members]))
 
             values[f"{shape}/gradient_norm"] = norm(gradients)
-            values[f"{shape}/update_rms"] = norm(updates) / sum(updates[i].size for i in members) ** 0.5
+            values[f"{shape}/update_rms"] = (
+                norm(updates) / sum(updates[i].size for i in members) ** 0.5
+            )
             values[f"{shape}/orthogonality_residual"] = mean(residuals)
             values[f"{shape}/stable_rank"] = mean(ranks)
         return optax.tree.cast(values, jnp.float32)
@@ -129,22 +131,24 @@ def _orthogonality_residual(x):
 
 def _stable_rank(x):
     """‖X‖_F²/‖X‖₂² of each matrix (m, n) of a stack, 0 for zeros, as `(batch, 1, 1)`."""
-    x = _normalize(_wide(x))
+    x = _wide(x)
+    x = _over(x, jnp.max(jnp.abs(x), (-2, -1), keepdims=True))  # whose squares are finite
 
     def iterate(_, vector):
         image = jnp.matmul(x.mT.conj(), vector, precision="highest")
-        return _normalize(jnp.matmul(x, image, precision="highest"))
+        vector = jnp.matmul(x, image, precision="highest")
+        return _over(vector, _norm(vector))
 
     start = jax.random.normal(jax.random.key(0), (x.shape[-2], 1), x.dtype)
-    start = _normalize(jnp.broadcast_to(start, (*x.shape[:-1], 1)))
+    start = jnp.broadcast_to(start / _norm(start), (*x.shape[:-1], 1))
     vector = jax.lax.fori_loop(0, POWER_ITERATIONS, iterate, start)
     largest = _norm(jnp.matmul(x.mT.conj(), vector, precision="highest"))
-    return jnp.where(largest > 0, 1 / jnp.where(largest > 0, largest, 1) ** 2, 0)
+    return _over(_norm(x), largest) ** 2
 
 
-def _normalize(x):
-    norm = _norm(x)
-    return x / jnp.where(norm > 0, norm, 1)
+def _over(x, y):
+    """x/y, and x where y is 0."""
+    return x / jnp.where(y == 0, 1, y)
 
 
 def _norm(x):

@@ -16,7 +16,7 @@ def check(rounding: Rounding) -> None:
 
 
 def widen(tree: Any, rounding: Rounding) -> Any:
-    """Returns the momentum in the dtype to compute in: float32 before stochastic rounding."""
+    """Returns `tree` in the dtype to compute in: float32 before stochastic rounding."""
     return optax.tree.cast(tree, jnp.float32) if rounding == "stochastic" else tree
 
 
