@@ -73,7 +73,7 @@ def with_metrics(
             )
             values[f"{shape}/orthogonality_residual"] = mean(residuals)
             values[f"{shape}/stable_rank"] = mean(ranks)
-        return optax.tree.cast(values, jnp.float32)
+        return {name: value.astype(jnp.float32) for name, value in values.items()}
 
     def init_fn(params):
         state = wrapped.init(params)

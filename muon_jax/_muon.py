@@ -129,7 +129,8 @@ def scale_by_muon(
     def update_fn(updates, state, params=None):
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
-        mu = optax.tree.update_moment(*_rounding.widen((updates, state.mu), mu_rounding), beta, 1)
+        gradients, old_mu = _rounding.widen((updates, state.mu), mu_rounding)
+        mu = optax.tree.update_moment(gradients, old_mu, beta, 1)
         if nesterov:
             momentum = jax.tree.map(
                 lambda m, g: beta * m + (1 - beta) * g,

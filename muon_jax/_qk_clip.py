@@ -91,17 +91,20 @@ def qk_clip(
     stack, at the paths of subtrees of the parameters: each is that of the attention there.
 
     Raises:
-        ValueError: `update` got no `params`; an expression matches no parameter, or two match one;
-            a parameter has no such heads, or no maximal logits.
+        ValueError: `update` got no `params` or no `max_logits`; an expression matches no parameter,
+            or two match one; a parameter has no such heads, or no maximal logits.
 
     References:
         Kimi Team, `Kimi K2: Open Agentic Intelligence <https://arxiv.org/abs/2507.20534>`_, 2025.
     """
 
-    def update_fn(updates, state, params=None, *, max_logits, **extra_args):
+    def update_fn(updates, state, params=None, *, max_logits=None, **extra_args):
         del extra_args
-        if params is None:
-            raise ValueError("qk_clip needs the parameters: call update(updates, state, params)")
+        if params is None or max_logits is None:
+            raise ValueError(
+                "qk_clip needs the parameters and the largest logits of their attentions: call"
+                " update(updates, state, params, max_logits=...)"
+            )
         measured = [(_name(path), s) for path, s in jax.tree.leaves_with_path(max_logits)]
         unused = set(heads)
 

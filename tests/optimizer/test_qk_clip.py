@@ -225,6 +225,7 @@ def test_errors_name_what_does_not_fit(heads, max_logits, message):
         transform.update(params, transform.init(params), params, max_logits=max_logits)
 
 
-def test_parameters_are_needed():
-    with pytest.raises(ValueError, match="qk_clip needs the parameters"):
-        qk_clip(1.0, {}).update({}, optax.EmptyState(), max_logits={})
+@pytest.mark.parametrize("given", [{"max_logits": {}}, {"params": {}}])
+def test_parameters_and_logits_are_needed(given):
+    with pytest.raises(ValueError, match=r"qk_clip needs .* call update\(.*max_logits=\.\.\.\)"):
+        qk_clip(1.0, {}).update({}, optax.EmptyState(), **given)
