@@ -1,9 +1,9 @@
 """Training on spheres: steps in proportion to a parameter's norm, which they keep."""
 
-import jax.numpy as jnp
 import optax
 
 from muon_jax import _views
+from muon_jax._normalization import frobenius_norm, over, wide
 
 
 def scale_to_param_norm(
@@ -32,7 +32,9 @@ def scale_to_param_norm(
     References:
         MuonH in `levanter <https://github.com/marin-community/marin>`_.
     """
-    return _of_pairs(lambda u, p: _ratio(_norm(p), _norm(u)) * u, weight_dimension_numbers)
+    return _of_pairs(
+        lambda u, p: over(frobenius_norm(p), frobenius_norm(u)) * u, weight_dimension_numbers
+    )
 
 
 def keep_param_norm(
@@ -50,7 +52,7 @@ def keep_param_norm(
     """
 
     def update(u, p):
-        return _ratio(_norm(p), _norm(p + u)) * (p + u) - p
+        return over(frobenius_norm(p), frobenius_norm(p + u)) * (p + u) - p
 
     return _of_pairs(update, weight_dimension_numbers)
 
@@ -64,19 +66,9 @@ def _of_pairs(function, views):
         stacks, unflatten = _views.flatten(views, updates)
         weights, _ = _views.flatten(views, params)
 
-        def new(u, p):
-            dtype = jnp.promote_types(u.dtype, jnp.float32)
-            return function(u.astype(dtype), p.astype(dtype)).astype(u.dtype)
-
-        return unflatten(map(new, stacks, weights)), state
+        new = (
+            function(wide(u), wide(p)).astype(u.dtype) for u, p in zip(stacks, weights, strict=True)
+        )
+        return unflatten(new), state
 
     return optax.GradientTransformation(optax.init_empty_state, update_fn)
-
-
-def _norm(x):
-    return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
-
-
-def _ratio(a, b):
-    """a/b, and 0 where b is 0."""
-    return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b))

@@ -8,6 +8,7 @@ import optax
 
 from muon_jax import _grouping, _views
 from muon_jax._muon import MuonState
+from muon_jax._normalization import frobenius_norm, over, wide
 
 POWER_ITERATIONS = 16
 MAX_GROUP_BYTES = 2**30
@@ -60,19 +61,14 @@ def with_metrics(
             groups.setdefault("{}x{}".format(*stack.shape[1:]), []).append(i)
         values = {}
         for shape, members in groups.items():
-
-            def norm(stacks, members=members):
-                return jnp.sqrt(sum(jnp.sum(jnp.abs(_wide(stacks[i])) ** 2) for i in members))
-
-            def mean(stacks, members=members):
-                return jnp.mean(jnp.concatenate([stacks[i] for i in members]))
-
-            values[f"{shape}/gradient_norm"] = norm(gradients)
-            values[f"{shape}/update_rms"] = (
-                norm(updates) / sum(updates[i].size for i in members) ** 0.5
+            g, o, residual, rank = (
+                [stacks[i] for i in members] for stacks in (gradients, updates, residuals, ranks)
             )
-            values[f"{shape}/orthogonality_residual"] = mean(residuals)
-            values[f"{shape}/stable_rank"] = mean(ranks)
+            size = sum(stack.size for stack in o)
+            values[f"{shape}/gradient_norm"] = _norm_of_all(g)
+            values[f"{shape}/update_rms"] = _norm_of_all(o) / size**0.5
+            values[f"{shape}/orthogonality_residual"] = jnp.mean(jnp.concatenate(residual))
+            values[f"{shape}/stable_rank"] = jnp.mean(jnp.concatenate(rank))
         return {name: value.astype(jnp.float32) for name, value in values.items()}
 
     def init_fn(params):
@@ -118,38 +114,29 @@ def _where_not_masked(mu, tree):
     )
 
 
-def _wide(x):
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+def _norm_of_all(stacks):
+    return jnp.sqrt(sum(jnp.sum(jnp.abs(wide(stack)) ** 2) for stack in stacks))
 
 
 def _orthogonality_residual(x):
     """‖XXᵀ - I‖_F/√m of each matrix (m, n), m ≤ n, of a stack, as `(batch, 1, 1)`."""
-    x = _wide(x)
+    x = wide(x)
     gram = jnp.matmul(x, x.mT.conj(), precision="highest")
-    return _norm(gram - jnp.eye(x.shape[-2])) / x.shape[-2] ** 0.5
+    return frobenius_norm(gram - jnp.eye(x.shape[-2])) / x.shape[-2] ** 0.5
 
 
 def _stable_rank(x):
     """‖X‖_F²/‖X‖₂² of each matrix (m, n) of a stack, 0 for zeros, as `(batch, 1, 1)`."""
-    x = _wide(x)
-    x = _over(x, jnp.max(jnp.abs(x), (-2, -1), keepdims=True))  # whose squares are finite
+    x = wide(x)
+    x = over(x, jnp.max(jnp.abs(x), (-2, -1), keepdims=True))  # whose squares are finite
 
     def iterate(_, vector):
         image = jnp.matmul(x.mT.conj(), vector, precision="highest")
         vector = jnp.matmul(x, image, precision="highest")
-        return _over(vector, _norm(vector))
+        return over(vector, frobenius_norm(vector))
 
     start = jax.random.normal(jax.random.key(0), (x.shape[-2], 1), x.dtype)
-    start = jnp.broadcast_to(start / _norm(start), (*x.shape[:-1], 1))
+    start = jnp.broadcast_to(start / frobenius_norm(start), (*x.shape[:-1], 1))
     vector = jax.lax.fori_loop(0, POWER_ITERATIONS, iterate, start)
-    largest = _norm(jnp.matmul(x.mT.conj(), vector, precision="highest"))
-    return _over(_norm(x), largest) ** 2
-
-
-def _over(x, y):
-    """x/y, and x where y is 0."""
-    return x / jnp.where(y == 0, 1, y)
-
-
-def _norm(x):
-    return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+    largest = frobenius_norm(jnp.matmul(x.mT.conj(), vector, precision="highest"))
+    return over(frobenius_norm(x), largest) ** 2

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from muon_jax._normalization import wide
 from muon_jax._views import Split
 
 
@@ -120,14 +121,13 @@ def qk_clip(
                     f"the parameter {name} needs one pattern of heads and one array of max_logits"
                     f" at a path above it, got {matches} and {len(logits)}"
                 )
-            dtype = jnp.promote_types(param.dtype, jnp.float32)
             gammas = threshold / jnp.maximum(jnp.asarray(logits[0], jnp.float32), threshold)
             try:
                 factors = _factors(heads[matches[0]], param.shape, gammas)
             except ValueError as error:
                 raise ValueError(f"the parameter {name} of shape {param.shape}: {error}") from error
-            u = update.astype(dtype)
-            return (u + (factors - 1) * (param.astype(dtype) + u)).astype(update.dtype)
+            u = wide(update)
+            return (u + (factors - 1) * (wide(param) + u)).astype(update.dtype)
 
         clipped = jax.tree.map_with_path(clip, updates, params)
         if unused:
