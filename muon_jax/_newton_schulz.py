@@ -17,7 +17,8 @@ from muon_jax._normalization import (
     gram_gain,
     inverse_norm,
     inverse_row_norms,
-    scaled_by_power_of_two,
+    largest_entry,
+    powers_of_two,
 )
 from muon_jax._schedules import Schedule
 from pallas_kernels import _device, select_implementation, syrk, syrkx
@@ -169,16 +170,18 @@ def orthogonalize(
     _options.check("eps_mode", eps_mode, EpsMode)
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     in_dtype, (m, n) = stacks[0].dtype, sorted(stacks[0].shape[-2:])
-    batch = stacks[0].shape[:-2] if len(stacks) == 1 else (sum(map(len, stacks)),)
+    largest = _joined([largest_entry(x) for x in stacks])
     form, products_dtype, _ = _form.choose(
-        recipe, method, preconditioning, dtype, (*batch, m, n), in_dtype
+        recipe, method, preconditioning, dtype, (*largest.shape, m, n), in_dtype
     )
     log2_n = (n - 1).bit_length()
     root = 4 if isinstance(recipe, Schedule) or form == "gram" else 2
-    # Each stack by itself, for XLA to make it part of the passes that compute the stack.
-    scaled = [scaled_by_power_of_two(x, products_dtype, -(-log2_n // root)) for x in stacks]
-    scaled = [(_transposed(x) if x.shape[-2] > x.shape[-1] else x, scale) for x, scale in scaled]
-    x, scale = scaled[0] if len(scaled) == 1 else map(jnp.concatenate, zip(*scaled, strict=True))
+    first, second = powers_of_two(largest, -(-log2_n // root))
+    scale = first * second
+    # Each stack by itself, for XLA to make it part of the pass that computes the stack.
+    factors = (_split(f[..., None, None], stacks) for f in (first, second))
+    scaled = [(x * f * g).astype(products_dtype) for x, f, g in zip(stacks, *factors, strict=True)]
+    x = _joined([_transposed(x) if x.shape[-2] > x.shape[-1] else x for x in scaled])
     x = _padded(x, implementation)
     with _precision_of(products_dtype):
         if isinstance(recipe, Schedule):
@@ -188,13 +191,21 @@ def orthogonalize(
             x = _run_gram(implementation, x, recipe, eps, eps_mode, scale, preconditioning, log2_n)
         else:
             x = _run_quintics(implementation, x, recipe, eps, eps_mode, scale, preconditioning)
-    x = x[..., :m, :n]
-    ends = [*itertools.accumulate(map(len, stacks))][:-1]
-    parts = [x] if len(stacks) == 1 else jnp.split(x, ends)
     return [
         (part.mT if given.shape[-2] > given.shape[-1] else part).astype(in_dtype)
-        for part, given in zip(parts, stacks, strict=True)
+        for part, given in zip(_split(x[..., :m, :n], stacks), stacks, strict=True)
     ]
+
+
+def _joined(parts):
+    """The parts as one along the first axis; one part may have no axis."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _split(x, stacks):
+    """The parts of x that belong to the stacks."""
+    ends = itertools.accumulate(map(len, stacks))
+    return [x] if len(stacks) == 1 else jnp.split(x, [*ends][:-1])
 
 
 def _transposed(x):
