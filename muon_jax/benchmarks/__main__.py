@@ -217,8 +217,13 @@ def main(words: Sequence[str] | None = None) -> None:
     polar.add_argument("--json", type=Path, help="also write the measurements to this file")
     polar.set_defaults(run=accuracy)
     learn = commands.add_parser("training", help="losses of a small GPT, by coefficients")
-    variants = [*_training.VARIANTS]
-    learn.add_argument("--variants", nargs="+", choices=variants, default=variants)
+    learn.add_argument(
+        "--variants",
+        nargs="+",
+        choices=_training.VARIANTS,
+        default=[name for name in _training.VARIANTS if "optax" not in name],
+        help="the first is what the others are compared with",
+    )
     learn.add_argument("--learning-rates", nargs="+", type=float, default=[0.01, 0.02, 0.04, 0.08])
     learn.add_argument("--seeds", type=int, default=3, help="how many, at least 2")
     learn.add_argument("--steps", type=int, default=_training.Training.steps)

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 
 from muon_jax import muon
 from muon_jax.benchmarks._gpt import GPT
 from muon_jax.benchmarks._text import Text
 
-# What `muon` is given, by name. The first is what the others are compared with.
+# What `muon` is given, by name.
 VARIANTS: dict[str, dict[str, Any]] = {
     "standard": {"ns_coeffs": "standard"},
     "fast": {"ns_coeffs": "fast"},
@@ -25,6 +26,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "polar_express": {"ns_coeffs": "polar_express"},
     "aol": {"ns_coeffs": "aol", "preconditioning": "aol"},
     "standard_3_steps": {"ns_coeffs": "standard", "ns_steps": 3},
+    "preset_optax": {"preset": "optax"},
+    "optax": {},  # of `optax.contrib.muon`
 }
 # Too few steps: the comparison must tell it from the others, or it tells nothing.
 CONTROL = "standard_3_steps"
@@ -146,12 +149,12 @@ def train(
 def make_optimizer(
     name: str, model: GPT, training: Training, learning_rate: float | jax.Array
 ) -> optax.GradientTransformation:
-    """Returns Muon of that variant on the matrices of the layers, AdamW on the rest.
+    """Returns Muon, ours or optax's, on the matrices of the layers, AdamW on the rest.
 
     Both follow one schedule; its peak is `learning_rate`, which may be traced, for Muon.
     """
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, training.steps // 10, training.steps)
-    return muon(
+    return (optax.contrib.muon if name == "optax" else muon)(
         lambda count: learning_rate * schedule(count),
         adam_learning_rate=lambda count: training.adam_learning_rate * schedule(count),
         muon_weight_dimension_numbers=model.dimension_numbers(),
