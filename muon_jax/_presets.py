@@ -92,7 +92,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "adam_nesterov": False,
     },
     # https://github.com/thib-s/flash-newton-schulz (Turbo-Muon): four steps after rows are scaled
-    # by AOL, in Keller Jordan's optimizer.
+    # by AOL, in Keller Jordan's optimizer. Of a square matrix the rows are inputs here, where
+    # weights are (in, out), and outputs there.
     "turbo": _KELLER | {"ns_coeffs": "aol", "preconditioning": "aol"},
     # https://github.com/StarrickLiu/fused-muon: Moonlight's, with one product X <- BX a step, B
     # rounded; which is how this library makes every step. There the scale of a convolution is that
