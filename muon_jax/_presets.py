@@ -66,7 +66,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # https://github.com/Dao-AILab/gram-newton-schulz: the gram form in float16 with one restart,
     # after the second step. Square matrices run in the standard form there and in the gram form
-    # here: the same polynomial. AdamW is that of its example.py.
+    # here: the same polynomial. AdamW is that of its example.py. The gram form needs a number of
+    # steps that is known: under optax.inject_hyperparams, static_args="ns_steps".
     "gram": {
         "ns_coeffs": "polar_express",
         "momentum": "heavy_ball",
