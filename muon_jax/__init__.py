@@ -10,21 +10,32 @@ that make it other published Muons.
 
 from optax.contrib import MuonDimensionNumbers
 
+from muon_jax._hyperball import keep_param_norm, scale_to_param_norm
+from muon_jax._metrics import MetricsState, metrics, with_metrics
 from muon_jax._momentum import MuonState, convert_momentum
 from muon_jax._muon import muon
 from muon_jax._newton_schulz import newton_schulz
 from muon_jax._normuon import NorMuonState, scale_by_normuon
 from muon_jax._presets import PRESETS
+from muon_jax._qk_clip import KeyHeads, QueryHeads, qk_clip
 from muon_jax._scale_by_muon import scale_by_muon
 
 __all__ = [
     "PRESETS",
+    "KeyHeads",
+    "MetricsState",
     "MuonDimensionNumbers",
     "MuonState",
     "NorMuonState",
+    "QueryHeads",
     "convert_momentum",
+    "keep_param_norm",
+    "metrics",
     "muon",
     "newton_schulz",
+    "qk_clip",
     "scale_by_muon",
     "scale_by_normuon",
+    "scale_to_param_norm",
+    "with_metrics",
 ]

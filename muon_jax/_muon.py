@@ -29,7 +29,16 @@ from typing import Any
 import jax
 import optax
 
-from muon_jax import _coefficients, _momentum, _normuon, _presets, _scaling, _views, _weight_decay
+from muon_jax import (
+    _coefficients,
+    _momentum,
+    _normuon,
+    _presets,
+    _rounding,
+    _scaling,
+    _views,
+    _weight_decay,
+)
 from muon_jax._newton_schulz import Method, Preconditioning, ProductsDType
 from muon_jax._normalization import EpsMode
 from muon_jax._scale_by_muon import scale_by_muon
@@ -70,6 +79,7 @@ def muon(
     ns_method: Method | None = "standard",
     implementation: str | None = None,
     max_group_bytes: int = 2**30,
+    mu_rounding: _rounding.Rounding = "nearest",
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
 
@@ -128,6 +138,7 @@ def muon(
         ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
         implementation: of the symmetric products, see `pallas_kernels.syrk`.
         max_group_bytes: bound of what is orthogonalized together, see `scale_by_muon`.
+        mu_rounding: of Muon's momentum, `"nearest"` or `"stochastic"`, see `scale_by_muon`.
 
     Raises:
         ValueError: an argument is none of the values above, two of them contradict each other, a
@@ -171,6 +182,7 @@ def muon(
         ns_method=ns_method,
         implementation=implementation,
         max_group_bytes=max_group_bytes,
+        mu_rounding=mu_rounding,
     )
     if normuon_b2 is not None:
         normuon = _normuon.scale_by_normuon(normuon_b2, 1e-8, views, normuon_averaged)

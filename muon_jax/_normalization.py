@@ -1,4 +1,4 @@
-"""What X is divided by before the first step: powers of two, norms, row sums."""
+"""What X is divided by: powers of two, norms, row sums."""
 
 from typing import Literal
 
@@ -72,3 +72,18 @@ def inverse_row_norms(gram: jax.Array, least: jax.Array) -> jax.Array:
 def accumulator(x: jax.Array):
     """The dtype of sums of absolute values of `x`: real, float32 or wider."""
     return jnp.finfo(jnp.promote_types(x.dtype, jnp.float32)).dtype
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """`x` in float32 or wider."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def frobenius_norm(x: jax.Array) -> jax.Array:
+    """‖X‖_F of each matrix of a stack, as `(…, 1, 1)`."""
+    return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+
+
+def over(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x/y, and x where y is 0."""
+    return x / jnp.where(y == 0, 1, y)

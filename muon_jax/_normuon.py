@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax import _options, _views
+from muon_jax._normalization import frobenius_norm, over, wide
 
 type Averaged = Literal["fan_in", "shorter"]
 
@@ -76,10 +77,10 @@ def scale_by_normuon(
         del params
 
         def normalize(update, moment):
-            o = update.astype(jnp.promote_types(update.dtype, jnp.float32))
+            o = wide(update)
             moment = b2 * moment + (1 - b2) * mean(jnp.abs(o) ** 2)
             normalized = o / (jnp.sqrt(moment) + eps)
-            scale = _norm(o) / jnp.maximum(_norm(normalized), eps)
+            scale = over(frobenius_norm(o), frobenius_norm(normalized))
             return (scale * normalized).astype(update.dtype), moment.astype(jnp.float32)
 
         stacks, unflatten = _views.flatten(weight_dimension_numbers, updates)
@@ -88,7 +89,3 @@ def scale_by_normuon(
         return unflatten(o for o, _ in pairs), NorMuonState(treedef.unflatten(v for _, v in pairs))
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _norm(x):
-    return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax import _coefficients, _grouping, _options, _views
+from muon_jax import _coefficients, _grouping, _options, _rounding, _views
 from muon_jax._momentum import Momentum, MuonState, accumulate, fill_missing
 from muon_jax._newton_schulz import Method, Preconditioning, ProductsDType, newton_schulz
 from muon_jax._normalization import EpsMode
@@ -31,6 +31,7 @@ def scale_by_muon(
     ns_method: Method | None = "standard",
     implementation: str | None = None,
     max_group_bytes: int = 2**30,
+    mu_rounding: _rounding.Rounding = "nearest",
 ) -> optax.GradientTransformation:
     """Replaces each gradient by the orthogonalized momentum of its parameter.
 
@@ -68,6 +69,8 @@ def scale_by_muon(
             the fastest; see `pallas_kernels.syrk`.
         max_group_bytes: matrices of one shape, or its transpose, are orthogonalized together, in
             groups of at most so many bytes of momentum. 0 takes each parameter by itself.
+        mu_rounding: `"nearest"`, or `"stochastic"` for a momentum of bfloat16 that is computed in
+            float32 and rounded up or down at random, so that small gradients are not lost in it.
 
     Raises:
         ValueError: an argument is none of the values above, a parameter is no matrix, or
@@ -77,6 +80,7 @@ def scale_by_muon(
     _options.check("preconditioning", preconditioning, Preconditioning)
     _options.check("momentum", momentum, Momentum)
     _options.check("eps_mode", eps_mode, EpsMode)
+    _rounding.check(mu_rounding)
     if isinstance(ns_dtype, jax.Array):
         raise ValueError(
             "ns_dtype must be a dtype, got an array: optax.inject_hyperparams takes"
@@ -99,7 +103,8 @@ def scale_by_muon(
     def update_fn(updates, state, params=None):
         updates = fill_missing(updates, state.mu if params is None else params)
         count = jnp.asarray(optax.safe_increment(state.count))
-        u, mu = accumulate(momentum, updates, state.mu, beta, count, nesterov)
+        gradients, mu = _rounding.widen((updates, state.mu), mu_rounding)
+        u, mu = accumulate(momentum, gradients, mu, beta, count, nesterov)
         function = functools.partial(
             orthogonalize,
             ns_coeffs=ns_coeffs,
@@ -116,7 +121,7 @@ def scale_by_muon(
         if adaptive:
             orthogonal = jax.tree.map(lambda o, u: jnp.sum(u.conj() * o) * o, orthogonal, u)
         orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)
-        mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
+        mu = _rounding.cast_like(mu, state.mu, mu_rounding, count)
         return orthogonal, MuonState(count, mu)
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -106,6 +106,7 @@ NEW = {
         "ns_method",
         "implementation",
         "max_group_bytes",
+        "mu_rounding",
     ],
     "scale_by_muon": [
         "momentum",
@@ -114,6 +115,7 @@ NEW = {
         "ns_method",
         "implementation",
         "max_group_bytes",
+        "mu_rounding",
     ],
 }
 

@@ -1,0 +1,74 @@
+"""Training on spheres: steps in proportion to a parameter's norm, which they keep."""
+
+import optax
+
+from muon_jax import _views
+from muon_jax._normalization import frobenius_norm, over, wide
+
+
+def scale_to_param_norm(
+    weight_dimension_numbers: _views.Views = None,
+) -> optax.GradientTransformation:
+    """Scales the update u of each matrix p to the matrix's own norm: u <- u·‖p‖/‖u‖ (Frobenius).
+
+    A learning rate is then the length of a step relative to the matrix. With `keep_param_norm`
+    after the learning rate this is MuonH, whose matrices move on spheres, and need no weight decay:
+
+        optax.chain(
+            scale_by_muon(),
+            scale_to_param_norm(),
+            optax.scale_by_learning_rate(0.02),
+            keep_param_norm(),
+        )
+
+    A matrix of zeros, or an update of zeros, gives an update of zeros. Computed in float32.
+
+    Args:
+        weight_dimension_numbers: as for `scale_by_muon`.
+
+    Raises:
+        ValueError: `update` got no `params`, or a parameter is no matrix.
+
+    References:
+        MuonH in `levanter <https://github.com/marin-community/marin>`_.
+    """
+    return _of_pairs(
+        lambda u, p: over(frobenius_norm(p), frobenius_norm(u)) * u, weight_dimension_numbers
+    )
+
+
+def keep_param_norm(
+    weight_dimension_numbers: _views.Views = None,
+) -> optax.GradientTransformation:
+    """Changes updates so that each matrix keeps its Frobenius norm: p + u <- (p + u)·‖p‖/‖p + u‖.
+
+    The last of a chain, see `scale_to_param_norm`. A matrix of zeros stays one.
+
+    Args:
+        weight_dimension_numbers: as for `scale_by_muon`.
+
+    Raises:
+        ValueError: `update` got no `params`, or a parameter is no matrix.
+    """
+
+    def update(u, p):
+        return over(frobenius_norm(p), frobenius_norm(p + u)) * (p + u) - p
+
+    return _of_pairs(update, weight_dimension_numbers)
+
+
+def _of_pairs(function, views):
+    """A transformation that maps each stack of updates and that of parameters to new updates."""
+
+    def update_fn(updates, state, params=None):
+        if params is None:
+            raise ValueError("norms need the parameters: call update(updates, state, params)")
+        stacks, unflatten = _views.flatten(views, updates)
+        weights, _ = _views.flatten(views, params)
+
+        new = (
+            function(wide(u), wide(p)).astype(u.dtype) for u, p in zip(stacks, weights, strict=True)
+        )
+        return unflatten(new), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update_fn)

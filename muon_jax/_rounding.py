@@ -1,0 +1,61 @@
+"""Rounding of the momentum to the dtype it is kept in."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+type Rounding = Literal["nearest", "stochastic"]
+
+
+def check(rounding: Rounding) -> None:
+    """Raises a ValueError where `rounding` is neither of the two."""
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"mu_rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+
+
+def widen(tree: Any, rounding: Rounding) -> Any:
+    """Returns `tree` in the dtype to compute in: float32 before stochastic rounding."""
+    return optax.tree.cast(tree, jnp.float32) if rounding == "stochastic" else tree
+
+
+def cast_like(tree: Any, like: Any, rounding: Rounding, count: jax.Array) -> Any:
+    """Returns `tree` in the dtypes of `like`, rounded.
+
+    Args:
+        tree: float32 where `rounding` is `"stochastic"`.
+        like: the same structure.
+        rounding: to the nearest, or up or down at random.
+        count: of the step; random bits depend on it and on the position of a leaf, nothing else.
+
+    Raises:
+        ValueError: stochastic rounding to another dtype than bfloat16.
+    """
+    if rounding == "nearest":
+        return jax.tree.map(lambda x, old: x.astype(old.dtype), tree, like)
+    key = jax.random.fold_in(jax.random.key(0), count)
+    leaves, treedef = jax.tree.flatten(tree)
+    for path, old in jax.tree.leaves_with_path(like):
+        if old.dtype != jnp.bfloat16:
+            raise ValueError(
+                f"mu_rounding='stochastic' rounds to bfloat16, but the momentum of the parameter"
+                f" {jax.tree_util.keystr(path)} is {old.dtype}: set mu_dtype='bfloat16'"
+            )
+    return treedef.unflatten(
+        stochastic_round(x, jax.random.fold_in(key, i)) for i, x in enumerate(leaves)
+    )
+
+
+def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Returns float32 `x` in bfloat16, rounded up or down at random so that its mean is `x`.
+
+    A bfloat16 is the upper half of a float32. Random bits are added to the lower half, which is
+    then cut off: the carry into the upper half has the probability of the distance from the
+    neighbour below. Values of bfloat16, infinities and NaN stay what they are.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits += jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    upper = (bits >> 16).astype(jnp.uint16)
+    rounded = jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
