@@ -10,6 +10,7 @@ that make it other published Muons.
 
 from optax.contrib import MuonDimensionNumbers
 
+from muon_jax._describe import Description, describe
 from muon_jax._hyperball import keep_param_norm, scale_to_param_norm
 from muon_jax._metrics import MetricsState, metrics, with_metrics
 from muon_jax._momentum import MuonState, convert_momentum
@@ -18,17 +19,24 @@ from muon_jax._newton_schulz import newton_schulz
 from muon_jax._normuon import NorMuonState, scale_by_normuon
 from muon_jax._presets import PRESETS
 from muon_jax._qk_clip import KeyHeads, QueryHeads, qk_clip
+from muon_jax._routing import by_role
 from muon_jax._scale_by_muon import scale_by_muon
+from muon_jax._views import Split, Unfold
 
 __all__ = [
     "PRESETS",
+    "Description",
     "KeyHeads",
     "MetricsState",
     "MuonDimensionNumbers",
     "MuonState",
     "NorMuonState",
     "QueryHeads",
+    "Split",
+    "Unfold",
+    "by_role",
     "convert_momentum",
+    "describe",
     "keep_param_norm",
     "metrics",
     "muon",

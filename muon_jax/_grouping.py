@@ -6,47 +6,45 @@ the device.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 
 
 def map_by_shape(
-    function: Callable[[jax.Array], jax.Array],
+    function: Callable[[list[jax.Array]], Sequence[jax.Array]],
     stacks: Sequence[jax.Array],
     max_group_bytes: int,
 ) -> list[jax.Array]:
-    """Returns `function(stack)` for each stack, called on longer stacks of equal matrices.
+    """Returns the results of `function` for all stacks, called with those that go together.
 
     Args:
-        function: maps each matrix (m, n), m ≤ n, of a stack `(batch, m, n)` by itself, and a
-            transposed matrix to the transposed result.
+        function: maps stacks of equal matrices, each matrix by itself.
         stacks: shapes `(batch, rows, cols)`; matrices with rows and cols exchanged are equal.
-        max_group_bytes: the most that is concatenated, in bytes. A stack that is larger goes alone.
+        max_group_bytes: the most that goes together, in bytes. A stack that is larger goes alone.
     """
-    wide = [stack.mT if stack.shape[-2] > stack.shape[-1] else stack for stack in stacks]
     results: dict[int, jax.Array] = {}
-    for group in _groups(wide, max_group_bytes):
-        together = function(jnp.concatenate([wide[i] for i in group]))
-        ends = itertools.accumulate(len(wide[i]) for i in group)
-        for i, part in zip(group, jnp.split(together, [*ends][:-1]), strict=True):
-            results[i] = part.mT if stacks[i].shape != wide[i].shape else part
+    for group in groups(stacks, max_group_bytes):
+        results |= zip(group, function([stacks[i] for i in group]), strict=True)
     return [results[i] for i in range(len(stacks))]
 
 
-def _groups(stacks: Sequence[jax.Array], max_group_bytes: int) -> Iterator[list[int]]:
-    """Yields the indices of the stacks that go together, in their order."""
+def groups(
+    stacks: Sequence[jax.Array | jax.ShapeDtypeStruct], max_group_bytes: int
+) -> list[list[int]]:
+    """Returns the indices of the stacks that go together, in their order."""
 
     def kind(i):
-        return (*stacks[i].shape[1:], stacks[i].dtype.name)
+        return (*sorted(stacks[i].shape[1:]), stacks[i].dtype.name)
 
+    found = []
     for _, members in itertools.groupby(sorted(range(len(stacks)), key=kind), key=kind):
-        group, size = [], 0
+        free = -1  # bytes in the last group
         for i in members:
-            if group and size + stacks[i].nbytes > max_group_bytes:
-                yield group
-                group, size = [], 0
-            group.append(i)
-            size += stacks[i].nbytes
-        yield group
+            num_bytes = stacks[i].size * stacks[i].dtype.itemsize
+            if num_bytes > free:
+                found.append([])
+                free = max_group_bytes
+            found[-1].append(i)
+            free -= num_bytes
+    return found

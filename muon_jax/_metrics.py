@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax import _grouping, _views
+from muon_jax import _views
 from muon_jax._momentum import MuonState
 from muon_jax._normalization import frobenius_norm, over, wide
 
 POWER_ITERATIONS = 16
-MAX_GROUP_BYTES = 2**30
 
 
 class MetricsState(NamedTuple):
@@ -54,21 +53,19 @@ def with_metrics(
             _views.flatten(weight_dimension_numbers, _where_not_masked(mu, tree))[0]
             for tree in (gradients, updates, mu)
         )
-        residuals = _grouping.map_by_shape(_orthogonality_residual, updates, MAX_GROUP_BYTES)
-        ranks = _grouping.map_by_shape(_stable_rank, momenta, MAX_GROUP_BYTES)
         groups: dict[str, list[int]] = {}
         for i, stack in enumerate(gradients):
             groups.setdefault("{}x{}".format(*stack.shape[1:]), []).append(i)
         values = {}
         for shape, members in groups.items():
-            g, o, residual, rank = (
-                [stacks[i] for i in members] for stacks in (gradients, updates, residuals, ranks)
+            g, o, m = (
+                _wide(jnp.concatenate([stacks[i] for i in members]))
+                for stacks in (gradients, updates, momenta)
             )
-            size = sum(stack.size for stack in o)
-            values[f"{shape}/gradient_norm"] = _norm_of_all(g)
-            values[f"{shape}/update_rms"] = _norm_of_all(o) / size**0.5
-            values[f"{shape}/orthogonality_residual"] = jnp.mean(jnp.concatenate(residual))
-            values[f"{shape}/stable_rank"] = jnp.mean(jnp.concatenate(rank))
+            values[f"{shape}/gradient_norm"] = jnp.linalg.norm(g)
+            values[f"{shape}/update_rms"] = jnp.linalg.norm(o) / o.size**0.5
+            values[f"{shape}/orthogonality_residual"] = jnp.mean(_orthogonality_residual(o))
+            values[f"{shape}/stable_rank"] = jnp.mean(_stable_rank(m))
         return {name: value.astype(jnp.float32) for name, value in values.items()}
 
     def init_fn(params):
@@ -114,20 +111,19 @@ def _where_not_masked(mu, tree):
     )
 
 
-def _norm_of_all(stacks):
-    return jnp.sqrt(sum(jnp.sum(jnp.abs(wide(stack)) ** 2) for stack in stacks))
+def _wide(x):
+    """The matrices in float32 or wider, with m ≤ n."""
+    return wide(x.mT if x.shape[-2] > x.shape[-1] else x)
 
 
 def _orthogonality_residual(x):
-    """‖XXᵀ - I‖_F/√m of each matrix (m, n), m ≤ n, of a stack, as `(batch, 1, 1)`."""
-    x = wide(x)
+    """‖XXᵀ - I‖_F/√m of each matrix (m, n) of a stack."""
     gram = jnp.matmul(x, x.mT.conj(), precision="highest")
     return frobenius_norm(gram - jnp.eye(x.shape[-2])) / x.shape[-2] ** 0.5
 
 
 def _stable_rank(x):
-    """‖X‖_F²/‖X‖₂² of each matrix (m, n) of a stack, 0 for zeros, as `(batch, 1, 1)`."""
-    x = wide(x)
+    """‖X‖_F²/‖X‖₂² of each matrix (m, n) of a stack, 0 for zeros."""
     x = over(x, jnp.max(jnp.abs(x), (-2, -1), keepdims=True))  # whose squares are finite
 
     def iterate(_, vector):

@@ -76,9 +76,9 @@ def muon(
     adam_eps: float | jax.Array | None = None,
     adam_nesterov: bool | None = None,
     ns_dtype: ProductsDType = "auto",
-    ns_method: Method | None = "standard",
+    ns_method: Method | None = None,
     implementation: str | None = None,
-    max_group_bytes: int = 2**30,
+    max_group_bytes: int = 2**28,
     mu_rounding: _rounding.Rounding = "nearest",
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
@@ -153,17 +153,9 @@ def muon(
     """
 
     def label_params(params):
-        numbers = muon_weight_dimension_numbers
-        if numbers is None:
-            return jax.tree.map(lambda p: "muon" if p.ndim == 2 else "adam", params)
-        if callable(numbers):
-            numbers = numbers(params)
-        return jax.tree.map(
-            lambda n, subtree: jax.tree.map(lambda _: "adam" if n is None else "muon", subtree),
-            numbers,
-            params,
-            is_leaf=_views.is_view,
-        )
+        views = _views.assign(muon_weight_dimension_numbers, params)
+        labels = ("adam" if view is None else "muon" for view in views)
+        return jax.tree.structure(params).unflatten(labels)
 
     views = muon_weight_dimension_numbers
     orthogonal = scale_by_muon(

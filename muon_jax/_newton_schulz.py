@@ -2,40 +2,42 @@
 
 import contextlib
 import functools
-from typing import Literal, get_args
+import itertools
+from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
-from muon_jax import _coefficients, _composed, _gram, _options
-from muon_jax._cost import Products
+from muon_jax import _coefficients, _composed, _form, _gram, _options
+from muon_jax._form import Method, ProductsDType
 from muon_jax._normalization import (
     EpsMode,
     gram_gain,
     inverse_norm,
     inverse_row_norms,
-    scaled_by_power_of_two,
+    largest_entry,
+    powers_of_two,
 )
 from muon_jax._schedules import Schedule
 from pallas_kernels import _device, select_implementation, syrk, syrkx
 
 type Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
-type Method = Literal["standard", "gram"]
-type ProductsDType = jax.typing.DTypeLike | Literal["auto"] | None
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "ns_coeffs",
-        "ns_steps",
-        "eps_mode",
-        "dtype",
-        "preconditioning",
-        "method",
-        "implementation",
-    ),
+STATIC = (
+    "ns_coeffs",
+    "ns_steps",
+    "eps_mode",
+    "dtype",
+    "preconditioning",
+    "method",
+    "implementation",
 )
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
 def newton_schulz(
     x: jax.Array,
     ns_coeffs: _coefficients.NSCoeffs = "standard",
@@ -131,16 +133,55 @@ def newton_schulz(
         raise ValueError(
             f"x must have a float dtype and shape (..., m, n), got {x.dtype}{list(x.shape)}"
         )
+    (result,) = orthogonalize(
+        [x],
+        ns_coeffs,
+        ns_steps,
+        eps,
+        eps_mode=eps_mode,
+        dtype=dtype,
+        preconditioning=preconditioning,
+        method=method,
+        implementation=implementation,
+    )
+    return result
+
+
+def orthogonalize(
+    stacks: Sequence[jax.Array],
+    ns_coeffs: _coefficients.NSCoeffs,
+    ns_steps: int | jax.Array,
+    eps: float | jax.Array,
+    *,
+    eps_mode: EpsMode,
+    dtype: ProductsDType,
+    preconditioning: Preconditioning,
+    method: Method | None,
+    implementation: str | None,
+) -> list[jax.Array]:
+    """As `newton_schulz`, for several stacks at once, which become one in the products' dtype.
+
+    Args:
+        stacks: one array `(..., m, n)`, or several of shapes `(batch, m, n)` or `(batch, n, m)`
+            and of one dtype.
+        ns_coeffs: and all that follow: as for `newton_schulz`.
+    """
     _options.check("preconditioning", preconditioning, Preconditioning)
     _options.check("eps_mode", eps_mode, EpsMode)
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
-    in_dtype, (*_, m, n) = x.dtype, x.shape
-    transposed = m > n
-    x = x.mT if transposed else x
-    form, products_dtype = _resolve(method, recipe, preconditioning, dtype, in_dtype, x.shape)
-    log2_n = (x.shape[-1] - 1).bit_length()
+    in_dtype, (m, n) = stacks[0].dtype, sorted(stacks[0].shape[-2:])
+    largest = _joined([largest_entry(x) for x in stacks])
+    form, products_dtype, _ = _form.choose(
+        recipe, method, preconditioning, dtype, (*largest.shape, m, n), in_dtype
+    )
+    log2_n = (n - 1).bit_length()
     root = 4 if isinstance(recipe, Schedule) or form == "gram" else 2
-    x, scale = scaled_by_power_of_two(x, products_dtype, -(-log2_n // root))
+    first, second = powers_of_two(largest, -(-log2_n // root))
+    scale = first * second
+    # Each stack by itself, for XLA to make it part of the pass that computes the stack.
+    factors = (_split(f[..., None, None], stacks) for f in (first, second))
+    scaled = [(x * f * g).astype(products_dtype) for x, f, g in zip(stacks, *factors, strict=True)]
+    x = _joined([_transposed(x) if x.shape[-2] > x.shape[-1] else x for x in scaled])
     x = _padded(x, implementation)
     with _precision_of(products_dtype):
         if isinstance(recipe, Schedule):
@@ -150,7 +191,26 @@ def newton_schulz(
             x = _run_gram(implementation, x, recipe, eps, eps_mode, scale, preconditioning, log2_n)
         else:
             x = _run_quintics(implementation, x, recipe, eps, eps_mode, scale, preconditioning)
-    return (x.mT if transposed else x)[..., :m, :n].astype(in_dtype)
+    return [
+        (part.mT if given.shape[-2] > given.shape[-1] else part).astype(in_dtype)
+        for part, given in zip(_split(x[..., :m, :n], stacks), stacks, strict=True)
+    ]
+
+
+def _joined(parts):
+    """The parts as one along the first axis; one part may have no axis."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _split(x, stacks):
+    """The parts of x that belong to the stacks."""
+    ends = itertools.accumulate(map(len, stacks))
+    return [x] if len(stacks) == 1 else jnp.split(x, [*ends][:-1])
+
+
+def _transposed(x):
+    """Xᵀ, where X lies in memory row by row: else XLA transposes all that X is computed from."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))).mT
 
 
 def _run_quintics(implementation, x, quintics, eps, eps_mode, scale, preconditioning):
@@ -204,64 +264,6 @@ def _run_gram(implementation, x, quintics, eps, eps_mode, scale, preconditioning
         s = inverse_norm(x, gram, eps, eps_mode, gain * scale, preconditioning)
         factor = gain * s
     return _gram.apply(square, product, x, gram, triples, s, factor)
-
-
-def _resolve(method, recipe, preconditioning, dtype, in_dtype, wide_shape):
-    """Returns the method and the dtype of the products; raises ValueError where one is unsafe."""
-    names = get_args(Method.__value__)
-    if method not in (None, *names):
-        raise ValueError(f"method must be 'standard', 'gram' or None, got {method!r}")
-    offered = {}
-    for name in [method] if method else names:
-        products_dtype = _products_dtype(recipe, name, dtype, in_dtype)
-        reason = name == "gram" and _no_gram_form(recipe, preconditioning, products_dtype)
-        if reason and method:
-            raise ValueError(f"method='gram' is not offered here: {reason}. Pass method='standard'")
-        if not reason:
-            offered[name] = products_dtype
-    if len(offered) > 1:
-        return min(
-            offered.items(), key=lambda item: _products(recipe, *item).microseconds(wide_shape)
-        )
-    return offered.popitem()
-
-
-def _no_gram_form(recipe, preconditioning, dtype):
-    """Returns why there is no gram form of the iteration, or None."""
-    if isinstance(recipe, Schedule):
-        segments = _composed.segments(recipe, "gram", dtype)
-        if len(segments) == len(recipe.steps):
-            return f"no two steps of ns_coeffs={recipe.name!r} can be joined in {dtype}"
-    elif _coefficients.is_traced(recipe):
-        return "traced coefficients or steps have the standard form only"
-    elif preconditioning == "spectral":
-        return "preconditioning='spectral' needs more than the Gram matrix"
-    elif preconditioning == "aol" and dtype == jnp.bfloat16:
-        return "preconditioning='aol' is unsafe in bfloat16, singular values can exceed 1.5"
-    return None
-
-
-def _products(recipe, method, dtype) -> Products:
-    if isinstance(recipe, Schedule):
-        return _composed.products(recipe, method, dtype)
-    num_steps = recipe.last - recipe.first
-    if method == "gram":
-        return _gram.products(dtype, num_steps)
-    return Products(grams=num_steps, squares=num_steps, applications=num_steps)
-
-
-def _products_dtype(recipe, method, dtype, in_dtype):
-    """The dtype that `dtype` stands for."""
-    if isinstance(dtype, str) and dtype == "auto":
-        dtype = recipe.dtype if isinstance(recipe, Schedule) else "bfloat16"
-        if method == "gram":
-            dtype = "float16"
-        if _device.platform() == "tpu":  # whose matrix units lack float16
-            dtype = "bfloat16"
-    dtype = jnp.dtype(in_dtype if dtype is None else dtype)
-    if jnp.issubdtype(in_dtype, jnp.complexfloating):
-        dtype = jnp.promote_types(dtype, jnp.complex64)
-    return dtype
 
 
 def _precision_of(dtype):

@@ -8,20 +8,21 @@ import jax.numpy as jnp
 type EpsMode = Literal["add", "max"]
 
 
-def scaled_by_power_of_two(x: jax.Array, dtype, exponent: int) -> tuple[jax.Array, jax.Array]:
-    """Returns x·s in `dtype` and s = 2ᵏ, of the batch's shape, exactly.
+def largest_entry(x: jax.Array) -> jax.Array:
+    """max |X| of each matrix of a stack, of the batch's shape; not finite where X is not."""
+    return jnp.max(jnp.abs(x), axis=(-2, -1)).astype(accumulator(x))
 
-    The largest entry of each `(m, n)` matrix comes out between a half and once 2^-exponent. Not
-    finite where x is not.
+
+def powers_of_two(largest: jax.Array, exponent: int) -> tuple[jax.Array, jax.Array]:
+    """Two powers of two whose product takes `largest` to between a half and once 2^-exponent.
+
+    They are two because the product itself is no normal number for `largest` near the end of its
+    range. NaN where `largest` is not finite.
     """
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1)).astype(accumulator(x))
     _, k = jnp.frexp(largest)
     k = jnp.maximum(k + exponent, -126)
     one = jnp.where(jnp.isfinite(largest), jnp.ones_like(largest), jnp.nan)
-    # Two factors, because 2⁻ᵏ itself is no normal number where x is near the end of its range.
-    first, second = jnp.ldexp(one, -(k // 2)), jnp.ldexp(one, k // 2 - k)
-    scaled = x * first[..., None, None] * second[..., None, None]
-    return scaled.astype(dtype), first * second
+    return jnp.ldexp(one, -(k // 2)), jnp.ldexp(one, k // 2 - k)
 
 
 def gram_gain(log2_n: int) -> float:

@@ -9,12 +9,6 @@ import optax
 type Rounding = Literal["nearest", "stochastic"]
 
 
-def check(rounding: Rounding) -> None:
-    """Raises a ValueError where `rounding` is neither of the two."""
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"mu_rounding must be 'nearest' or 'stochastic', got {rounding!r}")
-
-
 def widen(tree: Any, rounding: Rounding) -> Any:
     """Returns `tree` in the dtype to compute in: float32 before stochastic rounding."""
     return optax.tree.cast(tree, jnp.float32) if rounding == "stochastic" else tree

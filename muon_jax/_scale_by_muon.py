@@ -1,7 +1,6 @@
 """`scale_by_muon`: momentum, orthogonalized matrix by matrix, in groups of one shape."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +8,12 @@ import optax
 
 from muon_jax import _coefficients, _grouping, _options, _rounding, _views
 from muon_jax._momentum import Momentum, MuonState, accumulate, fill_missing
-from muon_jax._newton_schulz import Method, Preconditioning, ProductsDType, newton_schulz
+from muon_jax._newton_schulz import STATIC, Method, Preconditioning, ProductsDType, orthogonalize
 from muon_jax._normalization import EpsMode
 from muon_jax._schedules import Schedule
+
+# Jitted, so that groups of equal shapes are traced and lowered once.
+_ORTHOGONALIZE = jax.jit(orthogonalize, static_argnames=STATIC)
 
 
 def scale_by_muon(
@@ -28,9 +30,9 @@ def scale_by_muon(
     momentum: Momentum = "bias_corrected",
     eps_mode: EpsMode = "add",
     ns_dtype: ProductsDType = "auto",
-    ns_method: Method | None = "standard",
+    ns_method: Method | None = None,
     implementation: str | None = None,
-    max_group_bytes: int = 2**30,
+    max_group_bytes: int = 2**28,
     mu_rounding: _rounding.Rounding = "nearest",
 ) -> optax.GradientTransformation:
     """Replaces each gradient by the orthogonalized momentum of its parameter.
@@ -80,7 +82,7 @@ def scale_by_muon(
     _options.check("preconditioning", preconditioning, Preconditioning)
     _options.check("momentum", momentum, Momentum)
     _options.check("eps_mode", eps_mode, EpsMode)
-    _rounding.check(mu_rounding)
+    _options.check("mu_rounding", mu_rounding, _rounding.Rounding)
     if isinstance(ns_dtype, jax.Array):
         raise ValueError(
             "ns_dtype must be a dtype, got an array: optax.inject_hyperparams takes"
@@ -91,9 +93,9 @@ def scale_by_muon(
     if isinstance(recipe, Schedule) and ns_dtype not in ("auto", None):
         recipe.steps_in(ns_dtype)  # raises where that is unsafe
     if _coefficients.is_traced((ns_coeffs, ns_steps)):  # under optax.inject_hyperparams
-        orthogonalize = inspect.unwrap(newton_schulz)
+        function = orthogonalize
     else:
-        orthogonalize, ns_steps = newton_schulz, int(ns_steps)
+        function, ns_steps = _ORTHOGONALIZE, int(ns_steps)
 
     def init_fn(params):
         return MuonState(
@@ -103,10 +105,10 @@ def scale_by_muon(
     def update_fn(updates, state, params=None):
         updates = fill_missing(updates, state.mu if params is None else params)
         count = jnp.asarray(optax.safe_increment(state.count))
-        gradients, mu = _rounding.widen((updates, state.mu), mu_rounding)
-        u, mu = accumulate(momentum, gradients, mu, beta, count, nesterov)
-        function = functools.partial(
-            orthogonalize,
+        wide, old_mu = _rounding.widen((updates, state.mu), mu_rounding)
+        u, mu = accumulate(momentum, wide, old_mu, beta, count, nesterov)
+        of_group = functools.partial(
+            function,
             ns_coeffs=ns_coeffs,
             ns_steps=ns_steps,
             eps=eps,
@@ -117,7 +119,7 @@ def scale_by_muon(
             implementation=implementation,
         )
         stacks, unflatten = _views.flatten(weight_dimension_numbers, u)
-        orthogonal = unflatten(_grouping.map_by_shape(function, stacks, max_group_bytes))
+        orthogonal = unflatten(_grouping.map_by_shape(of_group, stacks, max_group_bytes))
         if adaptive:
             orthogonal = jax.tree.map(lambda o, u: jnp.sum(u.conj() * o) * o, orthogonal, u)
         orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)

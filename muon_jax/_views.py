@@ -117,6 +117,34 @@ def from_stacks(stacks: Iterator[jax.Array], view: View, shape: tuple[int, ...])
     )
 
 
+def shapes_of_stacks(
+    x: jax.Array | jax.ShapeDtypeStruct, view: View | None
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns what `to_stacks` would, as shapes; nothing without a view."""
+    return [] if view is None else jax.eval_shape(lambda x: to_stacks(x, view), x)
+
+
+def assign(views: Views, params: Any) -> list[View | None]:
+    """Returns the view of each parameter, None for AdamW.
+
+    Args:
+        views: a prefix of `params`, or a callable that makes one from them. None itself stands for
+            matrices wherever the rank is 2.
+        params: the parameters, or shapes of them.
+    """
+    if views is None:
+        return [MuonDimensionNumbers() if p.ndim == 2 else None for p in jax.tree.leaves(params)]
+    views = views(params) if callable(views) else views
+    found = []
+    jax.tree.map(
+        lambda view, subtree: found.extend([view] * len(jax.tree.leaves(subtree))),
+        views,
+        params,
+        is_leaf=is_view,
+    )
+    return found
+
+
 def of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
     """Returns the path and the view of each leaf of `tree`.
 

@@ -49,6 +49,8 @@ def chain(
         )
 
     def decay(rate):
+        if isinstance(weight_decay, int | float) and weight_decay == 0:
+            return optax.identity()  # else a pass over all parameters
         return _decay(rate, mask, cautious)
 
     if callable(learning_rate):

@@ -7,36 +7,55 @@ import numpy as np
 
 from pallas_kernels import _tuning, _work_list
 
-ROWS = 64  # of a warpgroup's share of a tile, and of the blocks that are stored
+ROWS = 64  # of the blocks that are stored, and of a warpgroup's share of a tile
 TILE_K = 64  # columns of A in a step of the ring: 128 bytes, the widest swizzle
 _SHARED_MEMORY = 226 * 1024  # bytes for ring and staging buffers; the barriers are in the 227th KiB
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A tile of `tile_m` × `tile_n` elements, and `num_stages` steps in the ring."""
+    """A tile of `tile_m` × `tile_n` elements, and `num_stages` steps in the ring.
+
+    Every warpgroup has 64 rows of each tile; or two have every other tile, `in_turns`, so that the
+    one stores while the other multiplies.
+    """
 
     tile_m: int
     tile_n: int
     num_stages: int
+    in_turns: bool = False
 
     def __post_init__(self):
         if self.tile_m not in (64, 128):
-            raise ValueError(f"tile_m must be 64 or 128, 64 a warpgroup, got {self.tile_m}")
-        if self.tile_n not in range(32, 257, 32):
-            raise ValueError(f"tile_n must be a multiple of 32, at most 256, got {self.tile_n}")
+            raise ValueError(f"tile_m must be 64 or 128, got {self.tile_m}")
+        widest = 64 * 256 // self.rows  # half of a warpgroup's registers
+        if self.tile_n not in range(32, widest + 1, 32):
+            raise ValueError(
+                f"tile_n must be a multiple of 32, at most {widest}, got {self.tile_n}"
+            )
         if self.num_stages < 2 or self.num_buffers < 1:
             raise ValueError(f"num_stages must be 2 at least, and fit in shared memory, got {self}")
 
     @property
     def name(self) -> str:
         """As it stands in the tables of measured times."""
-        return f"mosaic_gpu {self.tile_m}x{self.tile_n}x{self.num_stages}"
+        in_turns = " in turns" if self.in_turns else ""
+        return f"mosaic_gpu {self.tile_m}x{self.tile_n}x{self.num_stages}{in_turns}"
+
+    @property
+    def num_turns(self) -> int:
+        """The tiles that are under way at a time."""
+        return 2 if self.in_turns else 1
+
+    @property
+    def rows(self) -> int:
+        """The rows of a tile that one warpgroup has."""
+        return self.tile_m if self.in_turns else ROWS
 
     @property
     def num_warpgroups(self) -> int:
         """The warpgroups that multiply."""
-        return self.tile_m // ROWS
+        return self.num_turns * self.tile_m // self.rows
 
     @property
     def block_n(self) -> int:
@@ -46,9 +65,9 @@ class Config:
         return 64 if self._num_buffers(64) >= min(2, self.tile_n // 64) else 32
 
     @property
-    def half_tiles(self) -> bool:
-        """Whether there are tiles of half the width; below 128 columns they would be no faster."""
-        return self.tile_n == 256
+    def narrow_tiles(self) -> bool:
+        """Whether there are tiles of three quarters of the width."""
+        return self.in_turns and self.tile_n * 3 // 4 % self.block_n == 0
 
     @property
     def num_buffers(self) -> int:
@@ -57,7 +76,7 @@ class Config:
 
     def _num_buffers(self, block_n: int) -> int:
         free = _SHARED_MEMORY - self.num_stages * (self.tile_m + self.tile_n) * TILE_K * 2
-        return min(self.tile_n // block_n, free // (2 * self.tile_m * block_n * 2))
+        return min(self.tile_n // block_n, free // (self.num_warpgroups * 2 * ROWS * block_n * 2))
 
     def deal(self, batch: int, m: int, num_programs: int) -> np.ndarray:
         """Returns the work list of `_work_list.deal`."""
@@ -66,27 +85,24 @@ class Config:
             m,
             self.tile_m,
             self.tile_n,
-            half_tiles=self.half_tiles,
+            narrow_tiles=self.narrow_tiles,
             num_programs=num_programs,
         )
 
 
-# What the tuner measures. Rings are as long as fits beside two staging buffers for each warpgroup.
-CONFIGS = tuple(
-    Config(*sizes)
-    for sizes in (
-        (64, 64, 8),
-        (64, 96, 6),
-        (64, 128, 6),
-        (128, 64, 8),
-        (128, 96, 6),
-        (128, 128, 5),
-        (128, 128, 6),
-        (128, 160, 4),
-        (128, 192, 4),
-        (128, 224, 4),
-        (128, 256, 4),
-    )
+# What the tuner measures. Rings are as long as fits beside two staging buffers for each warpgroup;
+# of tiles in turns there is one for blocks of 32 columns and one for square blocks (see `block_n`).
+CONFIGS = (
+    Config(64, 64, 8),
+    Config(64, 96, 6),
+    Config(64, 128, 6),
+    Config(128, 64, 8),
+    Config(128, 96, 6),
+    Config(128, 128, 6, in_turns=True),
+    Config(128, 128, 5, in_turns=True),
+    Config(128, 160, 4),
+    Config(128, 192, 4),
+    Config(128, 224, 4),
 )
 
 
@@ -120,18 +136,17 @@ def predict(shape: tuple[int, ...], config: Config, *, addend: bool) -> float:
     """Returns a model's time in µs on an H200 for stacks `(batch, m, n)`.
 
     Fitted to measured times from 64×64 to 16×2048×5504. Over the products of the table the config
-    that it picks takes 1% longer than the fastest in the mean, 11% at most.
-    A program with the most to do needs 1.2 µs for each tile beside its products; those run at 6.6
-    TFLOP/s, or as fast as L2 delivers the operands, and those of half a tile take 0.6 of the time.
-    The power limit leaves 820 TFLOP/s to all programs together.
+    that it picks takes 0.3% longer than the fastest in the mean, 4% at most.
+    A program with the most to do needs 1.2 µs for each tile beside its products, or in turns 0.3
+    and once 1 for the last to be stored; the products run at 6.6 TFLOP/s, or as fast as L2 delivers
+    the operands. The power limit leaves 820 TFLOP/s to all programs together.
     """
     batch, m, n = shape
     widths = config.deal(batch, m, num_programs=132)[..., 3]
-    flops = 2 * config.tile_m * config.tile_n * n
-    l2 = 4096 * (1 / config.tile_m + 1 / config.tile_n) / 74
-    products = flops / 6.6e6 * max(1.0, l2)
-    is_half = (widths > 0) & (widths < config.tile_n)
-    tiles = np.where(is_half, 1.2 + 0.6 * products, np.where(widths > 0, 1.2 + products, 0))
-    power = flops / 820e6 * widths.sum() / config.tile_n
+    flops = 2.0 * config.tile_m * widths * n
+    l2 = 4096 * (1 / config.tile_m + 1 / np.maximum(widths, 1)) / 74
+    per_tile, last = (0.3, 1.0) if config.in_turns else (1.2, 0.0)
+    tiles = flops / 6.6e6 * np.maximum(1.0, l2) + np.where(widths > 0, per_tile, 0.0)
+    power = flops.sum() / 820e6
     num_bytes = 2 * batch * (m * n + (1 + addend) * m * m)
-    return 1.5 + max(tiles.sum(axis=0).max(), power) + num_bytes / 14e6
+    return 1.5 + max(tiles.sum(axis=0).max() + last, power) + num_bytes / 14e6

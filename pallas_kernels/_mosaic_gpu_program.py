@@ -6,7 +6,8 @@ the next tile while this one is stored.
 
 The other warpgroups each hold 64 rows of the tile in their registers. They multiply, with one wgmma
 always in flight; then they scale, add C and the diagonal, round, and store each block twice, the
-second time transposed, through staging buffers of their own.
+second time transposed, through staging buffers of their own. Or two of them take turns and hold a
+whole tile each: what is in the ring for the next tile is multiplied while this one is stored.
 
 Blocks above the diagonal are skipped and those on it stored once, so no element of the result has
 two writers. On the diagonal of A·Aᵀ, blocks are symmetric as they come: the elements (i, j) and
@@ -51,7 +52,7 @@ class Program:
     b_ring: _Ref
     out_buffers: _Ref
     mirror_buffers: _Ref
-    # For each slot of the ring.
+    # For each slot of the ring, and `full` for each turn.
     full: _Ref
     empty: _Ref
 
@@ -67,7 +68,7 @@ class Program:
         @pl.when(self.warpgroup < consumers)
         def _():
             plgpu.set_max_registers(232, action="increase")
-            self._visit_tiles(self._multiply_and_store)
+            self._visit_tiles(self._take_turn)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _visit_tiles(self, visit: Callable) -> jax.Array:
@@ -79,7 +80,8 @@ class Program:
         def visit_one(index, step):
             batch, row, col, width = (self.tiles[index, self.index, i] for i in range(4))
             row, col = row * ROWS, col * self.config.block_n
-            tile = _Tile(batch, row, col, step, step + self._num_products)
+            turn = lax.rem(index, self.config.num_turns)
+            tile = _Tile(batch, row, col, turn, step, step + self._num_products)
             for static in self.widths:
                 pl.when(width == static)(functools.partial(visit, tile, static))
             steps = self._num_products + len(self.cs) * pl.cdiv(width, TILE_K)
@@ -115,12 +117,12 @@ class Program:
             plgpu.copy_gmem_to_smem(
                 self.a.at[tile.batch, pl.ds(tile.row, tile_m), columns],
                 self.a_ring.at[slot],
-                self.full.at[slot],
+                self.full.at[tile.turn, slot],
             )
             plgpu.copy_gmem_to_smem(
                 self.b.at[tile.batch, pl.ds(tile.col, width), columns],
                 self.b_ring.at[slot, pl.ds(0, width)],
-                self.full.at[slot],
+                self.full.at[tile.turn, slot],
             )
 
         lax.fori_loop(0, self._num_products, load_factors, None)
@@ -132,7 +134,7 @@ class Program:
                 plgpu.copy_gmem_to_smem(
                     c.at[tile.batch, pl.ds(tile.row + half, tile_m // 2), columns],
                     self.a_ring.at[slot, pl.ds(half, tile_m // 2)],
-                    self.full.at[slot],
+                    self.full.at[tile.turn, slot],
                 )
 
     def _empty_slot(self, step):
@@ -146,8 +148,16 @@ class Program:
 
     # The other warpgroups.
 
+    def _take_turn(self, tile, width):
+        own_turn = pl.when(not self.config.in_turns or tile.turn == self.warpgroup)
+        own_turn(functools.partial(self._multiply_and_store, tile, width))
+
+    @property
+    def _first_row(self):
+        return 0 if self.config.in_turns else self.warpgroup * ROWS
+
     def _own_rows(self, slot):
-        return self.a_ring.at[slot, pl.ds(self.warpgroup * ROWS, ROWS)]
+        return self.a_ring.at[slot, pl.ds(self._first_row, self.config.rows)]
 
     def _release(self, step):
         plgpu.barrier_arrive(self.empty.at[self._slot(step)])
@@ -157,13 +167,13 @@ class Program:
         coefficients = [self.coefficients[tile.batch, i] for i in range(2 + len(self.cs))]
 
         # Of plgpu's documented names, the one that its stubs do not export.
-        in_registers = plgpu.ACC((ROWS, width), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+        in_registers = plgpu.ACC((self.config.rows, width), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
         @functools.partial(pl.run_scoped, accumulator=in_registers)
         def _(accumulator):
             def multiply(k, _):
                 slot = self._slot(tile.step + k)
-                plgpu.barrier_wait(self.full.at[slot])
+                plgpu.barrier_wait(self.full.at[tile.turn, slot])
                 b_block = self.b_ring.at[slot, pl.ds(0, width)]
                 plgpu.wgmma(accumulator, self._own_rows(slot), b_block.transpose((1, 0)))
                 plgpu.wgmma_wait(1)  # the one before is done
@@ -178,29 +188,32 @@ class Program:
             self._store(product, tile, *coefficients)
 
     def _store(self, product, tile, alpha, diagonal, *betas):
-        block_n = self.config.block_n
-        row = tile.row + self.warpgroup * ROWS
-        row_ids, col_ids = (
-            plgpu.broadcasted_iota(jnp.int32, (ROWS, block_n), axis, layout=plgpu.Layout.WGMMA)
-            for axis in (0, 1)
-        )
-        blocks_of_c = self._blocks_of_c(tile, col_ids)
+        row_ids, col_ids = self._ids(ROWS)
+        blocks = self._blocks(product, tile, alpha, betas)
+        if self.config.in_turns and self.cs:
+            # At once, to leave the ring to the next tile; the barrier keeps sums from waiting.
+            blocks = [(*place, lax.optimization_barrier(block)) for *place, block in blocks]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for i in range(product.shape[1] // block_n):
-            col = tile.col + i * block_n
-            cs = blocks_of_c(i)
+        for i, (row, col, block) in enumerate(blocks):
+            is_stored = (row < self.outs[0].shape[1]) & (col < row + ROWS)
 
-            @pl.when((row < self.outs[0].shape[1]) & (col < row + ROWS))
-            def _(i=i, col=col, cs=cs):
-                block = alpha * product[:, i * block_n : (i + 1) * block_n]
-                for beta, c in zip(betas, cs, strict=True):
-                    block += beta * c.astype(jnp.float32)
+            @pl.when(is_stored)
+            def _(i=i, row=row, col=col, block=block):
                 block = jnp.where(row_ids + row == col_ids + col, block + diagonal, block)
                 below_diagonal = row_ids + row >= col_ids + col
                 for index, out in enumerate(self.outs, i * len(self.outs)):
                     rounded = block.astype(out.dtype)
                     block -= rounded.astype(jnp.float32)
                     self._store_block(rounded, out, tile.batch, row, col, index, below_diagonal)
+
+            @pl.when(~is_stored)  # the next blocks count what is on its way as if it were
+            def _():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _ids(self, num_rows):
+        """The rows and the columns of a block's elements."""
+        shape, layout = (num_rows, self.config.block_n), plgpu.Layout.WGMMA
+        return (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in (0, 1))
 
     def _store_block(self, block, out, batch, row, col, index, below_diagonal):
         """Stores the block, and where it is off the diagonal its transpose, through buffers.
@@ -228,10 +241,21 @@ class Program:
 
         plgpu.commit_smem_to_gmem_group()
 
-    def _blocks_of_c(self, tile, col_ids):
-        """Returns a function of i, to be called with 0, 1, 2, …: the i-th block of each C.
+    def _blocks(self, product, tile, alpha, betas):
+        """Yields (row, col, block) for each block of α·product + Σ β·C."""
+        block_n, width = self.config.block_n, product.shape[1]
+        blocks_of_c = self._blocks_of_c(tile, width)
+        for i in range(0, width, block_n):
+            columns = alpha * product[:, i : i + block_n]
+            for beta, c in zip(betas, blocks_of_c(i), strict=True):
+                columns += beta * c.astype(jnp.float32)
+            for j in range(0, self.config.rows, ROWS):
+                yield tile.row + self._first_row + j, tile.col + i, columns[j : j + ROWS]
 
-        C comes in chunks of TILE_K columns. Where `tile_n` is no multiple of that, tiles start
+    def _blocks_of_c(self, tile, width):
+        """Returns a function of 0, block_n, 2·block_n, …: the block of each C from that column on.
+
+        C comes in chunks of TILE_K columns. Where the width is no multiple of that, tiles start
         where a chunk does, or in the middle of one.
         """
         block_n = self.config.block_n
@@ -242,21 +266,22 @@ class Program:
                 chunks.append([])
                 for step in range(j * len(self.cs), (j + 1) * len(self.cs)):
                     slot = self._slot(tile.c_step + step)
-                    plgpu.barrier_wait(self.full.at[slot])
+                    plgpu.barrier_wait(self.full.at[tile.turn, slot])
                     chunks[j].append(plgpu.load(self._own_rows(slot), layout=plgpu.Layout.WGMMA))
                     plgpu.commit_smem()  # all threads have read it
                     self._release(tile.c_step + step)
             return chunks[j]
 
-        def blocks(i):
-            j, offset = divmod(i * block_n, TILE_K)
+        def blocks(column):
+            j, offset = divmod(column, TILE_K)
             here = [c[:, offset : offset + block_n] for c in chunk(j)]
-            if self.config.tile_n % TILE_K == 0:
+            if width % TILE_K == 0:
                 return here
             if offset:
                 shifted = [c[:, :block_n] for c in chunk(j + 1)]
             else:
                 shifted = [c[:, block_n:] for c in chunk(j)]
+            _, col_ids = self._ids(self.config.rows)
             is_shifted = col_ids < lax.rem(tile.col, TILE_K)
             return [jnp.where(is_shifted, *pair) for pair in zip(shifted, here, strict=True)]
 
@@ -269,5 +294,6 @@ class _Tile(NamedTuple):
     batch: jax.Array
     row: jax.Array
     col: jax.Array
+    turn: jax.Array
     step: jax.Array
     c_step: jax.Array

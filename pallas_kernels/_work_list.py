@@ -1,13 +1,12 @@
 """The tiles that touch the lower triangle, dealt out to a fixed number of programs.
 
 A symmetric (m, m) result is cut into strips of `tile_m` rows, and each strip, from the first column
-to the diagonal, into tiles of `tile_n` columns. Where half a tile reaches the diagonal, the strip
-may end with a half tile:
+to the diagonal, into tiles of `tile_n` columns. Three whole tiles in a row may be four narrow ones:
 
-    rows   0–127 |  half |
-    rows 128–255 |     whole     |
-    rows 256–383 |     whole     |  half |
-    rows 384–511 |     whole     |     whole     |
+    rows   0–127 |   whole   |
+    rows 128–255 |   whole   |   whole   |
+    rows 256–383 |   whole   |   whole   |   whole   |
+    rows 384–511 | narrow | narrow | narrow | narrow |   whole   |
 """
 
 import functools
@@ -22,39 +21,62 @@ _STRIPS = 4
 
 @functools.cache
 def deal(
-    batch: int, m: int, tile_m: int, tile_n: int, *, half_tiles: bool, num_programs: int
+    batch: int, m: int, tile_m: int, tile_n: int, *, narrow_tiles: bool, num_programs: int
 ) -> np.ndarray:
     """Deals the tiles of a stack of `batch` results to at most `num_programs` programs.
 
     Returns an int32 array: [r, p] is the r-th tile of program p, (batch, row, col, width), and none
     where the width is 0. Whole tiles go round, so that the programs are at neighbouring tiles at
-    any time; half tiles come last, and each goes to the program with the least to do.
+    any time; narrow ones go to the program with the least to do.
     """
-    one = _lower_triangle(m, tile_m, tile_n, half_tiles)
-    one = one[np.lexsort((one[:, 0], one[:, 1], one[:, 0] // (_STRIPS * tile_m)))]
-    tiles = np.column_stack([np.repeat(np.arange(batch), len(one)), np.tile(one, (batch, 1))])
+    tiles = _lower_triangle(batch, m, tile_m, tile_n)
+    if narrow_tiles:
+        tiles = _narrowed(tiles, tile_n, num_programs)
+    image, row, col, _ = tiles.T
+    tiles = tiles[np.lexsort((row, col, row // (_STRIPS * tile_m), image))]
     is_whole = tiles[:, 3] == tile_n
-    num_whole, num_programs = np.count_nonzero(is_whole), min(num_programs, len(tiles))
-    # Place r·num_programs + p of the flat list is round r of program p.
-    dealt = np.zeros((len(tiles) + 3 * num_programs, 4), np.int32)
-    dealt[:num_whole] = tiles[is_whole]
-    places = range(num_whole, num_whole + num_programs)
-    programs = [(2 * (place // num_programs), place % num_programs, place) for place in places]
-    heapq.heapify(programs)  # by how many halves each has to do; with its next free place
-    for tile in tiles[~is_whole]:
-        load, p, place = programs[0]
-        heapq.heapreplace(programs, (load + 1, p, place + num_programs))
+    whole, narrow = np.flatnonzero(is_whole), np.flatnonzero(~is_whole)
+    num_programs = min(num_programs, len(tiles))
+    # Place r·num_programs + p is round r of program p.
+    dealt = np.full(len(tiles) + 3 * num_programs, len(tiles))
+    dealt[: len(whole)] = whole
+    places = range(len(whole), len(whole) + num_programs)
+    programs = [(tile_n * (i // num_programs), i % num_programs, i) for i in places]
+    heapq.heapify(programs)  # by how many columns each has to do; with its next free place
+    for tile in narrow:
+        columns, p, place = programs[0]
+        heapq.heapreplace(programs, (columns + 3 * tile_n // 4, p, place + num_programs))
         dealt[place] = tile
-    num_rounds = 1 + np.flatnonzero(dealt[:, 3])[-1] // num_programs
-    return dealt[: num_rounds * num_programs].reshape(num_rounds, num_programs, 4)
+    num_rounds = 1 + np.flatnonzero(dealt < len(tiles))[-1] // num_programs
+    dealt = dealt[: num_rounds * num_programs].reshape(num_rounds, num_programs)
+    tiles = np.append(tiles, np.zeros((1, 4), np.int32), axis=0)
+    return tiles[np.sort(dealt, axis=0)]  # programs keep to the order of the list
 
 
-def _lower_triangle(m: int, tile_m: int, tile_n: int, half_tiles: bool) -> np.ndarray:
-    """Rows of (row, col, width)."""
-    tiles = []
-    for row in range(0, m, tile_m):
-        end = min(row + tile_m, m)
-        for col in range(0, end, tile_n):
-            is_half = half_tiles and end - col <= tile_n // 2
-            tiles.append((row, col, tile_n // 2 if is_half else tile_n))
-    return np.array(tiles)
+def _lower_triangle(batch: int, m: int, tile_m: int, tile_n: int) -> np.ndarray:
+    """Rows of (batch, row, col, width)."""
+    one = [
+        (0, row, col, tile_n)
+        for row in range(0, m, tile_m)
+        for col in range(0, min(row + tile_m, m), tile_n)
+    ]
+    tiles = np.tile(np.array(one, np.int32), (batch, 1))
+    tiles[:, 0] = np.repeat(np.arange(batch), len(one))
+    return tiles
+
+
+def _narrowed(tiles: np.ndarray, tile_n: int, num_programs: int) -> np.ndarray:
+    """Replaces whole tiles by narrow ones where the last round has room for more tiles.
+
+    That is done so often that as many tiles of every program are narrow.
+    """
+    starts = np.flatnonzero(tiles[:, 2] % (3 * tile_n) == 0)
+    threes = starts[np.diff(starts, append=len(tiles)) == 3]
+    num_replaced = min(-len(tiles) % num_programs, len(threes))
+    narrow_each = 4 * num_replaced // num_programs
+    threes = threes[len(threes) - -(-narrow_each * num_programs // 4) :]
+    narrow = np.repeat(tiles[threes], 4, axis=0)
+    narrow[:, 3] = 3 * tile_n // 4
+    narrow[:, 2] += narrow[:, 3] * np.tile(np.arange(4, dtype=np.int32), len(threes))
+    others = np.delete(tiles, threes[:, None] + np.arange(3), axis=0)
+    return np.concatenate([others, narrow])

@@ -43,7 +43,7 @@ def measure(tmp_path):
     {
         "syrk": ["jnp", "xla", "None", "None, symmetrize_output=False", "jnp + C", "None + C"],
         "newton_schulz": ["jnp", "None", "optax f32", "optax bf16", "balanced"],
-        "muon": ["optax", "None"],
+        "muon": ["optax", "None", "balanced"],
     }.items(),
 )
 def test_it_times_checks_and_reports(benchmark, variants, measure, capsys):
@@ -63,7 +63,7 @@ def test_it_times_checks_and_reports(benchmark, variants, measure, capsys):
             assert 0 < low <= median <= high
         if benchmark == "muon":
             assert measurement["parameters"] == 32 * 8 + 8 * 24 + 24 + 3 * 24 * 8
-            for figure in ("compile_seconds", "temp_bytes"):
+            for figure in ("compile_seconds", "temp_bytes", "loops", "launches"):
                 assert list(measurement[figure]) == variants
         else:
             assert measurement["shape"] in ([16, 16], [2, 8, 24])
@@ -137,7 +137,9 @@ def test_a_wrong_addend_fails(monkeypatch):
 def test_a_wrong_update_fails(monkeypatch):
     right = _measure.muon
     monkeypatch.setattr(_measure, "muon", lambda learning_rate, **kw: right(-0.02, **kw))
-    with pytest.raises(ArithmeticError, match="the update of embedding differs from that of optax"):
+    with pytest.raises(
+        ArithmeticError, match="muon tiny, None: the update of .* has an error of 2"
+    ):
         _measure.measure_muon("tiny", "float32")
 
 
@@ -213,6 +215,7 @@ def test_report_is_a_table_and_a_plot(capsys, tmp_path):
                 "errors": {"None": 0.0123},
                 "compile_seconds": {"optax": 37.66, "None": 2.4},
                 "temp_bytes": {"optax": 3 * 2**20, "None": 2**20},
+                "launches": {"optax": 9000, "None": 300},
                 "microseconds": {"optax": times(2000.0), "None": times(500.0)},
             }
         ],
@@ -228,7 +231,7 @@ def test_report_is_a_table_and_a_plot(capsys, tmp_path):
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| 2×8×16 | 120 | 60.2 | 2.00× | 99.9 | 0.0017 | 0.0016 | triton |",
     ]
-    assert lines[-1] == "| tiny | 2000 | 500 | 4.00× | 0.012 | 37.7 | 2.4 | 3 | 1 |"
+    assert lines[-1] == "| tiny | 2000 | 500 | 4.00× | 0.012 | 37.7 | 2.4 | 3 | 1 | 9000 | 300 |"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -77,6 +77,9 @@ def _row(measurement: Measurement, variants: Iterable[str], clock: str) -> dict[
         row[f"compiling {name}, s"] = f"{seconds:.1f}"
     for name, size in measurement.get("temp_bytes", {}).items():
         row[f"temporaries of {name}, MiB"] = f"{size / 2**20:.0f}"
+    for counted in ("loops", "launches"):
+        for name, count in measurement.get(counted, {}).items():
+            row[f"{counted} of {name}"] = "" if count is None else str(count)
     if "chosen" in measurement:
         row["chosen"] = measurement["chosen"]
     return row

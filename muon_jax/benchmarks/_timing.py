@@ -59,6 +59,13 @@ class JaxProgram:
         jax.block_until_ready([self.result() for _ in range(calls)])
         return (time.perf_counter() - start) / calls
 
+    def launches(self) -> int | None:
+        """Returns how many kernels a run launches, None without a GPU."""
+        if jax.default_backend() != "gpu":
+            return None
+        measured = profiler.Cupti(finalize=False).measure(self.compiled, aggregate=False)
+        return len(measured(*self.arguments)[1])
+
     def _device(self, calls: int) -> float:
         # Attached to the process from the first time on, because detaching takes long.
         cupti = profiler.Cupti(finalize=False)

@@ -37,6 +37,9 @@ def test_every_config_is_exact_and_free_of_races(config):
     """Ragged strips and tiles, several for each program, and more steps than the ring has slots."""
     rng = np.random.default_rng(0)
     batch, m, n = (2, 320, 64) if config.tile_n < 160 else (1, 448, 128)
+    if config.narrow_tiles:
+        batch, m, n = 1, 576, 64
+        assert {*config.deal(batch, m, num_programs=2)[..., 3].flat} == {96, 128}
     a = helpers.integers(rng, (batch, m, n), jnp.bfloat16)
     c = helpers.symmetric(helpers.integers(rng, (batch, m, m), jnp.bfloat16))
     alpha = rng.integers(1, 4, batch).astype(np.float32)
@@ -50,7 +53,7 @@ def test_every_config_is_exact_and_free_of_races(config):
     assert not found_races()
 
 
-@pytest.mark.parametrize("sizes", [(64, 64, 8), (128, 160, 4), (128, 256, 4)])
+@pytest.mark.parametrize("sizes", [(64, 64, 8), (128, 128, 6, True), (128, 160, 4)])
 def test_two_addends_and_a_residual_are_exact_and_free_of_races(sizes):
     rng = np.random.default_rng(4)
     config = Config(*sizes)
@@ -161,8 +164,9 @@ def test_it_states_its_limits(shape, dtype, reason):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((96, 64, 4), "tile_m must be 64 or 128, .*got 96"),
+        ((96, 64, 4), "tile_m must be 64 or 128, got 96"),
         ((128, 288, 2), "tile_n must be a multiple of 32, at most 256, got 288"),
+        ((128, 160, 4, True), "tile_n must be a multiple of 32, at most 128, got 160"),
         ((64, 80, 4), "tile_n must be a multiple of 32, .*got 80"),
         ((64, 64, 1), "num_stages must be 2 at least, .*num_stages=1"),
         ((128, 256, 5), "num_stages must .*fit in shared memory, .*num_stages=5"),
@@ -182,13 +186,14 @@ def test_two_operands_need_square_blocks():
 
 
 def test_configs_have_names_of_their_own():
-    assert Config(128, 256, 4).name == "mosaic_gpu 128x256x4"
+    assert Config(128, 224, 4).name == "mosaic_gpu 128x224x4"
+    assert Config(128, 128, 6, in_turns=True).name == "mosaic_gpu 128x128x6 in turns"
     assert len({config.name for config in CONFIGS}) == len(CONFIGS)
 
 
 @pytest.mark.parametrize("addend", [False, True])
 def test_the_default_config_is_the_fastest_that_was_measured(monkeypatch, addend):
-    narrow, wide = (64, 64, 8), (128, 256, 4)
+    narrow, wide = (64, 64, 8), (128, 224, 4)
     times = {Config(*narrow).name: 9.0, Config(*wide).name: 8.0, "xla": 1.0, "triton": 2.0}
     asked = []
 

@@ -7,24 +7,31 @@ from pallas_kernels import _work_list
 from pallas_kernels._mosaic_gpu_config import CONFIGS
 
 BLOCK = 32  # every side of a tile is a multiple
-TILES = sorted({(config.tile_m, config.tile_n, config.half_tiles) for config in CONFIGS})
+TILES = sorted({(config.tile_m, config.tile_n, config.narrow_tiles) for config in CONFIGS})
 
-each_tile = pytest.mark.parametrize(("tile_m", "tile_n", "half_tiles"), TILES)
+each_tile = pytest.mark.parametrize(("tile_m", "tile_n", "narrow_tiles"), TILES)
 
 
-def work_lists(tile_m, tile_n, half_tiles):
+def work_lists(tile_m, tile_n, narrow_tiles):
     sizes = itertools.product((1, 3, 24), (64, 128, 320, 448, 1024, 2048), (1, 2, 5, 132))
     for batch, m, num_programs in sizes:
         if batch * m <= 10_000:
             tiles = _work_list.deal(
-                batch, m, tile_m, tile_n, half_tiles=half_tiles, num_programs=num_programs
+                batch, m, tile_m, tile_n, narrow_tiles=narrow_tiles, num_programs=num_programs
             )
             yield batch, m, num_programs, tiles
 
 
+def longest_share(batch, m, tile_m, tile_n, narrow_tiles, num_programs=132):
+    tiles = _work_list.deal(
+        batch, m, tile_m, tile_n, narrow_tiles=narrow_tiles, num_programs=num_programs
+    )
+    return tiles[..., 3].sum(axis=0).max()
+
+
 @each_tile
-def test_every_block_of_the_lower_triangle_is_in_one_tile(tile_m, tile_n, half_tiles):
-    for batch, m, _, tiles in work_lists(tile_m, tile_n, half_tiles):
+def test_every_block_of_the_lower_triangle_is_in_one_tile(tile_m, tile_n, narrow_tiles):
+    for batch, m, _, tiles in work_lists(tile_m, tile_n, narrow_tiles):
         size = m // BLOCK + 256 // BLOCK
         times = np.zeros((batch, size, size), int)
         for image, row, col, width in tiles.reshape(-1, 4) // [1, BLOCK, BLOCK, BLOCK]:
@@ -36,19 +43,21 @@ def test_every_block_of_the_lower_triangle_is_in_one_tile(tile_m, tile_n, half_t
 
 
 @each_tile
-def test_tiles_start_in_the_triangle_and_are_half_where_that_is_enough(tile_m, tile_n, half_tiles):
-    for batch, m, _, tiles in work_lists(tile_m, tile_n, half_tiles):
+def test_tiles_start_in_the_triangle_and_have_few_widths(tile_m, tile_n, narrow_tiles):
+    widths = {tile_n, 3 * tile_n // 4} if narrow_tiles else {tile_n}
+    found = set()
+    for batch, m, _, tiles in work_lists(tile_m, tile_n, narrow_tiles):
         image, row, col, width = tiles[tiles[..., 3] > 0].T
-        end = np.minimum(row + tile_m, m)
-        assert not (row % tile_m).any() and not (col % tile_n).any()
-        assert image.max() < batch and row.max() < m and (col < end).all()
-        is_half = half_tiles & (end - col <= tile_n // 2)
-        np.testing.assert_array_equal(width, np.where(is_half, tile_n // 2, tile_n))
+        assert not (row % tile_m).any() and not (col[width == tile_n] % tile_n).any()
+        assert image.max() < batch and row.max() < m
+        assert (col < np.minimum(row + tile_m, m)).all()
+        found |= {*width.tolist()}
+    assert found == widths
 
 
 @each_tile
-def test_programs_have_equal_shares_but_for_one_tile(tile_m, tile_n, half_tiles):
-    for _, _, num_programs, tiles in work_lists(tile_m, tile_n, half_tiles):
+def test_programs_have_equal_shares_but_for_one_tile(tile_m, tile_n, narrow_tiles):
+    for _, _, num_programs, tiles in work_lists(tile_m, tile_n, narrow_tiles):
         shares = tiles[..., 3].sum(axis=0) / tile_n
         assert len(shares) <= num_programs
         assert shares.min() > 0
@@ -58,17 +67,26 @@ def test_programs_have_equal_shares_but_for_one_tile(tile_m, tile_n, half_tiles)
         assert (is_tile[:-1] >= is_tile[1:]).all()  # no gaps
 
 
+@each_tile
+def test_programs_visit_matrices_in_order(tile_m, tile_n, narrow_tiles):
+    for *_, tiles in work_lists(tile_m, tile_n, narrow_tiles):
+        image = np.where(tiles[..., 3] > 0, tiles[..., 0], tiles[..., 0].max())
+        assert (np.diff(image, axis=0) >= 0).all()
+
+
 @pytest.mark.parametrize(
-    ("batch", "m", "tile_m", "tile_n", "longest", "mean"),
+    ("batch", "m", "whole", "narrowed", "mean"),
     [
-        (1, 4096, 128, 256, 2, 2),  # 256 whole and 16 half tiles
-        (8, 2048, 128, 128, 9, 8.25),
-        (24, 1024, 128, 128, 7, 6.5),
-        (200, 512, 128, 128, 16, 15.2),
+        (1, 4096, 4 * 128, 4 * 128, 512),
+        (1, 3584, 4 * 128, 128 + 3 * 96, 394),
+        (8, 2048, 9 * 128, 6 * 128 + 3 * 96, 1055),
+        (24, 1024, 7 * 128, 6 * 128 + 96, 838),
+        (24, 768, 4 * 128, 4 * 128, 489),  # too few to give every program a narrow one
+        (200, 512, 16 * 128, 13 * 128 + 3 * 96, 1939),
     ],
 )
-def test_the_longest_share_of_132_programs(batch, m, tile_m, tile_n, longest, mean):
-    tiles = _work_list.deal(batch, m, tile_m, tile_n, half_tiles=tile_n == 256, num_programs=132)
-    shares = tiles[..., 3].sum(axis=0) / tile_n
-    assert shares.max() == longest
-    assert shares.mean() == pytest.approx(mean, abs=0.06)
+def test_narrow_tiles_shorten_the_longest_share_of_132_programs(batch, m, whole, narrowed, mean):
+    assert longest_share(batch, m, 128, 128, narrow_tiles=False) == whole
+    assert longest_share(batch, m, 128, 128, narrow_tiles=True) == narrowed
+    total = longest_share(batch, m, 128, 128, narrow_tiles=False, num_programs=1)
+    assert total / 132 == pytest.approx(mean, abs=0.5)

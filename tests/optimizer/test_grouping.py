@@ -59,7 +59,7 @@ def test_groups_are_bounded(max_group_bytes, groups):
     optimizer = scale_by_muon(weight_dimension_numbers=NUMBERS, max_group_bytes=max_group_bytes)
     state = optimizer.init(gradients())
     text = str(jax.make_jaxpr(optimizer.update)(gradients(), state))
-    assert text.count("name=newton_schulz") == groups
+    assert text.count("name=orthogonalize") == groups
 
 
 def test_groups_keep_order_shape_and_dtype():
@@ -68,18 +68,14 @@ def test_groups_keep_order_shape_and_dtype():
     stacks.append(jnp.full((1, 3, 5), 5, jnp.bfloat16))
     seen = []
 
-    def function(x):
-        seen.append((x.shape, x.dtype.name))
-        return 2 * x
+    def function(group):
+        seen.append(([len(x) for x in group], {x.dtype.name for x in group}))
+        return [2 * x for x in group]
 
     for i, out in enumerate(map_by_shape(function, stacks, 1000)):
         assert out.shape == stacks[i].shape and out.dtype == stacks[i].dtype
         assert (out == 2 * i).all()
-    assert sorted(seen) == [
-        ((1, 3, 3), "float32"),
-        ((1, 3, 5), "bfloat16"),
-        ((9, 3, 5), "float32"),
-    ]
+    assert seen == [([1], {"float32"}), ([1], {"bfloat16"}), ([2, 1, 4, 2], {"float32"})]
 
 
 def test_muon_groups_what_it_gets_beside_adamw():

@@ -124,6 +124,7 @@ def test_every_preset_has_a_system_and_arguments_of_muon():
     parameters = inspect.signature(muon).parameters
     for preset, kwargs in PRESETS.items():
         assert kwargs.keys() <= parameters.keys() - {"learning_rate", "preset"}, preset
+        assert {"ns_dtype", "ns_method"} <= kwargs.keys(), preset  # our defaults are not optax's
         assert preset in inspect.getdoc(muon)
 
 

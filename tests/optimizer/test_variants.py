@@ -246,5 +246,5 @@ def test_stochastic_rounding_is_for_bfloat16():
         transform.update(params, transform.init(params), params)
     transform = muon(0.1, mu_rounding="stochastic", mu_dtype=jnp.bfloat16)
     transform.update(params, transform.init(params), params)
-    with pytest.raises(ValueError, match="'nearest' or 'stochastic', got 'up'"):
+    with pytest.raises(ValueError, match=r"one of \('nearest', 'stochastic'\), got 'up'"):
         scale_by_muon(mu_rounding="up")

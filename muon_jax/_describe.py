@@ -1,0 +1,157 @@
+"""What `muon` will do with the parameters, as data and as a table, before it does it."""
+
+import dataclasses
+import inspect
+import itertools
+from typing import Any
+
+import jax
+
+from muon_jax import _coefficients, _form, _grouping, _muon, _routing, _views
+from pallas_kernels import select_implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A parameter and what becomes of it.
+
+    Attributes:
+        path: its names, joined by slashes.
+        shape: its own.
+        role: what `by_role` takes it for, "unknown" where it could not tell.
+        optimizer: "muon" or "adamw".
+        matrices: the shapes `(batch, rows, cols)` of its stacks of matrices.
+        groups: for each of these, which `Group` it is orthogonalized in.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    role: str
+    optimizer: str
+    matrices: tuple[tuple[int, ...], ...]
+    groups: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Matrices that are orthogonalized together.
+
+    Attributes:
+        shape: `(batch, m, n)` with m ≤ n.
+        method: `"standard"` or `"gram"`.
+        dtype: of the products.
+        implementation: of the symmetric products.
+        flops: of all products of an update, symmetric ones counted by half.
+    """
+
+    shape: tuple[int, ...]
+    method: str
+    dtype: str
+    implementation: str
+    flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """All parameters and groups; its string is the table."""
+
+    parameters: tuple[Parameter, ...]
+    groups: tuple[Group, ...]
+
+    def __str__(self) -> str:
+        parameters = [
+            (
+                p.path,
+                _times(p.shape),
+                p.role,
+                p.optimizer,
+                ", ".join(map(_times, p.matrices)),
+                ", ".join(map(str, p.groups)),
+            )
+            for p in self.parameters
+        ]
+        groups = [
+            (str(i), _times(g.shape), g.method, g.dtype, g.implementation, f"{g.flops / 1e9:.3g}")
+            for i, g in enumerate(self.groups)
+        ]
+        return "\n".join(
+            [
+                *_table(("path", "shape", "role", "optimizer", "matrices", "group"), parameters),
+                "",
+                *_table(("group", "shape", "method", "dtype", "products", "GFLOP"), groups),
+            ]
+        )
+
+
+def describe(params: Any, **arguments: Any) -> Description:
+    """Returns which parameters `muon` takes for matrices, and how these are orthogonalized.
+
+    Args:
+        params: the parameters, or shapes of them.
+        **arguments: those of `muon`, without the learning rate; what does not concern the matrices
+            is ignored.
+
+    Raises:
+        TypeError: `muon` has no such argument.
+        ValueError: as `muon`, and `by_role` where it is used.
+    """
+    call = inspect.signature(_muon.muon).bind(0.0, **arguments)
+    call.apply_defaults()
+    given = call.arguments
+    leaves = jax.tree.leaves_with_path(params)
+    views = _views.assign(given["muon_weight_dimension_numbers"], params)
+    stacks = [_views.shapes_of_stacks(x, view) for (_, x), view in zip(leaves, views, strict=True)]
+    flat = [*itertools.chain.from_iterable(stacks)]
+    groups = _grouping.groups(flat, given["max_group_bytes"])
+    group_of = iter(
+        [
+            *itertools.chain.from_iterable(
+                [i for i, group in enumerate(groups) if j in group] for j in range(len(flat))
+            )
+        ]
+    )
+    return Description(
+        tuple(
+            Parameter(
+                path=name,
+                shape=leaf.shape,
+                role=found.role if found else "unknown",
+                optimizer="adamw" if view is None else "muon",
+                matrices=tuple(stack.shape for stack in own),
+                groups=tuple(next(group_of) for _ in own),
+            )
+            for (path, leaf), view, own in zip(leaves, views, stacks, strict=True)
+            for name in [_routing.path_name(path)]
+            for found in [_routing.route(name, leaf.shape, {})]
+        ),
+        tuple(_group([flat[i] for i in group], given) for group in groups),
+    )
+
+
+def _group(stacks, given):
+    batch = sum(stack.shape[0] for stack in stacks)
+    m, n = sorted(stacks[0].shape[1:])
+    coefficients = _coefficients.canonicalize(given["ns_coeffs"])
+    preconditioning = given["preconditioning"]
+    recipe = _coefficients.resolve(coefficients, given["ns_steps"], preconditioning)
+    form = _form.choose(
+        recipe, given["ns_method"], preconditioning, given["ns_dtype"], (m, n), stacks[0].dtype
+    )
+    operand = jax.ShapeDtypeStruct((batch, m, n), form.dtype)
+    return Group(
+        shape=operand.shape,
+        method=form.method,
+        dtype=str(form.dtype),
+        implementation=given["implementation"] or select_implementation(operand).implementation,
+        flops=batch * m**3 * form.products.units(n / m),
+    )
+
+
+def _times(shape):
+    return "×".join(map(str, shape))
+
+
+def _table(heading, rows):
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    for row in (heading, *rows):
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

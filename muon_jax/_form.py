@@ -1,0 +1,89 @@
+"""The form of an iteration: on X or on XXᵀ, in which dtype, with how many products."""
+
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from muon_jax import _coefficients, _composed, _gram
+from muon_jax._coefficients import Quintics
+from muon_jax._cost import Products
+from muon_jax._schedules import Schedule
+from pallas_kernels import _device
+
+type Method = Literal["standard", "gram"]
+type ProductsDType = jax.typing.DTypeLike | Literal["auto"] | None
+
+
+class Form(NamedTuple):
+    """How an iteration runs: its method, the dtype of its products, and how many they are."""
+
+    method: Method
+    dtype: jnp.dtype
+    products: Products
+
+
+def choose(
+    recipe: Quintics | Schedule,
+    method: Method | None,
+    preconditioning: str,
+    dtype: ProductsDType,
+    wide_shape: tuple[int, ...],
+    in_dtype: jnp.dtype,
+) -> Form:
+    """Returns the form for stacks `(..., m, n)` of `in_dtype`, m ≤ n; None as method: the fastest.
+
+    Raises:
+        ValueError: the method is none, or there is no such form of this recipe, or it is unsafe.
+    """
+    names = get_args(Method.__value__)
+    if method not in (None, *names):
+        raise ValueError(f"method must be 'standard', 'gram' or None, got {method!r}")
+    offered = []
+    candidates: list[Method] = [method] if method else [*names]
+    for name in candidates:
+        products_dtype = _products_dtype(recipe, name, dtype, in_dtype)
+        reason = name == "gram" and _no_gram_form(recipe, preconditioning, products_dtype)
+        if reason and method:
+            raise ValueError(f"method='gram' is not offered here: {reason}. Pass method='standard'")
+        if not reason:
+            offered.append(Form(name, products_dtype, _products(recipe, name, products_dtype)))
+    return min(offered, key=lambda form: form.products.microseconds(wide_shape))
+
+
+def _no_gram_form(recipe, preconditioning, dtype):
+    """Returns why there is no gram form of the iteration, or None."""
+    if isinstance(recipe, Schedule):
+        segments = _composed.segments(recipe, "gram", dtype)
+        if len(segments) == len(recipe.steps):
+            return f"no two steps of ns_coeffs={recipe.name!r} can be joined in {dtype}"
+    elif _coefficients.is_traced(recipe):
+        return "traced coefficients or steps have the standard form only"
+    elif preconditioning == "spectral":
+        return "preconditioning='spectral' needs more than the Gram matrix"
+    elif preconditioning == "aol" and dtype == jnp.bfloat16:
+        return "preconditioning='aol' is unsafe in bfloat16, singular values can exceed 1.5"
+    return None
+
+
+def _products(recipe, method, dtype) -> Products:
+    if isinstance(recipe, Schedule):
+        return _composed.products(recipe, method, dtype)
+    num_steps = recipe.last - recipe.first
+    if method == "gram":
+        return _gram.products(dtype, num_steps)
+    return Products(grams=num_steps, squares=num_steps, applications=num_steps)
+
+
+def _products_dtype(recipe, method, dtype, in_dtype):
+    """The dtype that `dtype` stands for."""
+    if isinstance(dtype, str) and dtype == "auto":
+        dtype = recipe.dtype if isinstance(recipe, Schedule) else "bfloat16"
+        if method == "gram":
+            dtype = "float16"
+        if _device.platform() == "tpu":  # whose matrix units lack float16
+            dtype = "bfloat16"
+    dtype = jnp.dtype(in_dtype if dtype is None else dtype)
+    if jnp.issubdtype(in_dtype, jnp.complexfloating):
+        dtype = jnp.promote_types(dtype, jnp.complex64)
+    return dtype

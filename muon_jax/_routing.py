@@ -1,0 +1,179 @@
+"""Routing: which parameters are matrices, and how, told by role: by path and shape."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from optax.contrib import MuonDimensionNumbers
+
+from muon_jax._views import MATRICES, Split, View, ViewTree
+
+type Rules = Mapping[str, View | None]
+
+
+class Route(NamedTuple):
+    """The role of a parameter, and what its matrices are; None leaves it to AdamW."""
+
+    role: str
+    view: View | None
+
+
+def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
+    """Returns the views of all parameters, None for AdamW, by what each is for.
+
+    To be passed on: `muon(…, muon_weight_dimension_numbers=by_role)`, with rules of one's own as
+    `functools.partial(by_role, rules={…})`. A leaf is judged by its path and shape alone:
+
+    -   AdamW has vectors, biases and norms (of stacked layers too), embeddings, tables of
+        positions, tokens, output heads, routers, smear gates and depthwise filters.
+    -   A convolution `(*window, in, out)` is a matrix (window·in) × out.
+    -   Projections of attention may have axes of heads, as in Flax: `(in, heads, dim)` and
+        `(heads, dim, out)` are one matrix, `(in, 3, heads, dim)` is three.
+    -   `qkv` of width 3·in, `kv` and `gate_up` are split into equal parts, one matrix each.
+    -   Experts `(experts, in, out)` and stacks of layers, below a name such as `layers` with no
+        number after it, are matrices each by itself.
+
+    Args:
+        params: parameters of Flax (linen, boxed or not, or nnx) or in any other tree; arrays, or
+            shapes of them.
+        rules: by regular expression, searched for in paths such as `"layers/0/mlp/up/kernel"`: a
+            view, or None for AdamW. The first that matches decides, before all of the above.
+
+    Raises:
+        ValueError: nothing above claims a parameter, or not with its shape.
+    """
+    leaves, treedef = jax.tree.flatten_with_path(params)
+    named = [(path_name(path), leaf.shape) for path, leaf in leaves]
+    routes = [route(name, shape, rules or {}) for name, shape in named]
+    unclaimed = [leaf for leaf, found in zip(named, routes, strict=True) if found is None]
+    if unclaimed:
+        listed = ", ".join(f"{name} of shape {shape}" for name, shape in unclaimed)
+        raise ValueError(
+            f"no rule knows the role of {listed}: pass rules={{r'^{unclaimed[0][0]}$': None}} for"
+            " AdamW, with a view in place of None for Muon, such as MuonDimensionNumbers(-2, -1),"
+            " matrices in the last two axes"
+        )
+    return treedef.unflatten(found.view for found in routes if found)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """Returns the names of a path joined by slashes, without the boxes of Flax."""
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator="/").removeprefix("params/")
+
+
+def route(name: str, shape: tuple[int, ...], rules: Rules) -> Route | None:
+    """Returns the role of a parameter, or None where nothing tells it."""
+    for pattern, view in rules.items():
+        if re.search(pattern, name):
+            return Route("rule", view)
+    if len(shape) < 2:
+        return Route("vector", None)
+    stacked = len(_STACK.findall(name.lower()))
+    name = re.sub(r"_\d+(?=/|$)", "", name.lower())  # numbers that Flax appends
+    for role, pattern, view_of in _ROLES:
+        if re.search(rf"(^|/)({pattern})(/|$)", name):
+            view = view_of(shape[stacked:])
+            return None if view is _UNKNOWN else Route(role, view)
+    return None
+
+
+_UNKNOWN = Split(0, ())  # stands for a shape that the role does not have
+
+_CONTAINER = r"(?:layers|blocks|stages|stack|h|\w*scan\w*)"
+# A container that is not followed, after others, by the number of a layer: its layers are stacked.
+_STACK = re.compile(rf"(?<![^/]){_CONTAINER}(?=/(?!(?:{_CONTAINER}/)*\d+(?:/|$)))")
+
+
+def _adamw(shape):
+    del shape
+    return None
+
+
+def _unknown(shape):
+    del shape
+    return _UNKNOWN
+
+
+def _of_rank(**views: View) -> Callable[[tuple[int, ...]], View]:
+    """Returns a function from shapes to views: `rank_2=…` for those of two axes."""
+    return lambda shape: views.get(f"rank_{len(shape)}", _UNKNOWN)
+
+
+def _split(parts: int, width_per_row: float | None = None):
+    """Returns a function that splits the last axis of matrices, of that width, in equal parts."""
+
+    def view(shape):
+        if len(shape) != 2 or shape[1] % parts:
+            return _UNKNOWN
+        if width_per_row and shape[1] != width_per_row * shape[0]:
+            return _UNKNOWN
+        return Split(-1, (shape[1] // parts,) * parts)
+
+    return view
+
+
+def _fused_qkv(shape):
+    """(in, 3·in) or (in, 3, heads, dim)."""
+    if len(shape) == 4 and shape[1] == 3:
+        return MuonDimensionNumbers(-4, (-2, -1))
+    return _split(3, width_per_row=3)(shape)
+
+
+def _gate(shape):
+    """That of a perceptron is no narrower than its input; a router is."""
+    return MATRICES if len(shape) == 2 and shape[0] <= shape[1] else _UNKNOWN
+
+
+def _convolution(shape):
+    rank = len(shape)
+    if rank < 3:
+        return _UNKNOWN
+    if shape[-2] == 1 and shape[-1] > 1:
+        return None  # depthwise: a vector for each channel
+    return MuonDimensionNumbers(tuple(range(-rank, -1)), -1)
+
+
+_LEAF = "kernel|weights?|w"
+_INTO_HEADS = MuonDimensionNumbers(-3, (-2, -1))
+_OUT_OF_HEADS = MuonDimensionNumbers((-3, -2), -1)
+
+# Role, regular expression of whole names in the path, and the view by the shape of one layer. The
+# first that matches decides.
+_ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = (
+    ("bias", r"bias|\w*_bias|b", _adamw),
+    ("norm", r"\w*norm\w*|ln(_?\w)?|bn\d*|scale|gamma|beta", _adamw),
+    ("token", r"(cls|class|mask|register|dist\w*)_?tokens?|cls|registers?", _adamw),
+    ("position", r"wpe|(abs_|rel(ative)?_)?pos(ition\w*)?(_?(emb\w*|enc\w*|table))?", _adamw),
+    ("embedding", r"wte|embedding|(?!patch)\w*embed(der|ding|dings|s)?|\w*_emb", _adamw),
+    ("head", r"(\w+_)?head|classifier|(\w+_)?logits|unembed\w*|output_layer|readout", _adamw),
+    ("router", rf"\w*router\w*|gating|\w*moe\w*/gate(/({_LEAF}))?", _adamw),
+    ("gate", r"smear\w*", _adamw),
+    ("experts", r"\w*experts?", _of_rank(rank_2=MATRICES, rank_3=MATRICES)),
+    ("experts", r"\w*moe\w*", _of_rank(rank_3=MATRICES)),
+    ("convolution", r"\w*conv\w*|patch\w*embed\w*/kernel", _convolution),
+    ("fused qkv", r"c_attn|w?qkv(_\w+)?|in_proj", _fused_qkv),
+    ("fused kv", r"w?kv|kv_proj", _split(2)),
+    ("fused gate and up", r"gate_up(_\w+)?|w13", _split(2)),
+    (
+        "projection to heads",
+        r"w?[qkv]|(q|k|v)_proj|query|key|value",
+        _of_rank(rank_2=MATRICES, rank_3=_INTO_HEADS),
+    ),
+    (
+        "projection from heads",
+        r"out|wo|o|(o|out)_proj|attn_out",
+        _of_rank(rank_2=MATRICES, rank_3=_OUT_OF_HEADS),
+    ),
+    # A hidden layer or the output head: only the place says that.
+    ("unnamed", rf"^((dense|linear)|({_CONTAINER}/)*\d+)/({_LEAF})", _unknown),
+    ("adapter", r"lora\w*", _unknown),
+    ("gate", r"\w*gate", _gate),
+    (
+        "matrix",
+        rf".*/({_LEAF})|\w*proj|c_(fc|proj)|up|down|fc\w*|mlp\w*|w[io123]|w_\w+",
+        _of_rank(rank_2=MATRICES),
+    ),
+)

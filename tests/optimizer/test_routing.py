@@ -1,0 +1,224 @@
+"""Which parameters of real models are matrices, and the table that tells it."""
+
+import functools
+from collections import Counter
+
+import chex
+import flax_models
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen, nnx
+
+from muon_jax import MuonDimensionNumbers, Split, by_role, describe, muon
+from muon_jax._routing import route
+from muon_jax._views import MATRICES
+
+QKV = {"^qkv/": Split(-1, (8, 2, 2))}
+TOKENS = functools.partial(flax_models.linen_params, dtype=jnp.int32)
+IMAGES = (2, 8, 8, 3)
+# Parameters, rules, the role and the stacks of each matrix, and how many have which other role.
+MODELS = {
+    "nnx GPT, tied": (
+        flax_models.nnx_gpt,
+        {},
+        {
+            f"blocks/{i}/{name}/kernel": (role, shape)
+            for i in range(2)
+            for name, role, shape in [
+                ("attn/query", "projection to heads", "1×8×8"),
+                ("attn/key", "projection to heads", "1×8×8"),
+                ("attn/value", "projection to heads", "1×8×8"),
+                ("attn/out", "projection from heads", "1×8×8"),
+                ("fc_in", "matrix", "1×8×32"),
+                ("fc_out", "matrix", "1×32×8"),
+            ]
+        },
+        {"embedding": 1, "position": 1, "bias": 6, "vector": 16},
+    ),
+    "linen scanned transformer": (
+        lambda: TOKENS(flax_models.ScannedTransformer(), 2, 5),
+        {},
+        {
+            **{f"layers/{name}/kernel": ("projection to heads", "3×8×8") for name in "qkv"},
+            "layers/o/kernel": ("projection from heads", "3×8×8"),
+            "layers/gate/kernel": ("gate", "3×8×24"),
+            "layers/up/kernel": ("matrix", "3×8×24"),
+            "layers/down/kernel": ("matrix", "3×24×8"),
+        },
+        {"embedding": 1, "head": 1, "norm": 2, "bias": 7, "vector": 1},
+    ),
+    "linen ResNet": (
+        lambda: flax_models.linen_params(flax_models.ResNet(), *IMAGES),
+        {"^Dense_0/": None},
+        {
+            "conv_init/kernel": ("convolution", "1×27×8"),
+            "ResNetBlock_1/Conv_0/kernel": ("convolution", "1×72×8"),
+            "ResNetBlock_1/Conv_1/kernel": ("convolution", "1×72×8"),
+            "ResNetBlock_0/Conv_0/kernel": ("convolution", "1×72×16"),
+            "ResNetBlock_0/Conv_1/kernel": ("convolution", "1×144×16"),
+            "ResNetBlock_0/conv_proj/kernel": ("convolution", "1×8×16"),
+        },
+        {"vector": 9, "unknown": 1},
+    ),
+    "linen ViT": (
+        lambda: flax_models.linen_params(flax_models.ViT(), *IMAGES),
+        {},
+        {
+            "patch_embed/kernel": ("convolution", "1×48×8"),
+            **{
+                f"{name}_{i}{rest}/kernel": (role, shape)
+                for i in range(2)
+                for name, rest, role, shape in [
+                    ("attention", "/query", "projection to heads", "1×8×8"),
+                    ("attention", "/key", "projection to heads", "1×8×8"),
+                    ("attention", "/value", "projection to heads", "1×8×8"),
+                    ("attention", "/out", "projection from heads", "1×8×8"),
+                    ("mlp_in", "", "matrix", "1×8×32"),
+                    ("mlp_out", "", "matrix", "1×32×8"),
+                ]
+            },
+        },
+        {"head": 1, "token": 1, "position": 1, "bias": 6, "vector": 12},
+    ),
+    "linen MoE": (
+        lambda: TOKENS(flax_models.MoE(), 5),
+        {},
+        {
+            f"experts_{i}/{name}": ("experts", shape)
+            for i in range(2)
+            for name, shape in [("gate", "4×8×6"), ("up", "4×8×6"), ("down", "4×6×8")]
+        },
+        {"embedding": 1, "router": 2, "head": 1, "vector": 1},
+    ),
+    "nnx grouped queries, fused": (
+        flax_models.grouped_queries,
+        QKV,
+        {
+            "qkv/kernel": ("unknown", "1×8×8, 1×8×2, 1×8×2"),
+            "o_proj/kernel": ("projection from heads", "1×8×8"),
+            "gate_up/kernel": ("fused gate and up", "1×8×12, 1×8×12"),
+            "down/kernel": ("matrix", "1×12×8"),
+        },
+        {"embedding": 1, "head": 1, "vector": 2},
+    ),
+}
+
+
+def views(rules):
+    return {"muon_weight_dimension_numbers": functools.partial(by_role, rules=rules)}
+
+
+@pytest.mark.parametrize(("params", "rules", "matrices", "others"), MODELS.values(), ids=MODELS)
+def test_models(params, rules, matrices, others):
+    parameters = describe(params(), **views(rules)).parameters
+    assert len(parameters) == len(jax.tree.leaves(params()))
+    found = {
+        p.path: (p.role, ", ".join("×".join(map(str, shape)) for shape in p.matrices))
+        for p in parameters
+        if p.optimizer == "muon"
+    }
+    assert found == matrices
+    assert Counter(p.role for p in parameters if p.optimizer == "adamw") == others
+
+
+@pytest.mark.parametrize("name", ["nnx GPT, tied", "linen MoE", "nnx grouped queries, fused"])
+def test_updates_follow_the_routes(name):
+    params, rules, matrices, _ = MODELS[name]
+    params = jax.tree.map(lambda p: jnp.ones(p.shape).at[..., 0].set(2), params())
+    optimizer = muon(1e-3, consistent_rms=0.2, ns_dtype="float32", **views(rules))
+    state = optimizer.init(params)
+    updates, _ = jax.jit(optimizer.update)(params, state, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+    paths = {p.path: p.optimizer for p in describe(params, **views(rules)).parameters}
+    for path, update in zip(paths, jax.tree.leaves(updates), strict=True):
+        is_adamw = jnp.ptp(update) < 1e-6  # its first update is a sign
+        assert is_adamw == (path not in matrices), path
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("layers/attn/q/kernel", (3, 8, 8), ("projection to heads", MATRICES)),
+        ("layers/3/attn/q/kernel", (8, 2, 4), ("projection to heads", (-3, (-2, -1)))),
+        ("layers/attn/qkv/kernel", (5, 8, 3, 2, 4), ("fused qkv", (-4, (-2, -1)))),
+        ("h/0/attn/c_attn/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
+        ("stages/layers/moe/experts/up", (2, 3, 4, 8, 6), ("experts", MATRICES)),
+        ("layers/0/moe/gate/kernel", (8, 4), ("router", None)),
+        ("layers/smear_gate/kernel", (3, 12, 1), ("gate", None)),
+        ("layers/attn/q_norm/scale", (3, 4), ("norm", None)),
+        ("conv_1/kernel", (5, 4, 8), ("convolution", ((-3, -2), -1))),
+        ("depthwise_conv/kernel", (3, 3, 1, 8), ("convolution", None)),
+        ("mask_token", (1, 1, 8), ("token", None)),
+        ("rel_pos_bias", (7, 7), ("bias", None)),
+        ("output_head/kernel", (8, 5), ("head", None)),
+    ],
+)
+def test_roles(name, shape, expected):
+    role, view = expected
+    if type(view) is tuple:
+        view = MuonDimensionNumbers(*view)
+    assert route(name, shape, {}) == (role, view)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("Dense_0/kernel", (8, 10)),  # a hidden layer or the output head
+        ("layers/layers/2/kernel", (8, 10)),  # of nnx.Sequential, likewise
+        ("layers/kernel", (3, 4)),  # a matrix or stacked vectors
+        ("attn/qkv/kernel", (8, 12)),  # how wide are keys?
+        ("mlp/gate/kernel", (8, 4)),  # of experts or of a perceptron
+        ("lora_a/kernel", (8, 4)),
+        ("something", (8, 4)),
+    ],
+)
+def test_what_is_ambiguous_raises_with_the_remedy(name, shape):
+    tree = jax.ShapeDtypeStruct(shape, jnp.float32)
+    for part in reversed(name.split("/")):
+        tree = {part: tree}
+    tree["bias"] = jnp.zeros(4)
+    message = rf"role of {name} of shape .*rules=\{{r'\^{name}\$': None\}} for AdamW.*view"
+    with pytest.raises(ValueError, match=message):
+        by_role(tree)
+    assert jax.tree.leaves(by_role(tree, {f"^{name}$": None})) == []
+    numbers = by_role(tree, {f"^{name}$": MATRICES})
+    assert jax.tree.leaves(numbers, is_leaf=lambda x: x == MATRICES) == [MATRICES]
+
+
+def test_boxes_of_flax_are_no_part_of_the_path():
+    class Module(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            init = linen.with_partitioning(linen.initializers.ones, ("a", "b"))
+            return linen.Dense(4, kernel_init=init, name="value")(x)
+
+    boxed = jax.eval_shape(Module().init, jax.random.key(0), jnp.zeros((1, 6)))
+    nested = {"value": {"value": jnp.zeros((3, 4))}}
+    assert [p.path for p in describe(boxed).parameters] == ["value/bias", "value/kernel"]
+    assert [p.path for p in describe(nested).parameters] == ["value/value"]
+
+
+def test_the_table():
+    params = {"up": {"kernel": jnp.zeros((8, 16))}, "norm": jnp.zeros(8)}
+    assert str(describe(params, ns_coeffs="balanced", implementation="xla")).splitlines() == [
+        "path       shape  role    optimizer  matrices  group",
+        "norm       8      vector  adamw",
+        "up/kernel  8×16   matrix  muon       1×8×16    0",
+        "",
+        "group  shape   method    dtype    products  GFLOP",
+        "0      1×8×16  standard  float16  xla       1.02e-05",  # 20 units of 8³
+    ]
+
+
+def test_groups_are_those_of_the_update():
+    params = nnx.to_pure_dict(flax_models.nnx_gpt())
+    one, many = (describe(params, max_group_bytes=size, **views({})).groups for size in (2**30, 0))
+    assert [group.shape for group in one] == [(8, 8, 8), (4, 8, 32)]
+    assert len(many) == 12
+    assert sum(g.flops for g in one) == sum(g.flops for g in many)
+
+
+def test_arguments_are_those_of_muon():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ns_coefficients'"):
+        describe({}, ns_coefficients="fast")
