@@ -27,9 +27,9 @@ _MOONLIGHT = {
     "adam_weight_decay": 0.1,
 }
 
-# What is not named has optax's default; dtype and form of the iteration, whose defaults are our own,
-# are always named. The learning rate is the caller's. Norms are computed in float32 throughout, by
-# the peers in the dtype of the iteration, mostly. A safety factor on the norm is part of the
+# What is not named has optax's default; dtype and form of the iteration, whose defaults are our
+# own, are always named. The learning rate is the caller's. Norms are computed in float32, by the
+# peers mostly in the dtype of the iteration. A safety factor on the norm is part of the
 # coefficients here, and eps is divided by it.
 PRESETS: dict[str, dict[str, Any]] = {
     # https://github.com/KellerJordan/Muon/blob/master/muon.py, SingleDeviceMuonWithAuxAdam. There
