@@ -56,11 +56,11 @@ NAMED: dict[str, _Rows] = {
     # Polar Express in https://github.com/KellerJordan/modded-nanogpt and dion: safety factor 1.02,
     # in the rows and once more in the norm that they divide X by, which here is in the first row.
     "polar_express_nanogpt": (
-        *_for_larger(((8.1566, -22.4833, 15.8788),), 1.02),
-        (4.0429, -2.8089, 0.5000),
-        (3.8917, -2.7725, 0.5061),
-        (3.2858, -2.3681, 0.4645),
-        (2.3465, -1.7098, 0.4232),
+        *_for_larger(((8.156554524902461, -22.48329292557795, 15.878769915207462),), 1.02),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ),
     # Polar Express in https://github.com/NVIDIA-NeMo/Emerging-Optimizers: safety factor 1.01 in the
     # rows. Its own default is the first five.

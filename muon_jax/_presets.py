@@ -9,6 +9,7 @@ _KELLER = {
     "momentum": "ema",
     "eps": 1e-7,
     "ns_dtype": "bfloat16",
+    "ns_method": "standard",
     "adam_b2": 0.95,
     "adam_eps": 1e-10,
     "adam_nesterov": False,
@@ -19,15 +20,17 @@ _MOONLIGHT = {
     "consistent_rms": 0.2,
     "weight_decay": 0.1,
     "ns_dtype": "bfloat16",
+    "ns_method": "standard",
     "adam_b2": 0.95,
     "adam_eps": 1e-8,
     "adam_nesterov": False,
     "adam_weight_decay": 0.1,
 }
 
-# What is not named has the default of `muon`, which is optax's. The learning rate is the caller's.
-# Norms are computed in float32 throughout, by the peers in the dtype of the iteration, mostly. A
-# safety factor on the norm is part of the coefficients here, and eps is divided by it.
+# What is not named has optax's default; dtype and form of the iteration, whose defaults are our
+# own, are always named. The learning rate is the caller's. Norms are computed in float32, by the
+# peers mostly in the dtype of the iteration. A safety factor on the norm is part of the
+# coefficients here, and eps is divided by it.
 PRESETS: dict[str, dict[str, Any]] = {
     # https://github.com/KellerJordan/Muon/blob/master/muon.py, SingleDeviceMuonWithAuxAdam. There
     # the scale of a convolution is that of its kernel's height and width; here of its matrix.
@@ -40,6 +43,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "eps_mode": "max",
         "weight_decay": 0.1,
         "ns_dtype": "bfloat16",
+        "ns_method": "standard",
         "adam_eps": 1e-8,
         "adam_nesterov": False,
         "adam_weight_decay": 0.01,
@@ -49,7 +53,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "moonlight": _MOONLIGHT,
     # https://github.com/google-deepmind/optax/blob/main/optax/contrib/_muon.py, in the momentum's
     # own dtype. AdamW with Nesterov momentum.
-    "optax": {"ns_dtype": None},
+    "optax": {"ns_dtype": None, "ns_method": "standard"},
     # https://github.com/microsoft/dion/blob/main/dion/muon.py: Polar Express, no Nesterov momentum,
     # a scale that is not bounded below by 1. Its safety factor is 1.02.
     "dion": {
@@ -60,13 +64,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "shape_scale": "ratio",
         "weight_decay": 0.01,
         "ns_dtype": "bfloat16",
+        "ns_method": "standard",
         "adam_b2": 0.95,
         "adam_eps": 1e-8,
         "adam_weight_decay": 0.01,
     },
     # https://github.com/Dao-AILab/gram-newton-schulz: the gram form in float16 with one restart,
     # after the second step. Square matrices run in the standard form there and in the gram form
-    # here: the same polynomial. AdamW is that of its example.py.
+    # here: the same polynomial. AdamW is that of its example.py. The gram form needs a number of
+    # steps that is known: under optax.inject_hyperparams, static_args="ns_steps".
     "gram": {
         "ns_coeffs": "polar_express",
         "momentum": "heavy_ball",
@@ -88,11 +94,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "momentum": "heavy_ball",
         "eps": 1e-8,
         "ns_dtype": None,
+        "ns_method": "standard",
         "adam_b2": 0.95,
         "adam_nesterov": False,
     },
     # https://github.com/thib-s/flash-newton-schulz (Turbo-Muon): four steps after rows are scaled
-    # by AOL, in Keller Jordan's optimizer.
+    # by AOL, in Keller Jordan's optimizer. Of a square matrix the rows are inputs here, where
+    # weights are (in, out), and outputs there.
     "turbo": _KELLER | {"ns_coeffs": "aol", "preconditioning": "aol"},
     # https://github.com/StarrickLiu/fused-muon: Moonlight's, with one product X <- BX a step, B
     # rounded; which is how this library makes every step. There the scale of a convolution is that
@@ -107,6 +115,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "consistent_rms": 0.2,
         "weight_decay": 0.01,
         "ns_dtype": "float16",
+        "ns_method": "standard",
         "adam_eps": 1e-8,
         "adam_nesterov": False,
         "adam_weight_decay": 0.01,
@@ -123,6 +132,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "consistent_rms": 1.0,
         "weight_decay": 0.01,
         "ns_dtype": "bfloat16",
+        "ns_method": "standard",
         "adam_eps": 1e-8,
         "adam_weight_decay": 0.01,
     },

@@ -69,7 +69,8 @@ def minimax_quintics(
 def published() -> dict[str, np.ndarray]:
     """Returns the sets of `_coefficients.NAMED` that are compositions of best approximations, anew.
 
-    `NAMED` has as many digits as were published: all of `"polar_express"`, of others four decimals.
+    `NAMED` has as many digits as were published: all of `"polar_express"` and
+    `"polar_express_nanogpt"`, of others four decimals.
     """
     paper = minimax_quintics(1e-3, 8, _CUSHION)
     nanogpt = minimax_quintics(1e-3, 5, cushion=0.02, safety=1.02)
