@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from muon_jax import _coefficients, _form, _grouping, _muon, _routing, _views
+from muon_jax import _coefficients, _form, _grouping, _muon, _presets, _routing, _views
 from pallas_kernels import select_implementation
 
 
@@ -95,7 +95,8 @@ def describe(params: Any, **arguments: Any) -> Description:
         TypeError: `muon` has no such argument.
         ValueError: as `muon`, and `by_role` where it is used.
     """
-    call = inspect.signature(_muon.muon).bind(0.0, **arguments)
+    given = _presets.arguments_of(arguments.get("preset")) | arguments
+    call = inspect.signature(_muon.muon).bind(0.0, **given)
     call.apply_defaults()
     given = call.arguments
     leaves = jax.tree.leaves_with_path(params)

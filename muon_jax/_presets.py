@@ -153,6 +153,19 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+def arguments_of(preset: str | None) -> dict[str, Any]:
+    """Returns the arguments that a preset stands for; none without one.
+
+    Raises:
+        ValueError: there is no such preset.
+    """
+    if preset is None:
+        return {}
+    if preset not in PRESETS:
+        raise ValueError(f"preset must be one of {sorted(PRESETS)}, got {preset!r}")
+    return PRESETS[preset]
+
+
 def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Makes the argument `preset` stand for those arguments of PRESETS that a call leaves out."""
     signature = inspect.signature(function)
@@ -161,18 +174,14 @@ def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         given = signature.bind(*args, **kwargs).arguments
         preset = given.get("preset")
-        if preset is None:
-            return function(*args, **kwargs)
-        if preset not in PRESETS:
-            raise ValueError(f"preset must be one of {sorted(PRESETS)}, got {preset!r}")
-        if len(given) == len(signature.parameters):
+        if preset and len(given) == len(signature.parameters):
             raise ValueError(
                 f"preset={preset!r} came with a value for every argument, which leaves nothing to"
                 " it. optax.inject_hyperparams passes every default: make the preset its defaults,"
                 f" optax.inject_hyperparams(functools.partial(muon, **muon_jax.PRESETS[{preset!r}]"
                 "))(learning_rate=...)"
             )
-        merged: dict[str, Any] = PRESETS[preset] | given
+        merged = arguments_of(preset) | given
         call: Callable[..., R] = function
         return call(**merged)
 

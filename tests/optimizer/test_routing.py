@@ -220,5 +220,12 @@ def test_groups_are_those_of_the_update():
 
 
 def test_arguments_are_those_of_muon():
+    params = {"up": {"kernel": jnp.zeros((8, 16))}}
+    (group,) = describe(params, preset="gram").groups
+    assert (group.method, group.dtype) == ("gram", "float16")
+    (group,) = describe(params, preset="gram", ns_method="standard").groups
+    assert group.method == "standard"
+    with pytest.raises(ValueError, match=r"preset must be one of .*'keller'.*, got 'kj'"):
+        describe(params, preset="kj")
     with pytest.raises(TypeError, match="unexpected keyword argument 'ns_coefficients'"):
         describe({}, ns_coefficients="fast")
