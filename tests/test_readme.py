@@ -26,10 +26,12 @@ LADDER = (RESULTS.parent / "README.md").read_text()
         )
     ],
 )
-def test_code_runs(name, code, monkeypatch):
+def test_code_runs(name, code, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [*sys.path])  # to which code may add
     exec(compile(code, name, "exec"), {})
+    if "describe(" in code:
+        assert capsys.readouterr().out.strip() in README
 
 
 def figure(microseconds: float) -> str:
