@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax import _coefficients, _grouping, _scaling, _views
+from muon_jax import _coefficients, _scaling, _sharding, _views
 from muon_jax._newton_schulz import (
     Method,
     Preconditioning,
@@ -63,6 +63,7 @@ def scale_by_muon(
     ns_method: Method | None = "standard",
     implementation: str | None = None,
     max_group_bytes: int = 2**30,
+    shardings: _sharding.Shardings = None,
 ) -> optax.GradientTransformation:
     """Replaces each gradient by the orthogonalized momentum of its parameter.
 
@@ -145,8 +146,9 @@ def scale_by_muon(
             preconditioning=preconditioning,
             implementation=implementation,
         )
-        stacks, unflatten = _views.flatten(weight_dimension_numbers, momentum)
-        orthogonal = unflatten(_grouping.map_by_shape(function, stacks, max_group_bytes))
+        orthogonal = _sharding.map_matrices(
+            function, weight_dimension_numbers, momentum, shardings, max_group_bytes
+        )
         if adaptive:
             orthogonal = jax.tree.map(lambda o, u: jnp.sum(u.conj() * o) * o, orthogonal, momentum)
         orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)
@@ -180,6 +182,7 @@ def muon(
     ns_method: Method | None = "standard",
     implementation: str | None = None,
     max_group_bytes: int = 2**30,
+    shardings: _sharding.Shardings = None,
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
 
@@ -258,6 +261,7 @@ def muon(
             ns_method=ns_method,
             implementation=implementation,
             max_group_bytes=max_group_bytes,
+            shardings=shardings,
         ),
         _scaling.scale_by_shape(muon_weight_dimension_numbers, consistent_rms),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),

@@ -155,6 +155,21 @@ def newton_schulz(
     return (x.mT if transposed else x)[..., :m, :n].astype(in_dtype)
 
 
+def products_dtype(
+    shape: tuple[int, ...],
+    in_dtype: jax.typing.DTypeLike,
+    ns_coeffs: _coefficients.NSCoeffs = "standard",
+    ns_steps: int | jax.Array = 5,
+    *,
+    dtype: ProductsDType = "auto",
+    preconditioning: Preconditioning = "frobenius",
+    method: Method | None = "standard",
+) -> jax.typing.DTypeLike:
+    """Returns the dtype in which `newton_schulz` multiplies matrices of that shape and dtype."""
+    recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
+    return _resolve(method, recipe, preconditioning, dtype, in_dtype, (min(shape), max(shape)))[1]
+
+
 def _run_quintics(implementation, x, quintics, eps, scale, preconditioning):
     """Steps of a triple each; entries of X are at most 1/√n, so that those of XXᵀ are at most 1."""
     rows, first, last = quintics

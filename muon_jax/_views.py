@@ -114,6 +114,21 @@ def from_stacks(stacks: Iterator[jax.Array], view: View, shape: tuple[int, ...])
     )
 
 
+def batch_axes(view: View, ndim: int) -> tuple[int, ...]:
+    """Returns the axes of an array of rank `ndim` that are batch axes of all its matrices."""
+    if isinstance(view, Split):
+        views = view.view if isinstance(view.view, list) else [view.view]
+        common = [batch_axes(inner, ndim) for inner in views]
+        kept = (axis for axis in range(ndim) if all(axis in axes for axes in common))
+        return tuple(axis for axis in kept if axis != view.axis % ndim)
+    if isinstance(view, Unfold):
+        unfolded, more = view.axis % ndim, len(view.sizes) - 1
+        inner = batch_axes(view.view, ndim + more)
+        others = (axis for axis in range(ndim) if axis != unfolded)
+        return tuple(axis for axis in others if axis + more * (axis > unfolded) in inner)
+    return _matrix_axes.matrix_axes(ndim, view).batch
+
+
 def of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
     """Returns the path and the view of each leaf of `tree`.
 

@@ -1,0 +1,200 @@
+"""The plan at work, on the local shards: pack, exchange, whole matrices, exchange, unpack.
+
+Each bucket is one `all_to_all` to the owners and one back. What a chunk sends is an array
+
+    (owner, slot, elements of the piece of a unit),
+
+flat, so that chunks of any shapes and layouts go together. The exchange makes it
+
+    (device that held the piece, slot, elements).
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muon_jax import _grouping, _views
+from muon_jax._matrix_axes import MatrixAxes, from_matrices, to_matrices
+from muon_jax._normalization import scaled_by_power_of_two
+from muon_jax._placement import Bucket, Chunk, Leaf, Plan
+
+
+def execute(
+    plan: Plan,
+    shards: Sequence[jax.Array],
+    function: Callable[[jax.Array], jax.Array],
+    max_group_bytes: int,
+) -> list[jax.Array]:
+    """Returns the shards of the results. The plan's mesh axes must be manual.
+
+    Args:
+        plan: of the parameters.
+        shards: the local part of each parameter.
+        function: as for `map_by_shape`.
+        max_group_bytes: as for `map_by_shape`.
+    """
+    mapped = functools.partial(_grouping.map_by_shape, function, max_group_bytes=max_group_bytes)
+    stacks = [_views.to_stacks(shards[leaf.index], leaf.view) for leaf in plan.local]
+    local = iter(mapped(stacks=sum(stacks, [])))
+    results = list(shards)
+    for leaf in plan.local:
+        results[leaf.index] = _views.from_stacks(local, leaf.view, shards[leaf.index].shape)
+    units: dict[int, list[jax.Array]] = {}
+    leaves = {}
+    for bucket in plan.buckets:
+        for leaf, part in _run(bucket, shards, mapped):
+            units.setdefault(leaf.index, []).append(part)
+            leaves[leaf.index] = leaf
+    for i, leaf in leaves.items():
+        together = jnp.concatenate(units[i]).astype(leaf.dtype)
+        results[i] = from_matrices(together, _unit_axes(leaf), shards[i].shape)
+    return results
+
+
+def _run(bucket, shards, mapped) -> Iterator[tuple[Leaf, jax.Array]]:
+    """Yields the parts of a bucket, orthogonalized: units (unit, elements) of a leaf's shards."""
+    names = tuple(name for name, _ in bucket.axes)
+    packed = [_pack(chunk, bucket, shards) for chunk in bucket.chunks]
+    received = iter(_all_to_all(sum(packed, []), names))
+    stacks, positions = [], []
+    for chunk, sent in zip(bucket.chunks, packed, strict=True):
+        pieces = _decoded(*itertools.islice(received, len(sent)))
+        positions.append((jax.lax.axis_index(names) - chunk.first) % bucket.owners)
+        stacks.append(_assemble(chunk, bucket, pieces, positions[-1]))
+    flat = [stack.reshape(-1, *stack.shape[2:]) for stack in sum(stacks, [])]
+    done = iter(mapped(stacks=flat))
+    back = [
+        _take_apart(chunk, bucket, [next(done).reshape(s.shape) for s in shapes], position)
+        for chunk, shapes, position in zip(bucket.chunks, stacks, positions, strict=True)
+    ]
+    returned = _all_to_all(back, names)
+    for chunk, pieces in zip(bucket.chunks, returned, strict=True):
+        units = jnp.roll(pieces.swapaxes(0, 1), -chunk.first, 1).reshape(-1, pieces.shape[-1])
+        begin = 0
+        for leaf, start, stop in chunk.parts:
+            yield leaf, units[begin : begin + stop - start]
+            begin += stop - start
+
+
+def _all_to_all(arrays: Sequence[jax.Array], names: tuple[str, ...]) -> list[jax.Array]:
+    """Exchanges the leading axes of all arrays, together."""
+    flat = [x.reshape(len(x), -1) for x in arrays]
+    ends = [*itertools.accumulate(x.shape[1] for x in flat)]
+    received = jax.lax.all_to_all(jnp.concatenate(flat, 1), names, 0, 0)
+    parts = jnp.split(received, ends[:-1], 1)
+    return [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
+
+
+def _pack(chunk: Chunk, bucket: Bucket, shards: Sequence[jax.Array]) -> list[jax.Array]:
+    """The pieces for each owner, in the dtype of the wire.
+
+    Those in float16 with the power of two that each was multiplied by, of which the largest entry
+    comes out at 2¹⁵: no more is lost than where a whole matrix is cast.
+    """
+
+    def by_owner(units):
+        slots = jnp.pad(units, [(0, chunk.slots * bucket.owners - len(units)), (0, 0)])
+        slots = slots.reshape(chunk.slots, bucket.owners, -1)
+        return jnp.roll(slots, chunk.first, 1).swapaxes(0, 1)
+
+    parts, exponents = [], []
+    for leaf, start, stop in chunk.parts:
+        shard = shards[leaf.index]
+        units = to_matrices(shard, _unit_axes(leaf))[start:stop]
+        if bucket.dtype == jnp.float16 != shard.dtype:
+            units, scale = scaled_by_power_of_two(units, jnp.float16, -15)
+            exponents.append(jnp.frexp(scale)[1].astype(jnp.float16) - 1)
+        parts.append(units[..., 0].astype(bucket.dtype))
+    packed = [by_owner(jnp.concatenate(parts))]
+    if exponents:
+        packed.append(by_owner(jnp.concatenate(exponents)[:, None]))
+    return packed
+
+
+def _decoded(pieces: jax.Array, exponents: jax.Array | None = None) -> jax.Array:
+    """The pieces that `_pack` has encoded."""
+    if exponents is None:
+        return pieces
+    return pieces * jnp.ldexp(jnp.float32(1), -exponents.astype(jnp.int32))
+
+
+def _assemble(chunk: Chunk, bucket: Bucket, pieces: jax.Array, position) -> list[jax.Array]:
+    """Whole matrices, in stacks (slot, batch, m, n) with m ≤ n."""
+    runs = []
+    for leaf, begin, slots in _runs(chunk, bucket):
+        sizes, order = _cuts(leaf, bucket, slots)
+        units = pieces[:, slots].reshape(sizes).transpose(order).reshape(-1, *leaf.shape)
+        stacks = jax.vmap(functools.partial(_views.to_stacks, view=leaf.view))(units)
+        runs.append((begin % bucket.owners, [_wide(stack) for stack in stacks]))
+    begins, stacks = zip(*runs, strict=True)
+    return [_join([*zip(begins, each, strict=True)], position) for each in zip(*stacks, strict=True)]
+
+
+def _take_apart(chunk: Chunk, bucket: Bucket, stacks: list[jax.Array], position) -> jax.Array:
+    """The inverse of `_assemble`, in the dtype of the wire."""
+    runs = []
+    for leaf, begin, slots in _runs(chunk, bucket):
+        parts = [
+            (stack if rows <= cols else stack.mT)[slots].astype(bucket.dtype)
+            for stack, (_, rows, cols) in zip(stacks, leaf.stacks, strict=True)
+        ]
+
+        def unit(parts, leaf=leaf):
+            return _views.from_stacks(iter(parts), leaf.view, leaf.shape)
+
+        sizes, order = _cuts(leaf, bucket, slots)
+        cut = jax.vmap(unit)(parts).reshape([sizes[i] for i in order]).transpose(np.argsort(order))
+        pieces = cut.reshape(bucket.owners, slots.stop - slots.start, -1)
+        runs.append((begin % bucket.owners, pieces.swapaxes(0, 1)))
+    return _join(runs, position).swapaxes(0, 1)
+
+
+def _runs(chunk: Chunk, bucket: Bucket) -> Iterator[tuple[Leaf, int, slice]]:
+    """Yields for each layout a leaf that has it, its first unit, and the slots with such units."""
+    for leaf, begin, end in chunk.layouts():
+        yield leaf, begin, slice(begin // bucket.owners, -(-end // bucket.owners))
+
+
+def _join(runs: list[tuple[int, jax.Array]], position) -> jax.Array:
+    """One array of all slots, from those of each layout.
+
+    Two runs may share a slot: the later begins there on the owner that is so many after the first.
+    """
+    parts: list[jax.Array] = []
+    for begin, run in runs:
+        if begin:
+            *parts, last = parts
+            parts += [last[:-1], jnp.where(position < begin, last[-1:], run[:1])]
+            run = run[1:]
+        if len(run):
+            parts.append(run)
+    return jnp.concatenate(parts)
+
+
+def _cuts(leaf: Leaf, bucket: Bucket, slots: slice) -> tuple[list[int], list[int]]:
+    """Sizes of (mesh axes…, slot, axes of the piece…), and the order that makes units of them."""
+    mesh = dict(bucket.axes)
+    piece = [
+        size // math.prod(mesh[name] for name in names)
+        for size, names in zip(leaf.shape, leaf.axes, strict=True)
+    ]
+    names, slot = [*mesh], len(mesh)
+    order = [slot]
+    for i, entry in enumerate(leaf.axes):
+        order += [*map(names.index, entry), slot + 1 + i]
+    return [*mesh.values(), slots.stop - slots.start, *piece], order
+
+
+def _wide(x):
+    return x.mT if x.shape[-2] > x.shape[-1] else x
+
+
+def _unit_axes(leaf: Leaf) -> MatrixAxes:
+    """For which `to_matrices` makes (unit, elements, 1) of a shard."""
+    others = (axis for axis in range(len(leaf.shape)) if axis not in leaf.batch)
+    return MatrixAxes(leaf.batch, tuple(others), ())

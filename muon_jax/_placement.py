@@ -1,0 +1,247 @@
+"""Where sharded matrices are orthogonalized: a pure function of shapes, views, specs and the mesh.
+
+A *unit* is one element of the batch axes of a parameter, with all of its matrices. Mesh axes on
+batch axes leave units whole: each device orthogonalizes its own. Mesh axes D on the other axes of a
+parameter cut its units in pieces. The O devices along D then own the units in turn,
+
+    unit q  ->  owner (first + q) mod O,  slot q div O,
+
+each of them at most ⌈N/O⌉ of N units of a kind (equal matrices, whatever their layout), and `first`
+goes on from kind to kind, so that remainders are spread. All kinds with equal D share one exchange,
+in buckets bounded in bytes, so that one bucket is on the wire while another is computed.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muon_jax import _views
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A parameter, as its units.
+
+    Attributes:
+        index: in the list of parameters.
+        dtype: of its elements.
+        shape: of a unit, with all axes of the parameter: batch axes have size 1.
+        batch: the batch axes.
+        axes: for each axis of a unit the mesh axes, of size 2 or more, that split it.
+        view: what its matrices are.
+        stacks: shapes `(batch, rows, cols)` of the matrices of a unit.
+        units: how many there are on each device.
+    """
+
+    index: int
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    batch: tuple[int, ...]
+    axes: tuple[tuple[str, ...], ...]
+    view: _views.View
+    stacks: tuple[tuple[int, int, int], ...]
+    units: int
+
+    @property
+    def layout(self) -> str:
+        """What two leaves have in common whose units are put together alike."""
+        return repr((self.shape, self.batch, self.axes, self.view))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Units of one kind in one bucket, in their order, those of equal layout side by side.
+
+    Attributes:
+        parts: `(leaf, start, stop)`, the units [start, stop) of a leaf.
+        slots: for how many units each owner has room.
+        first: the owner of the first unit.
+    """
+
+    parts: tuple[tuple[Leaf, int, int], ...]
+    slots: int
+    first: int
+
+    @property
+    def count(self) -> int:
+        """The number of units."""
+        return sum(stop - start for _, start, stop in self.parts)
+
+    def layouts(self) -> Iterator[tuple[Leaf, int, int]]:
+        """Yields for each layout a leaf that has it, and which units of the chunk [begin, end)."""
+        begin = 0
+        for _, parts in itertools.groupby(self.parts, key=lambda part: part[0].layout):
+            (leaf, start, stop), *others = parts
+            end = begin + stop - start + sum(stop - start for _, start, stop in others)
+            yield leaf, begin, end
+            begin = end
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """What is exchanged together.
+
+    Attributes:
+        axes: names and sizes of the mesh axes that the owners are along, in the mesh's order.
+        dtype: on the wire.
+        chunks: of the kinds in it.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    dtype: np.dtype
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def owners(self) -> int:
+        """The number of devices that exchange."""
+        return math.prod(size for _, size in self.axes)
+
+    def bytes_of(self, chunk: Chunk) -> int:
+        """The bytes of a chunk on each device, padding included."""
+        return chunk.slots * math.prod(chunk.parts[0][0].shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Leaves whose units are whole on each device, and buckets of the others."""
+
+    local: tuple[Leaf, ...]
+    buckets: tuple[Bucket, ...]
+
+
+def names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the mesh axes of an entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def leaf(
+    index: int,
+    name: str,
+    x: jax.Array | jax.ShapeDtypeStruct,
+    view: _views.View,
+    spec: jax.sharding.PartitionSpec,
+    mesh: Mapping[str, int],
+) -> Leaf:
+    """Returns parameter number `index` as units, from its global shape.
+
+    Raises:
+        ValueError: `spec` has an axis that the mesh lacks, or one that does not divide the shape.
+    """
+    entries = [names(entry) for entry in spec]
+    entries += [()] * (len(x.shape) - len(entries))
+    where = f"the parameter {name} of shape {x.shape}"
+    if len(entries) > len(x.shape) or any(axis not in mesh for e in entries for axis in e):
+        raise ValueError(
+            f"{where}: its sharding {spec} must name axes of the mesh {dict(mesh)} for at most"
+            f" {len(x.shape)} axes"
+        )
+    axes = [tuple(axis for axis in entry if mesh[axis] > 1) for entry in entries]
+    cuts = [math.prod(mesh[axis] for axis in entry) for entry in axes]
+    if any(size % cut for size, cut in zip(x.shape, cuts, strict=True)):
+        raise ValueError(f"{where}: {spec} does not divide it evenly on the mesh {dict(mesh)}")
+    try:
+        batch = _views.batch_axes(view, len(x.shape))
+        shape = tuple(1 if i in batch else size for i, size in enumerate(x.shape))
+        stacks = jax.eval_shape(
+            lambda unit: _views.to_stacks(unit, view), jax.ShapeDtypeStruct(shape, x.dtype)
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return Leaf(
+        index,
+        jnp.dtype(x.dtype),
+        shape,
+        batch,
+        tuple(() if i in batch else entry for i, entry in enumerate(axes)),
+        view,
+        tuple(stack.shape for stack in stacks),
+        math.prod(x.shape[i] // cuts[i] for i in batch),
+    )
+
+
+def plan(
+    leaves: Sequence[Leaf],
+    mesh: Mapping[str, int],
+    wire: Callable[[Leaf], jax.typing.DTypeLike],
+    max_bucket_bytes: int,
+) -> Plan:
+    """Returns who orthogonalizes what, of these leaves on this mesh.
+
+    Args:
+        leaves: the parameters.
+        mesh: sizes of the mesh's axes, in its order.
+        wire: the dtype in which a leaf is exchanged.
+        max_bucket_bytes: the most that a device sends at once; a single unit may be larger.
+    """
+    local, groups = [], {}
+    for item in leaves:
+        axes = tuple((axis, size) for axis, size in mesh.items() if axis in sum(item.axes, ()))
+        if axes:
+            kind = item.dtype, *((b, *sorted(matrix)) for b, *matrix in item.stacks)
+            kinds = groups.setdefault((axes, jnp.dtype(wire(item))), {})
+            kinds.setdefault(kind, []).append(item)
+        else:
+            local.append(item)
+    buckets = []
+    for (axes, dtype), kinds in groups.items():
+        whole = Bucket(axes, dtype, ())
+        chunks = _chunks([*kinds.values()], whole.owners)
+        slots = [(i, slot) for i, chunk in enumerate(chunks) for slot in range(chunk.slots)]
+        sizes = [whole.bytes_of(chunks[i]) // chunks[i].slots for i, _ in slots]
+        for start, stop in _cut(sizes, max_bucket_bytes):
+            parts = []
+            for i, members in itertools.groupby(slots[start:stop], key=lambda slot: slot[0]):
+                _, within = zip(*members, strict=True)
+                parts.append(_slice(chunks[i], within[0], within[-1] + 1, whole.owners))
+            buckets.append(Bucket(axes, dtype, tuple(parts)))
+    return Plan(tuple(local), tuple(buckets))
+
+
+def _chunks(kinds: Sequence[Sequence[Leaf]], owners: int) -> list[Chunk]:
+    """Each kind as one chunk, its remainder on the owners after those of the last kind's."""
+    chunks, first = [], 0
+    for leaves in kinds:
+        leaves = sorted(leaves, key=lambda leaf: leaf.layout)
+        chunk = Chunk(tuple((leaf, 0, leaf.units) for leaf in leaves), 0, first)
+        chunks.append(dataclasses.replace(chunk, slots=-(-chunk.count // owners)))
+        first = (first + chunk.count) % owners
+    return chunks
+
+
+def _slice(chunk: Chunk, first_slot: int, last_slot: int, owners: int) -> Chunk:
+    """The slots [first_slot, last_slot) of a chunk. All of them full need no rotation."""
+    start, stop = first_slot * owners, min(last_slot * owners, chunk.count)
+    parts, begin = [], 0
+    for leaf, low, high in chunk.parts:
+        end = begin + high - low
+        if max(start, begin) < min(stop, end):
+            parts.append((leaf, low + max(start - begin, 0), high - max(end - stop, 0)))
+        begin = end
+    is_full = (stop - start) % owners == 0
+    return Chunk(tuple(parts), last_slot - first_slot, 0 if is_full else chunk.first)
+
+
+def _cut(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
+    """Cuts a sequence into ranges that sum to at most `limit`, the first and the last to a quarter.
+
+    What they hold is on the wire while nothing is computed. A sequence within the limit stays one.
+    """
+
+    def fill(indices, limit):
+        """How many of these sizes sum to at most `limit`: at least one."""
+        sums = itertools.accumulate(sizes[i] for i in indices)
+        return max(1, sum(total <= limit for total in sums))
+
+    if sum(sizes) <= limit or len(sizes) == 1:
+        return [(0, len(sizes))]
+    start = fill(range(len(sizes)), limit / 4)
+    last = max(start, len(sizes) - fill(range(len(sizes) - 1, -1, -1), limit / 4))
+    ends = [0, start]
+    while ends[-1] < last:
+        ends.append(ends[-1] + fill(range(ends[-1], last), limit))
+    return [*itertools.pairwise([*ends, len(sizes)])]
