@@ -132,7 +132,9 @@ def _assemble(chunk: Chunk, bucket: Bucket, pieces: jax.Array, position) -> list
         stacks = jax.vmap(functools.partial(_views.to_stacks, view=leaf.view))(units)
         runs.append((begin % bucket.owners, [_wide(stack) for stack in stacks]))
     begins, stacks = zip(*runs, strict=True)
-    return [_join([*zip(begins, each, strict=True)], position) for each in zip(*stacks, strict=True)]
+    return [
+        _join([*zip(begins, each, strict=True)], position) for each in zip(*stacks, strict=True)
+    ]
 
 
 def _take_apart(chunk: Chunk, bucket: Bucket, stacks: list[jax.Array], position) -> jax.Array:

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax import _coefficients, _scaling, _sharding, _views
+from muon_jax import _coefficients, _distributed, _scaling, _sharding, _views
 from muon_jax._newton_schulz import (
     Method,
     Preconditioning,
@@ -146,7 +146,7 @@ def scale_by_muon(
             preconditioning=preconditioning,
             implementation=implementation,
         )
-        orthogonal = _sharding.map_matrices(
+        orthogonal = _distributed.map_matrices(
             function, weight_dimension_numbers, momentum, shardings, max_group_bytes
         )
         if adaptive:
@@ -263,7 +263,7 @@ def muon(
             max_group_bytes=max_group_bytes,
             shardings=shardings,
         ),
-        _scaling.scale_by_shape(muon_weight_dimension_numbers, consistent_rms),
+        _scaling.scale_by_shape(muon_weight_dimension_numbers, consistent_rms, shardings),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax import _views
+from muon_jax import _sharding, _views
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +114,6 @@ class Plan:
     buckets: tuple[Bucket, ...]
 
 
-def names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Returns the mesh axes of an entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
 def leaf(
     index: int,
     name: str,
@@ -132,7 +127,7 @@ def leaf(
     Raises:
         ValueError: `spec` has an axis that the mesh lacks, or one that does not divide the shape.
     """
-    entries = [names(entry) for entry in spec]
+    entries = [_sharding.names(entry) for entry in spec]
     entries += [()] * (len(x.shape) - len(entries))
     where = f"the parameter {name} of shape {x.shape}"
     if len(entries) > len(x.shape) or any(axis not in mesh for e in entries for axis in e):

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax import _matrix_axes
@@ -66,7 +67,9 @@ class Unfold:
         """Returns the shape with those axes of an array of the given shape."""
         size, axis = _size(shape, self), self.axis % len(shape)
         stated = math.prod(self.sizes)
-        sizes = [size // -stated if i == -1 else i for i in self.sizes] if stated < 0 else self.sizes
+        sizes = (
+            [size // -stated if i == -1 else i for i in self.sizes] if stated < 0 else self.sizes
+        )
         if math.prod(sizes) != size:
             raise ValueError(f"{self} needs axes whose sizes multiply to {size}")
         return (*shape[:axis], *sizes, *shape[axis + 1 :])
@@ -127,6 +130,30 @@ def batch_axes(view: View, ndim: int) -> tuple[int, ...]:
         others = (axis for axis in range(ndim) if axis != unfolded)
         return tuple(axis for axis in others if axis + more * (axis > unfolded) in inner)
     return _matrix_axes.matrix_axes(ndim, view).batch
+
+
+def by_matrix(
+    function: Callable[[int, int], float], view: View, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Returns `function(rows, cols)` of each element's matrix, in a shape that broadcasts."""
+    if isinstance(view, Split):
+        axis, values = view.axis % len(shape), []
+        for part, inner in view.parts(shape):
+            size = part.stop - part.start
+            value = by_matrix(function, inner, (*shape[:axis], size, *shape[axis + 1 :]))
+            values.append(value.repeat(size // value.shape[axis], axis))
+        common = np.max([(*v.shape[:axis], 1, *v.shape[axis + 1 :]) for v in values], axis=0)
+        return np.concatenate([v * np.ones(common) for v in values], axis)
+    if isinstance(view, Unfold):
+        axis, unfolded = view.axis % len(shape), view.shape(shape)
+        axes = slice(axis, axis + len(view.sizes))
+        value = by_matrix(function, view.view, unfolded)
+        if max(value.shape[axes]) > 1:
+            value = value * np.ones(unfolded[axes] + (1,) * (len(unfolded) - axes.stop))
+        return value.reshape(*value.shape[:axis], -1, *value.shape[axes.stop :])
+    _, reduction, output = _matrix_axes.matrix_axes(len(shape), view)
+    rows, cols = (math.prod(shape[axis] for axis in axes) for axes in (reduction, output))
+    return np.full([1] * len(shape), function(rows, cols))
 
 
 def of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:

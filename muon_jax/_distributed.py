@@ -1,0 +1,166 @@
+"""All matrices of a tree, orthogonalized whole, wherever their shards are.
+
+Where the sharding is known, a `shard_map` runs the plan. Under automatic mesh axes the plan is made
+when the compiler asks how to partition the operation (`custom_partitioning`). Inside the caller's
+own `shard_map` it runs as it is.
+"""
+
+import functools
+import itertools
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from muon_jax import _exchange, _grouping, _placement, _sharding, _views
+from muon_jax._newton_schulz import products_dtype
+
+# The most that a device sends at once, in bytes: large enough for the bandwidth of NVLink, small
+# enough that exchange and computation of different buckets overlap.
+MAX_BUCKET_BYTES = 2**27
+
+# Part of the key of compiled programs in JAX's cache: another one for another plan or execution.
+_VERSION = 1
+
+
+def map_matrices(
+    function: functools.partial,
+    views: _views.Views,
+    tree: Any,
+    shardings: _sharding.Shardings,
+    max_group_bytes: int,
+) -> Any:
+    """Returns the tree with `function` applied to all matrices.
+
+    Args:
+        function: `newton_schulz` with keywords, of which some may be arrays.
+        views: which matrices, as for `_views.of_leaves`.
+        tree: the arrays.
+        shardings: as for `scale_by_muon`.
+        max_group_bytes: as for `map_by_shape`, and the most that a device sends at once.
+
+    Raises:
+        ValueError: the sharding is not known, or does not fit the parameters.
+        NotImplementedError: some mesh axes are manual, others are not.
+    """
+    mesh, kind, specs, shapes = _sharding.resolve(tree, shardings)
+    if kind is None:
+        stacks, unflatten = _views.flatten(views, tree)
+        return unflatten(_grouping.map_by_shape(function, stacks, max_group_bytes))
+    leaves, treedef = jax.tree.flatten(tree)
+    viewed = _views.of_leaves(views, tree)
+    arrays, bind = _arrays_of(function)
+
+    def planned(specs, mesh):
+        """The function of shards and arrays that runs the plan."""
+        plan = make_plan(viewed, shapes, specs, mesh, function.keywords, max_group_bytes)
+        return lambda shards, arrays: _exchange.execute(plan, shards, bind(arrays), max_group_bytes)
+
+    if kind == AxisType.Manual:
+        results = planned(specs, mesh.shape)(leaves, arrays)
+    elif kind == AxisType.Explicit:
+        run = jax.shard_map(
+            planned(specs, mesh.shape),
+            mesh=mesh,
+            in_specs=(specs, PartitionSpec()),
+            out_specs=specs,
+            check_vma=False,
+        )
+        results = jax.jit(run)(leaves, arrays)
+    else:
+        static = bind([None] * len(arrays)).keywords
+        settings = repr((_VERSION, static, viewed, max_group_bytes))
+        results = _when_partitioned(planned, leaves, arrays, settings)
+    return treedef.unflatten(results)
+
+
+def make_plan(
+    viewed: Sequence[tuple[str, _views.View]],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    specs: Sequence[PartitionSpec],
+    mesh: Mapping[str, int],
+    keywords: Mapping[str, Any],
+    max_group_bytes: int,
+) -> _placement.Plan:
+    """Returns the plan for parameters with these paths and views, shapes and specs.
+
+    float32 momenta are exchanged in the 16 bits that `newton_schulz`, with these keywords,
+    multiplies them in; all others in their own dtype.
+    """
+    keywords = {k: v for k, v in keywords.items() if k not in ("eps", "implementation")}
+
+    def wire(leaf):
+        found = {products_dtype(shape[1:], leaf.dtype, **keywords) for shape in leaf.stacks}
+        is_half = len(found) == 1 and jnp.finfo(*found).bits == 16
+        return found.pop() if is_half and leaf.dtype == jnp.float32 else leaf.dtype
+
+    leaves = [
+        _placement.leaf(i, name, x, view, spec, mesh)
+        for i, ((name, view), x, spec) in enumerate(zip(viewed, shapes, specs, strict=True))
+    ]
+    return _placement.plan(leaves, mesh, wire, min(max_group_bytes, MAX_BUCKET_BYTES))
+
+
+def _arrays_of(function):
+    """The arrays among the keywords of a partial, and what makes the partial of them again."""
+    leaves, treedef = jax.tree.flatten(function.keywords)
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+    def bind(arrays):
+        values = dict(zip(where, arrays, strict=True))
+        merged = [values.get(i, leaf) for i, leaf in enumerate(leaves)]
+        return functools.partial(function.func, **treedef.unflatten(merged))
+
+    return [leaves[i] for i in where], bind
+
+
+def _when_partitioned(planned, leaves, arrays, settings):
+    """Runs the plan that is made for the shardings that the compiler has arrived at.
+
+    `settings` become an operand: they decide what is compiled, and JAX's cache of compiled programs
+    knows operations of this kind by their operands alone.
+    """
+
+    @custom_partitioning
+    def operation(leaves, arrays, _):
+        return planned([PartitionSpec()] * len(leaves), {})(leaves, arrays)
+
+    def partition(mesh, operands, results):
+        del results
+        leaves, arrays, digest = operands
+        shardings = [NamedSharding(mesh, _even(x, mesh)) for x in leaves]
+        replicated = NamedSharding(mesh, PartitionSpec())
+        run = planned([s.spec for s in shardings], mesh.shape)
+        operand_shardings = (shardings, [replicated] * len(arrays), replicated)
+        return mesh, lambda leaves, arrays, _: run(leaves, arrays), shardings, operand_shardings
+
+    def rule(mesh, operands, results):
+        """Each result is sharded like its leaf, whatever the others."""
+        del mesh
+        names = (f"i{i}" for i in itertools.count())
+        mappings = [ArrayMapping(*itertools.islice(names, len(x.shape))) for x in operands]
+        return SdyShardingRule(tuple(mappings), tuple(mappings[: len(results)]))
+
+    operation.def_partition(partition, sharding_rule=rule)
+    digest = np.uint32(zlib.crc32(settings.encode()))
+    return jax.jit(operation)(leaves, arrays, digest)
+
+
+def _even(x, mesh):
+    """The spec of an operand, without the mesh axes that would cut it unevenly."""
+
+    def cuts(entry):
+        return math.prod(mesh.shape[name] for name in _sharding.names(entry))
+
+    entries = zip(x.sharding.spec, x.shape, strict=True)
+    return PartitionSpec(*(None if size % cuts(entry) else entry for entry, size in entries))
