@@ -12,6 +12,7 @@ flat, so that chunks of any shapes and layouts go together. The exchange makes i
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -44,83 +45,94 @@ def execute(
     results = list(shards)
     for leaf in plan.local:
         results[leaf.index] = _views.from_stacks(local, leaf.view, shards[leaf.index].shape)
+    returned: list[jax.Array] = []
+    for i, bucket in enumerate(plan.buckets):
+        sent = _pack(bucket, shards)
+        if i > 1:  # or XLA brings back all buckets at the end, where nothing hides it
+            sent, returned[i - 2] = jax.lax.optimization_barrier((sent, returned[i - 2]))
+        returned.append(_run(bucket, sent, mapped))
     units: dict[int, list[jax.Array]] = {}
     leaves = {}
-    for bucket in plan.buckets:
-        for leaf, part in _run(bucket, shards, mapped):
-            units.setdefault(leaf.index, []).append(part)
-            leaves[leaf.index] = leaf
+    for bucket, flat in zip(plan.buckets, returned, strict=True):
+        for chunk, pieces in zip(bucket.chunks, _unpack(bucket, flat), strict=True):
+            for leaf, part in _parts(chunk, pieces):
+                units.setdefault(leaf.index, []).append(part)
+                leaves[leaf.index] = leaf
     for i, leaf in leaves.items():
         together = jnp.concatenate(units[i]).astype(leaf.dtype)
         results[i] = from_matrices(together, _unit_axes(leaf), shards[i].shape)
     return results
 
 
-def _run(bucket, shards, mapped) -> Iterator[tuple[Leaf, jax.Array]]:
-    """Yields the parts of a bucket, orthogonalized: units (unit, elements) of a leaf's shards."""
+def _run(bucket, sent, mapped) -> jax.Array:
+    """Exchanges what is packed, orthogonalizes, and exchanges it back."""
     names = tuple(name for name, _ in bucket.axes)
-    packed = [_pack(chunk, bucket, shards) for chunk in bucket.chunks]
-    received = iter(_all_to_all(sum(packed, []), names))
+    received = _unpack(bucket, jax.lax.all_to_all(sent, names, 0, 0))
     stacks, positions = [], []
-    for chunk, sent in zip(bucket.chunks, packed, strict=True):
-        pieces = _decoded(*itertools.islice(received, len(sent)))
+    for chunk, pieces in zip(bucket.chunks, received, strict=True):
         positions.append((jax.lax.axis_index(names) - chunk.first) % bucket.owners)
         stacks.append(_assemble(chunk, bucket, pieces, positions[-1]))
-    flat = [stack.reshape(-1, *stack.shape[2:]) for stack in sum(stacks, [])]
-    done = iter(mapped(stacks=flat))
+    done = iter(mapped(stacks=[x.reshape(-1, *x.shape[2:]) for x in sum(stacks, [])]))
     back = [
-        _take_apart(chunk, bucket, [next(done).reshape(s.shape) for s in shapes], position)
-        for chunk, shapes, position in zip(bucket.chunks, stacks, positions, strict=True)
+        _take_apart(chunk, bucket, [next(done).reshape(x.shape) for x in whole], position)
+        for chunk, whole, position in zip(bucket.chunks, stacks, positions, strict=True)
     ]
-    returned = _all_to_all(back, names)
-    for chunk, pieces in zip(bucket.chunks, returned, strict=True):
-        units = jnp.roll(pieces.swapaxes(0, 1), -chunk.first, 1).reshape(-1, pieces.shape[-1])
-        begin = 0
-        for leaf, start, stop in chunk.parts:
-            yield leaf, units[begin : begin + stop - start]
-            begin += stop - start
+    return jax.lax.all_to_all(_flat(back, bucket), names, 0, 0)
 
 
-def _all_to_all(arrays: Sequence[jax.Array], names: tuple[str, ...]) -> list[jax.Array]:
-    """Exchanges the leading axes of all arrays, together."""
-    flat = [x.reshape(len(x), -1) for x in arrays]
-    ends = [*itertools.accumulate(x.shape[1] for x in flat)]
-    received = jax.lax.all_to_all(jnp.concatenate(flat, 1), names, 0, 0)
-    parts = jnp.split(received, ends[:-1], 1)
-    return [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
+def _pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
+    """The pieces of all chunks, in the dtype of the wire: (owner, elements).
 
-
-def _pack(chunk: Chunk, bucket: Bucket, shards: Sequence[jax.Array]) -> list[jax.Array]:
-    """The pieces for each owner, in the dtype of the wire.
-
-    Those in float16 with the power of two that each was multiplied by, of which the largest entry
-    comes out at 2¹⁵: no more is lost than where a whole matrix is cast.
+    Those in float16 come with the exponents of the powers of two that each was multiplied by, which
+    makes its largest entry 2¹⁵: no more is lost than where a whole matrix is cast.
     """
-
-    def by_owner(units):
-        slots = jnp.pad(units, [(0, chunk.slots * bucket.owners - len(units)), (0, 0)])
-        slots = slots.reshape(chunk.slots, bucket.owners, -1)
-        return jnp.roll(slots, chunk.first, 1).swapaxes(0, 1)
-
-    parts, exponents = [], []
-    for leaf, start, stop in chunk.parts:
-        shard = shards[leaf.index]
-        units = to_matrices(shard, _unit_axes(leaf))[start:stop]
-        if bucket.dtype == jnp.float16 != shard.dtype:
+    packed, exponents = [], []
+    for chunk in bucket.chunks:
+        parts = [
+            to_matrices(shards[leaf.index], _unit_axes(leaf))[start:stop]
+            for leaf, start, stop in chunk.parts
+        ]
+        units = jnp.concatenate(parts).mT  # (unit, 1, elements)
+        if bucket.dtype == jnp.float16:
             units, scale = scaled_by_power_of_two(units, jnp.float16, -15)
-            exponents.append(jnp.frexp(scale)[1].astype(jnp.float16) - 1)
-        parts.append(units[..., 0].astype(bucket.dtype))
-    packed = [by_owner(jnp.concatenate(parts))]
-    if exponents:
-        packed.append(by_owner(jnp.concatenate(exponents)[:, None]))
-    return packed
+            exponents.append(_by_owner(chunk, bucket, jnp.frexp(scale)[1] - 1))
+        packed.append(_by_owner(chunk, bucket, units))
+    return _flat(packed + exponents, bucket)
 
 
-def _decoded(pieces: jax.Array, exponents: jax.Array | None = None) -> jax.Array:
-    """The pieces that `_pack` has encoded."""
-    if exponents is None:
+def _unpack(bucket: Bucket, flat: jax.Array) -> list[jax.Array]:
+    """The pieces of each chunk: (device, slot, elements)."""
+    slots = [chunk.slots for chunk in bucket.chunks]
+    sizes = [bucket.elements(chunk) for chunk in bucket.chunks]
+    *parts, exponents = jnp.split(flat, [*itertools.accumulate(map(operator.mul, slots, sizes))], 1)
+    pieces = [part.reshape(len(flat), k, -1) for part, k in zip(parts, slots, strict=True)]
+    if not exponents.size:
         return pieces
-    return pieces * jnp.ldexp(jnp.float32(1), -exponents.astype(jnp.int32))
+    factors = jnp.ldexp(jnp.float32(1), -exponents.astype(jnp.int32))[..., None]
+    split = jnp.split(factors, [*itertools.accumulate(slots)][:-1], 1)
+    return [x * factor for x, factor in zip(pieces, split, strict=True)]
+
+
+def _flat(arrays: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
+    return jnp.concatenate([x.astype(bucket.dtype).reshape(len(x), -1) for x in arrays], 1)
+
+
+def _by_owner(chunk: Chunk, bucket: Bucket, units: jax.Array) -> jax.Array:
+    """Units (unit, …), padded, as (owner, slot, elements)."""
+    padded = jnp.pad(
+        units.reshape(len(units), -1), [(0, chunk.slots * bucket.owners - len(units)), (0, 0)]
+    )
+    slots = padded.reshape(chunk.slots, bucket.owners, -1)
+    return jnp.roll(slots, chunk.first, 1).swapaxes(0, 1)
+
+
+def _parts(chunk: Chunk, pieces: jax.Array) -> Iterator[tuple[Leaf, jax.Array]]:
+    """Yields the units of each part from (owner, slot, elements): (unit, elements)."""
+    units = jnp.roll(pieces.swapaxes(0, 1), -chunk.first, 1).reshape(-1, pieces.shape[-1])
+    begin = 0
+    for leaf, start, stop in chunk.parts:
+        yield leaf, units[begin : begin + stop - start]
+        begin += stop - start
 
 
 def _assemble(chunk: Chunk, bucket: Bucket, pieces: jax.Array, position) -> list[jax.Array]:

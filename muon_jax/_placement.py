@@ -101,9 +101,13 @@ class Bucket:
         """The number of devices that exchange."""
         return math.prod(size for _, size in self.axes)
 
+    def elements(self, chunk: Chunk) -> int:
+        """The number of elements of the pieces of units in a chunk."""
+        return math.prod(chunk.parts[0][0].shape) // self.owners
+
     def bytes_of(self, chunk: Chunk) -> int:
         """The bytes of a chunk on each device, padding included."""
-        return chunk.slots * math.prod(chunk.parts[0][0].shape) * self.dtype.itemsize
+        return chunk.slots * self.owners * self.elements(chunk) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
