@@ -25,6 +25,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from muon_jax import _exchange, _grouping, _placement, _sharding, _views
 from muon_jax._newton_schulz import products_dtype
 
+# The most that is orthogonalized together, in bytes.
+MAX_GROUP_BYTES = 2**30
 # The most that a device sends at once, in bytes: large enough for the bandwidth of NVLink, small
 # enough that exchange and computation of different buckets overlap.
 MAX_BUCKET_BYTES = 2**27
@@ -38,7 +40,7 @@ def map_matrices(
     views: _views.Views,
     tree: Any,
     shardings: _sharding.Shardings,
-    max_group_bytes: int,
+    max_group_bytes: int | None,
 ) -> Any:
     """Returns the tree with `function` applied to all matrices.
 
@@ -47,12 +49,13 @@ def map_matrices(
         views: which matrices, as for `_views.of_leaves`.
         tree: the arrays.
         shardings: as for `scale_by_muon`.
-        max_group_bytes: as for `map_by_shape`, and the most that a device sends at once.
+        max_group_bytes: as for `map_by_shape`, and of buckets; None for the defaults.
 
     Raises:
         ValueError: the sharding is not known, or does not fit the parameters.
         NotImplementedError: some mesh axes are manual, others are not.
     """
+    max_group_bytes = MAX_GROUP_BYTES if max_group_bytes is None else max_group_bytes
     mesh, kind, specs, shapes = _sharding.resolve(tree, shardings)
     if kind is None:
         stacks, unflatten = _views.flatten(views, tree)

@@ -62,7 +62,7 @@ def scale_by_muon(
     ns_dtype: ProductsDType = "auto",
     ns_method: Method | None = "standard",
     implementation: str | None = None,
-    max_group_bytes: int = 2**30,
+    max_group_bytes: int | None = None,
     shardings: _sharding.Shardings = None,
 ) -> optax.GradientTransformation:
     """Replaces each gradient by the orthogonalized momentum of its parameter.
@@ -96,11 +96,16 @@ def scale_by_muon(
         implementation: of the symmetric products, `"xla"`, `"triton"`, `"mosaic_gpu"` or None for
             the fastest; see `pallas_kernels.syrk`.
         max_group_bytes: matrices of one shape, or its transpose, are orthogonalized together, in
-            groups of at most so many bytes of momentum. 0 takes each parameter by itself.
+            groups of at most so many bytes of momentum, None for 1 GiB, and exchanged in such of at
+            most 128 MiB. 0 takes each parameter by itself.
+        shardings: `jax.sharding.PartitionSpec` or `NamedSharding` of each parameter, as a tree that
+            may be a prefix of the parameters', or a callable that makes one from them, such as
+            `get_partition_spec` of Flax. None finds out, except in a `shard_map`. Sharded matrices
+            are exchanged, orthogonalized whole by one device each, and exchanged back.
 
     Raises:
-        ValueError: an argument is none of the values above, a parameter is no matrix, or
-            `ns_dtype` is one that the composed schedule is unsafe in.
+        ValueError: an argument is none of the values above, a parameter is no matrix, `ns_dtype`
+            is one that the composed schedule is unsafe in, or `shardings` is missing or wrong.
         NotImplementedError: the named implementation cannot run here.
     """
     check_preconditioning(preconditioning)
@@ -181,7 +186,7 @@ def muon(
     ns_dtype: ProductsDType = "auto",
     ns_method: Method | None = "standard",
     implementation: str | None = None,
-    max_group_bytes: int = 2**30,
+    max_group_bytes: int | None = None,
     shardings: _sharding.Shardings = None,
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
@@ -222,10 +227,11 @@ def muon(
         ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
         implementation: of the symmetric products, see `pallas_kernels.syrk`.
         max_group_bytes: bound of what is orthogonalized together, see `scale_by_muon`.
+        shardings: of the parameters, None to find out, see `scale_by_muon`.
 
     Raises:
-        ValueError: an argument is none of the values above, a parameter is no matrix, or
-            `ns_dtype` is one that the composed schedule is unsafe in.
+        ValueError: an argument is none of the values above, a parameter is no matrix, `ns_dtype`
+            is one that the composed schedule is unsafe in, or `shardings` is missing or wrong.
         NotImplementedError: the named implementation cannot run here.
 
     References:

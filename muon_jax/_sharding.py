@@ -15,7 +15,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import _views
 
-# PartitionSpec or NamedSharding at the leaves, a prefix of the parameters' tree.
+# At the leaves PartitionSpec, NamedSharding, or None for a parameter that is not sharded; a prefix
+# of the parameters' tree.
 type ShardingTree = Any
 type Shardings = ShardingTree | Callable[[Any], ShardingTree] | None
 
@@ -79,15 +80,16 @@ def of_leaves(shardings: Shardings, tree: Any) -> list[PartitionSpec | NamedShar
     """Returns the sharding of each leaf of `tree`.
 
     Raises:
-        ValueError: one is neither a PartitionSpec nor a NamedSharding.
+        ValueError: one is neither a PartitionSpec nor a NamedSharding nor None.
     """
     found = []
 
     def find(path, sharding, subtree):
+        sharding = PartitionSpec() if sharding is None else sharding
         if not isinstance(sharding, PartitionSpec | NamedSharding):
             raise ValueError(
-                f"shardings{jax.tree_util.keystr(path)} must be a PartitionSpec or a"
-                f" NamedSharding, got {sharding!r}"
+                f"shardings{jax.tree_util.keystr(path)} must be a PartitionSpec, a"
+                f" NamedSharding or None, got {sharding!r}"
             )
         found.extend([sharding] * len(jax.tree.leaves(subtree)))
 
@@ -125,13 +127,7 @@ def _mesh(leaves, shardings):
     """The mesh of the arrays, else that in force, else that of the shardings."""
     meshes = [jax.typeof(x).sharding.mesh for x in leaves] + [jax.sharding.get_abstract_mesh()]
     meshes += [s.mesh.abstract_mesh for s in shardings if isinstance(s, NamedSharding)]
-    known = [mesh for mesh in meshes if not mesh.empty]
-    if not known and any(entry for spec in shardings for entry in spec):
-        raise ValueError(
-            "shardings name axes, but there is no mesh: call the optimizer under jax.set_mesh, on"
-            " arrays that are on a mesh, or with NamedShardings"
-        )
-    return known[0] if known else meshes[0]
+    return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 
 
 def _whole(shard, spec, mesh):

@@ -90,7 +90,7 @@ def test_the_default_dtype_is_bfloat16_and_close_to_optax():
         assert 1e-4 < error < 5e-2, name
 
 
-NEW = ["ns_dtype", "ns_method", "implementation", "max_group_bytes"]
+NEW = ["ns_dtype", "ns_method", "implementation", "max_group_bytes", "shardings"]
 
 
 @pytest.mark.parametrize("name", ["muon", "scale_by_muon"])
