@@ -23,7 +23,7 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import _exchange, _grouping, _placement, _sharding, _views
-from muon_jax._newton_schulz import products_dtype
+from muon_jax._newton_schulz import products_of
 
 # The most that is orthogonalized together, in bytes.
 MAX_GROUP_BYTES = 2**30
@@ -55,11 +55,11 @@ def map_matrices(
         ValueError: the sharding is not known, or does not fit the parameters.
         NotImplementedError: some mesh axes are manual, others are not.
     """
-    max_group_bytes = MAX_GROUP_BYTES if max_group_bytes is None else max_group_bytes
+    group_bytes = MAX_GROUP_BYTES if max_group_bytes is None else max_group_bytes
     mesh, kind, specs, shapes = _sharding.resolve(tree, shardings)
     if kind is None:
         stacks, unflatten = _views.flatten(views, tree)
-        return unflatten(_grouping.map_by_shape(function, stacks, max_group_bytes))
+        return unflatten(_grouping.map_by_shape(function, stacks, group_bytes))
     leaves, treedef = jax.tree.flatten(tree)
     viewed = _views.of_leaves(views, tree)
     arrays, bind = _arrays_of(function)
@@ -67,7 +67,7 @@ def map_matrices(
     def planned(specs, mesh):
         """The function of shards and arrays that runs the plan."""
         plan = make_plan(viewed, shapes, specs, mesh, function.keywords, max_group_bytes)
-        return lambda shards, arrays: _exchange.execute(plan, shards, bind(arrays), max_group_bytes)
+        return lambda shards, arrays: _exchange.execute(plan, shards, bind(arrays), group_bytes)
 
     if kind == AxisType.Manual:
         results = planned(specs, mesh.shape)(leaves, arrays)
@@ -93,7 +93,7 @@ def make_plan(
     specs: Sequence[PartitionSpec],
     mesh: Mapping[str, int],
     keywords: Mapping[str, Any],
-    max_group_bytes: int,
+    max_group_bytes: int | None,
 ) -> _placement.Plan:
     """Returns the plan for parameters with these paths and views, shapes and specs.
 
@@ -103,7 +103,7 @@ def make_plan(
     keywords = {k: v for k, v in keywords.items() if k not in ("eps", "implementation")}
 
     def wire(leaf):
-        found = {products_dtype(shape[1:], leaf.dtype, **keywords) for shape in leaf.stacks}
+        found = {products_of(shape[1:], leaf.dtype, **keywords)[0] for shape in leaf.matrices}
         is_half = len(found) == 1 and jnp.finfo(*found).bits == 16
         return found.pop() if is_half and leaf.dtype == jnp.float32 else leaf.dtype
 
@@ -111,7 +111,8 @@ def make_plan(
         _placement.leaf(i, name, x, view, spec, mesh)
         for i, ((name, view), x, spec) in enumerate(zip(viewed, shapes, specs, strict=True))
     ]
-    return _placement.plan(leaves, mesh, wire, min(max_group_bytes, MAX_BUCKET_BYTES))
+    limit = MAX_BUCKET_BYTES if max_group_bytes is None else min(max_group_bytes, MAX_BUCKET_BYTES)
+    return _placement.plan(leaves, mesh, wire, limit)
 
 
 def _arrays_of(function):

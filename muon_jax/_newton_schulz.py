@@ -155,7 +155,7 @@ def newton_schulz(
     return (x.mT if transposed else x)[..., :m, :n].astype(in_dtype)
 
 
-def products_dtype(
+def products_of(
     shape: tuple[int, ...],
     in_dtype: jax.typing.DTypeLike,
     ns_coeffs: _coefficients.NSCoeffs = "standard",
@@ -164,10 +164,11 @@ def products_dtype(
     dtype: ProductsDType = "auto",
     preconditioning: Preconditioning = "frobenius",
     method: Method | None = "standard",
-) -> jax.typing.DTypeLike:
-    """Returns the dtype in which `newton_schulz` multiplies matrices of that shape and dtype."""
+) -> tuple[jax.typing.DTypeLike, Products]:
+    """Returns the dtype and the products of `newton_schulz` on x of shape `(…, m, n)`, m ≤ n."""
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
-    return _resolve(method, recipe, preconditioning, dtype, in_dtype, (min(shape), max(shape)))[1]
+    form, found = _resolve(method, recipe, preconditioning, dtype, in_dtype, shape)
+    return found, _products(recipe, form, found)
 
 
 def _run_quintics(implementation, x, quintics, eps, scale, preconditioning):

@@ -48,6 +48,11 @@ class Leaf:
     units: int
 
     @property
+    def matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """Shapes `(batch, m, n)` of the matrices of a unit, m ≤ n."""
+        return tuple((b, min(rows, cols), max(rows, cols)) for b, rows, cols in self.stacks)
+
+    @property
     def layout(self) -> str:
         """What two leaves have in common whose units are put together alike."""
         return repr((self.shape, self.batch, self.axes, self.view))
@@ -181,9 +186,8 @@ def plan(
     for item in leaves:
         axes = tuple((axis, size) for axis, size in mesh.items() if axis in sum(item.axes, ()))
         if axes:
-            kind = item.dtype, *((b, *sorted(matrix)) for b, *matrix in item.stacks)
             kinds = groups.setdefault((axes, jnp.dtype(wire(item))), {})
-            kinds.setdefault(kind, []).append(item)
+            kinds.setdefault((item.dtype, item.matrices), []).append(item)
         else:
             local.append(item)
     buckets = []

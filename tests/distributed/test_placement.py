@@ -53,7 +53,7 @@ def test_every_unit_has_one_owner_and_every_owner_its_share(problem):
         for chunk in bucket.chunks:
             assert 0 <= chunk.slots * bucket.owners - chunk.count < bucket.owners
             leaf = chunk.parts[0][0]
-            kind = kinds.setdefault((bucket.axes, leaf.stacks and sorted_stacks(leaf)), [0, 0])
+            kind = kinds.setdefault((bucket.axes, leaf.matrices), [0, 0])
             kind[0] += chunk.count
             kind[1] += chunk.slots
             for q in range(chunk.count):
@@ -68,10 +68,6 @@ def test_every_unit_has_one_owner_and_every_owner_its_share(problem):
         assert slots == math.ceil(count / math.prod(size for _, size in axes))
     for load in loads.values():
         assert max(load) - min(load) <= 1
-
-
-def sorted_stacks(leaf):
-    return tuple((b, *sorted(matrix)) for b, *matrix in leaf.stacks)
 
 
 def test_equal_shapes_of_all_layouts_share_owners():
