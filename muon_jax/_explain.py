@@ -13,7 +13,7 @@ from muon_jax import _coefficients, _distributed, _sharding, _views
 from muon_jax._cost import exchange_microseconds
 from muon_jax._newton_schulz import Method, Preconditioning, ProductsDType, products_of
 
-_COLUMNS = "matrices mode count owners each padding MB dtype µs".split()
+_COLUMNS = ["matrices", "mode", "count", "owners", "each", "padding", "MB", "dtype", "µs"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Explanation:
     exchange_microseconds: float
 
     def __str__(self) -> str:
-        rows = [_COLUMNS]
+        rows: list[list[str]] = [_COLUMNS]
         for group in self.groups:
             shapes = ("×".join(map(str, shape[shape[0] == 1 :])) for shape in group.matrices)
             numbers = (group.count, group.owners, group.each)

@@ -1,7 +1,5 @@
 """Inputs, float64 oracles and error measures that several tests share."""
 
-import collections
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -180,10 +178,3 @@ def relative_error(result, reference) -> float:
     """‖result - reference‖ / ‖reference‖ (Frobenius)."""
     result = np.asarray(result, np.result_type(reference))
     return float(np.linalg.norm(result - reference) / np.linalg.norm(reference))
-
-
-def collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """How many collectives of each kind a compiled program has."""
-    names = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-[a-z]+"
-    text = compiled.as_text() or ""
-    return dict(collections.Counter(re.findall(rf" ({names})(?:-start)?\(", text)))

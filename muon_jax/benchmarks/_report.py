@@ -77,6 +77,8 @@ def _row(measurement: Measurement, variants: Iterable[str], clock: str) -> dict[
         row[f"compiling {name}, s"] = f"{seconds:.1f}"
     for name, size in measurement.get("temp_bytes", {}).items():
         row[f"temporaries of {name}, MiB"] = f"{size / 2**20:.0f}"
+    for name, counts in measurement.get("collectives", {}).items():
+        row[f"collectives of {name}"] = ", ".join(f"{n} {kind}" for kind, n in counts.items())
     if "chosen" in measurement:
         row["chosen"] = measurement["chosen"]
     return row

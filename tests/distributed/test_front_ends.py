@@ -13,11 +13,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import collectives
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
 from muon_jax._views import Split
+from muon_jax.benchmarks._sharded import collectives
 
 SPECS = {"qkv": PartitionSpec("fsdp"), "out": PartitionSpec(None, "fsdp"), "bias": PartitionSpec()}
 VIEWS = {"qkv": Split(-1, (16, 8, 8)), "out": MuonDimensionNumbers(), "bias": None}

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import collectives
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import MuonDimensionNumbers, scale_by_muon
 from muon_jax._views import Split, Unfold
+from muon_jax.benchmarks._sharded import collectives
 
 MATRICES = MuonDimensionNumbers(-2, -1)
 
