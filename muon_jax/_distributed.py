@@ -61,12 +61,13 @@ def map_matrices(
         stacks, unflatten = _views.flatten(views, tree)
         return unflatten(_grouping.map_by_shape(function, stacks, group_bytes))
     leaves, treedef = jax.tree.flatten(tree)
-    viewed = _views.of_leaves(views, tree)
+    units = units_of(views, tree, shapes)
+    wires = [wire_dtype(leaf, function.keywords) for leaf in units]
     arrays, bind = _arrays_of(function)
 
     def planned(specs, mesh):
         """The function of shards and arrays that runs the plan."""
-        plan = make_plan(viewed, shapes, specs, mesh, function.keywords, max_group_bytes)
+        plan = make_plan(units, specs, mesh, wires, max_group_bytes)
         return lambda shards, arrays: _exchange.execute(plan, shards, bind(arrays), group_bytes)
 
     if kind == AxisType.Manual:
@@ -82,37 +83,47 @@ def map_matrices(
         results = jax.jit(run)(leaves, arrays)
     else:
         static = bind([None] * len(arrays)).keywords
-        settings = repr((_VERSION, static, viewed, max_group_bytes))
+        settings = repr((_VERSION, static, units, max_group_bytes))
         results = _when_partitioned(planned, leaves, arrays, settings)
     return treedef.unflatten(results)
 
 
-def make_plan(
-    viewed: Sequence[tuple[str, _views.View]],
-    shapes: Sequence[jax.ShapeDtypeStruct],
-    specs: Sequence[PartitionSpec],
-    mesh: Mapping[str, int],
-    keywords: Mapping[str, Any],
-    max_group_bytes: int | None,
-) -> _placement.Plan:
-    """Returns the plan for parameters with these paths and views, shapes and specs.
+def units_of(
+    views: _views.Views, tree: Any, shapes: Sequence[jax.ShapeDtypeStruct]
+) -> list[_placement.Leaf]:
+    """Returns the leaves of `tree`, of these whole shapes, for plans.
 
-    float32 momenta are exchanged in the 16 bits that `newton_schulz`, with these keywords,
-    multiplies them in; all others in their own dtype.
+    Raises:
+        ValueError: a leaf has no view, or one that does not fit.
+    """
+    viewed = _views.of_leaves(views, tree)
+    pairs = enumerate(zip(viewed, shapes, strict=True))
+    return [_placement.leaf(i, name, x, view) for i, ((name, view), x) in pairs]
+
+
+def wire_dtype(leaf: _placement.Leaf, keywords: Mapping[str, Any]) -> jax.typing.DTypeLike:
+    """Returns the dtype in which a leaf is exchanged.
+
+    That is the dtype of 16 bits in which `newton_schulz`, with these keywords, multiplies float32
+    matrices; for all others their own.
     """
     keywords = {k: v for k, v in keywords.items() if k not in ("eps", "implementation")}
+    found = {products_of(shape[1:], leaf.dtype, **keywords)[0] for shape in leaf.matrices}
+    is_half = len(found) == 1 and jnp.finfo(*found).bits == 16
+    return found.pop() if is_half and leaf.dtype == jnp.float32 else leaf.dtype
 
-    def wire(leaf):
-        found = {products_of(shape[1:], leaf.dtype, **keywords)[0] for shape in leaf.matrices}
-        is_half = len(found) == 1 and jnp.finfo(*found).bits == 16
-        return found.pop() if is_half and leaf.dtype == jnp.float32 else leaf.dtype
 
-    leaves = [
-        _placement.leaf(i, name, x, view, spec, mesh)
-        for i, ((name, view), x, spec) in enumerate(zip(viewed, shapes, specs, strict=True))
-    ]
+def make_plan(
+    units: Sequence[_placement.Leaf],
+    specs: Sequence[PartitionSpec],
+    mesh: Mapping[str, int],
+    wires: Sequence[jax.typing.DTypeLike],
+    max_group_bytes: int | None,
+) -> _placement.Plan:
+    """Returns the plan for parameters with these specs and dtypes on the wire."""
+    placed = [_placement.placed(leaf, spec, mesh) for leaf, spec in zip(units, specs, strict=True)]
     limit = MAX_BUCKET_BYTES if max_group_bytes is None else min(max_group_bytes, MAX_BUCKET_BYTES)
-    return _placement.plan(leaves, mesh, wire, limit)
+    return _placement.plan(placed, mesh, wires, limit)
 
 
 def _arrays_of(function):

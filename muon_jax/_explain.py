@@ -119,14 +119,9 @@ def explain(
     specs = [s.spec if isinstance(s, NamedSharding) else s for s in placed]
     keywords = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "dtype": ns_dtype}
     keywords |= {"preconditioning": preconditioning, "method": ns_method}
-    plan = _distributed.make_plan(
-        _views.of_leaves(views, matrices),
-        jax.tree.leaves(matrices),
-        specs,
-        sizes,
-        keywords,
-        max_group_bytes,
-    )
+    units = _distributed.units_of(views, matrices, jax.tree.leaves(matrices))
+    wires = [_distributed.wire_dtype(leaf, keywords) for leaf in units]
+    plan = _distributed.make_plan(units, specs, sizes, wires, max_group_bytes)
 
     found: dict[Any, list[int]] = {}  # [count, each, bytes]
     for leaf in plan.local:

@@ -12,9 +12,10 @@ in buckets bounded in bytes, so that one bucket is on the wire while another is 
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,23 +30,27 @@ class Leaf:
 
     Attributes:
         index: in the list of parameters.
+        name: of the parameter, for messages.
+        whole: its shape.
         dtype: of its elements.
         shape: of a unit, with all axes of the parameter: batch axes have size 1.
         batch: the batch axes.
-        axes: for each axis of a unit the mesh axes, of size 2 or more, that split it.
         view: what its matrices are.
         stacks: shapes `(batch, rows, cols)` of the matrices of a unit.
+        axes: for each axis of a unit the mesh axes, of size 2 or more, that split it.
         units: how many there are on each device.
     """
 
     index: int
+    name: str
+    whole: tuple[int, ...]
     dtype: np.dtype
     shape: tuple[int, ...]
     batch: tuple[int, ...]
-    axes: tuple[tuple[str, ...], ...]
     view: _views.View
     stacks: tuple[tuple[int, int, int], ...]
-    units: int
+    axes: tuple[tuple[str, ...], ...] = ()
+    units: int = 0
 
     @property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
@@ -123,70 +128,67 @@ class Plan:
     buckets: tuple[Bucket, ...]
 
 
-def leaf(
-    index: int,
-    name: str,
-    x: jax.Array | jax.ShapeDtypeStruct,
-    view: _views.View,
-    spec: jax.sharding.PartitionSpec,
-    mesh: Mapping[str, int],
-) -> Leaf:
-    """Returns parameter number `index` as units, from its global shape.
+def leaf(index: int, name: str, x: jax.ShapeDtypeStruct, view: _views.View) -> Leaf:
+    """Returns parameter number `index`, of that whole shape, on no mesh yet.
+
+    Raises:
+        ValueError: the view does not fit.
+    """
+    try:
+        batch = _views.batch_axes(view, len(x.shape))
+        shape = tuple(1 if i in batch else size for i, size in enumerate(x.shape))
+        unit = jax.ShapeDtypeStruct(shape, x.dtype)
+        stacks = jax.eval_shape(functools.partial(_views.to_stacks, view=view), unit)
+    except ValueError as error:
+        raise ValueError(f"the parameter {name} of shape {x.shape}: {error}") from error
+    shapes = tuple(stack.shape for stack in stacks)
+    return Leaf(index, name, x.shape, jnp.dtype(x.dtype), shape, batch, view, shapes)
+
+
+def placed(leaf: Leaf, spec: jax.sharding.PartitionSpec, mesh: Mapping[str, int]) -> Leaf:
+    """Returns the parameter, sharded over a mesh of these axes.
 
     Raises:
         ValueError: `spec` has an axis that the mesh lacks, or one that does not divide the shape.
     """
     entries = [_sharding.names(entry) for entry in spec]
-    entries += [()] * (len(x.shape) - len(entries))
-    where = f"the parameter {name} of shape {x.shape}"
-    if len(entries) > len(x.shape) or any(axis not in mesh for e in entries for axis in e):
+    entries += [()] * (len(leaf.whole) - len(entries))
+    where = f"the parameter {leaf.name} of shape {leaf.whole}"
+    if len(entries) > len(leaf.whole) or any(axis not in mesh for e in entries for axis in e):
         raise ValueError(
             f"{where}: its sharding {spec} must name axes of the mesh {dict(mesh)} for at most"
-            f" {len(x.shape)} axes"
+            f" {len(leaf.whole)} axes"
         )
     axes = [tuple(axis for axis in entry if mesh[axis] > 1) for entry in entries]
     cuts = [math.prod(mesh[axis] for axis in entry) for entry in axes]
-    if any(size % cut for size, cut in zip(x.shape, cuts, strict=True)):
+    if any(size % cut for size, cut in zip(leaf.whole, cuts, strict=True)):
         raise ValueError(f"{where}: {spec} does not divide it evenly on the mesh {dict(mesh)}")
-    try:
-        batch = _views.batch_axes(view, len(x.shape))
-        shape = tuple(1 if i in batch else size for i, size in enumerate(x.shape))
-        stacks = jax.eval_shape(
-            lambda unit: _views.to_stacks(unit, view), jax.ShapeDtypeStruct(shape, x.dtype)
-        )
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    return Leaf(
-        index,
-        jnp.dtype(x.dtype),
-        shape,
-        batch,
-        tuple(() if i in batch else entry for i, entry in enumerate(axes)),
-        view,
-        tuple(stack.shape for stack in stacks),
-        math.prod(x.shape[i] // cuts[i] for i in batch),
+    return dataclasses.replace(
+        leaf,
+        axes=tuple(() if i in leaf.batch else entry for i, entry in enumerate(axes)),
+        units=math.prod(leaf.whole[i] // cuts[i] for i in leaf.batch),
     )
 
 
 def plan(
     leaves: Sequence[Leaf],
     mesh: Mapping[str, int],
-    wire: Callable[[Leaf], jax.typing.DTypeLike],
+    wires: Sequence[jax.typing.DTypeLike],
     max_bucket_bytes: int,
 ) -> Plan:
     """Returns who orthogonalizes what, of these leaves on this mesh.
 
     Args:
-        leaves: the parameters.
+        leaves: the parameters, placed.
         mesh: sizes of the mesh's axes, in its order.
-        wire: the dtype in which a leaf is exchanged.
+        wires: the dtype in which each is exchanged.
         max_bucket_bytes: the most that a device sends at once; a single unit may be larger.
     """
     local, groups = [], {}
-    for item in leaves:
+    for item, wire in zip(leaves, wires, strict=True):
         axes = tuple((axis, size) for axis, size in mesh.items() if axis in sum(item.axes, ()))
         if axes:
-            kinds = groups.setdefault((axes, jnp.dtype(wire(item))), {})
+            kinds = groups.setdefault((axes, jnp.dtype(wire)), {})
             kinds.setdefault((item.dtype, item.matrices), []).append(item)
         else:
             local.append(item)

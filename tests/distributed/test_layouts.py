@@ -15,7 +15,7 @@ from muon_jax.benchmarks._sharded import collectives
 MATRICES = MuonDimensionNumbers(-2, -1)
 
 
-def layer(qkv, out, up, down, count=2):
+def layer(qkv, out, up, down, count=1):
     one = {
         "q": ((16, 16), qkv),
         "o": ((16, 16), out),
@@ -29,7 +29,7 @@ EXPERTS = {"up": (8, 16, 32), "down": (8, 32, 16)}
 # Mesh, parameters with their specs and, where they are not the last two axes, views; all-to-alls.
 LAYOUTS = {
     "DDP": ({"data": 8}, layer((), (), (), ()), 0),
-    "FSDP": ({"fsdp": 8}, layer(*[("fsdp",)] * 4), 2),
+    "FSDP": ({"fsdp": 8}, layer(*[("fsdp",)] * 4, count=3), 2),
     "HSDP": ({"replica": 2, "fsdp": 4}, layer(*[("fsdp",)] * 4), 2),
     "TP": ({"tp": 8}, layer((None, "tp"), ("tp",), (None, "tp"), ("tp",)), 2),
     "TP + FSDP": (

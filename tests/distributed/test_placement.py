@@ -17,10 +17,15 @@ MATRICES = MuonDimensionNumbers(-2, -1)
 
 
 def leaves_of(parameters, mesh):
-    return [
-        _placement.leaf(i, str(i), jax.ShapeDtypeStruct(shape, jnp.float32), view, spec, mesh)
-        for i, (shape, spec, view) in enumerate(parameters)
-    ]
+    leaves = []
+    for i, (shape, spec, view) in enumerate(parameters):
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        leaves.append(_placement.placed(_placement.leaf(i, str(i), x, view), spec, mesh))
+    return leaves
+
+
+def plan_of(leaves, mesh, limit):
+    return _placement.plan(leaves, mesh, [jnp.float32] * len(leaves), limit)
 
 
 @st.composite
@@ -44,7 +49,7 @@ def problems(draw):
 def test_every_unit_has_one_owner_and_every_owner_its_share(problem):
     parameters, mesh, limit = problem
     leaves = leaves_of(parameters, mesh)
-    plan = _placement.plan(leaves, mesh, lambda leaf: jnp.bfloat16, limit)
+    plan = plan_of(leaves, mesh, limit)
     units = collections.Counter((leaf.index, i) for leaf in plan.local for i in range(leaf.units))
     kinds, loads = {}, {}
     for bucket in plan.buckets:
@@ -78,7 +83,7 @@ def test_equal_shapes_of_all_layouts_share_owners():
         ((24, 16), PartitionSpec(("x", "y")), MATRICES),
         ((5, 16, 24), PartitionSpec(None, None, ("x", "y")), MATRICES),
     ]
-    plan = _placement.plan(leaves_of(parameters, mesh), mesh, lambda _: jnp.float32, 2**30)
+    plan = plan_of(leaves_of(parameters, mesh), mesh, 2**30)
     ((chunk,),) = [bucket.chunks for bucket in plan.buckets]
     assert (chunk.count, chunk.slots) == (8, 1)
     assert len([*chunk.layouts()]) == 4
@@ -87,7 +92,7 @@ def test_equal_shapes_of_all_layouts_share_owners():
 def test_first_and_last_buckets_are_small():
     mesh = {"x": 8}
     leaves = leaves_of([((16, 24), PartitionSpec("x"), MATRICES)] * 128, mesh)
-    plan = _placement.plan(leaves, mesh, lambda _: jnp.float32, 8 * 16 * 24 * 4)
+    plan = plan_of(leaves, mesh, 8 * 16 * 24 * 4)
     slots = [sum(chunk.slots for chunk in bucket.chunks) for bucket in plan.buckets]
     assert slots == [2, 8, 4, 2]
 
@@ -96,7 +101,7 @@ def test_remainders_go_to_different_owners():
     mesh = {"x": 8}
     shapes = [(16, 16), (16, 24), (16, 32), (24, 24)]
     leaves = leaves_of([(shape, PartitionSpec("x"), MATRICES) for shape in shapes], mesh)
-    (bucket,) = _placement.plan(leaves, mesh, lambda _: jnp.float32, 2**30).buckets
+    (bucket,) = plan_of(leaves, mesh, 2**30).buckets
     assert [chunk.first for chunk in bucket.chunks] == [0, 1, 2, 3]
 
 
