@@ -168,7 +168,8 @@ def _when_partitioned(planned, leaves, arrays, settings):
 
     operation.def_partition(partition, sharding_rule=rule)
     digest = np.uint32(zlib.crc32(settings.encode()))
-    return jax.jit(operation)(leaves, arrays, digest)
+    run = jax.custom_batching.sequential_vmap(operation)  # it has no batching rule of its own
+    return jax.jit(run)(leaves, arrays, digest)
 
 
 def _even(x, mesh):

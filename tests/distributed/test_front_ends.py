@@ -1,6 +1,7 @@
 """Who says how parameters are sharded: optimizers at work in whole training steps."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -172,6 +173,32 @@ def test_injected_hyperparameters_are_operands():
         one = {"out": parameters()["out"]}
         expected, _ = injected.update(one, injected.init(one), one)
         chex.assert_trees_all_close(jax.device_get(updates), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_vmap(axis_type):
+    mesh = mesh_of(axis_type)
+    x = np.random.default_rng(0).standard_normal((3, 16, 32)).astype(np.float32)
+    transform = scale_by_muon(ns_dtype="float32", ns_steps=2)
+    updates = jax.vmap(lambda x: transform.update(x, transform.init(x))[0])
+    sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "fsdp")))
+    compiled = jax.jit(updates).lower(sharded).compile()
+    assert collectives(compiled) == {"all-to-all": 2}
+    np.testing.assert_allclose(compiled(sharded), updates(jnp.asarray(x)), atol=2e-6)
+
+
+def test_programs_differ_where_the_partitioned_operation_does():
+    """JAX's cache of compiled programs may leave the pointer to the operation out of its key."""
+    params = {"out": parameters(mesh_of(AxisType.Auto))["out"]}
+
+    def program(**kwargs):
+        transform = scale_by_muon(**kwargs)
+        text = jax.jit(transform.update).lower(params, transform.init(params)).as_text()
+        return re.sub(r'backend_config = "\d+"', "", text)
+
+    assert program() == program()
+    others = [{"ns_coeffs": "dion"}, {"max_group_bytes": 1}, {"ns_dtype": "float32"}]
+    assert len({program(**kwargs) for kwargs in [{}, *others]}) == 4
 
 
 def test_a_mesh_of_one_device_and_none_run_as_before():
