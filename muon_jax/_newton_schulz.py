@@ -156,14 +156,7 @@ def newton_schulz(
 
 
 def products_of(
-    shape: tuple[int, ...],
-    in_dtype: jax.typing.DTypeLike,
-    ns_coeffs: _coefficients.NSCoeffs = "standard",
-    ns_steps: int | jax.Array = 5,
-    *,
-    dtype: ProductsDType = "auto",
-    preconditioning: Preconditioning = "frobenius",
-    method: Method | None = "standard",
+    shape, in_dtype, *, ns_coeffs, ns_steps, dtype, preconditioning, method
 ) -> tuple[jax.typing.DTypeLike, Products]:
     """Returns the dtype and the products of `newton_schulz` on x of shape `(…, m, n)`, m ≤ n."""
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -200,8 +201,8 @@ def plan(
         sizes = [whole.bytes_of(chunks[i]) // chunks[i].slots for i, _ in slots]
         for start, stop in _cut(sizes, max_bucket_bytes):
             parts = []
-            for i, members in itertools.groupby(slots[start:stop], key=lambda slot: slot[0]):
-                _, within = zip(*members, strict=True)
+            for i, members in itertools.groupby(slots[start:stop], key=operator.itemgetter(0)):
+                within = [slot for _, slot in members]
                 parts.append(_slice(chunks[i], within[0], within[-1] + 1, whole.owners))
             buckets.append(Bucket(axes, dtype, tuple(parts)))
     return Plan(tuple(local), tuple(buckets))

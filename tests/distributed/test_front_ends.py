@@ -167,10 +167,10 @@ def test_nnx_s_parameters():
 
 def test_injected_hyperparameters_are_operands():
     for axis_type in (AxisType.Auto, AxisType.Explicit):
-        params = {"out": parameters(mesh_of(axis_type))["out"]}
+        params = dict.fromkeys("ab", parameters(mesh_of(axis_type))["out"])
         injected = optax.inject_hyperparams(muon)(1e-2, (3.0, -3.0, 1.0), 3, ns_dtype="float32")
         updates, _ = jax.jit(injected.update)(params, injected.init(params), params)
-        one = {"out": parameters()["out"]}
+        one = dict.fromkeys("ab", parameters()["out"])
         expected, _ = injected.update(one, injected.init(one), one)
         chex.assert_trees_all_close(jax.device_get(updates), expected, atol=1e-6)
 
