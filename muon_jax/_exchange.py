@@ -97,6 +97,9 @@ def _pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
             units, scale = scaled_by_power_of_two(units, jnp.float16, -15)
             exponents.append(_by_owner(chunk, bucket, jnp.frexp(scale)[1] - 1))
         packed.append(_by_owner(chunk, bucket, units))
+    if exponents:  # then as many zeros as keep the next row aligned
+        slots = sum(chunk.slots for chunk in bucket.chunks)
+        exponents.append(jnp.zeros((bucket.owners, -slots % 64)))
     return _flat(packed + exponents, bucket)
 
 
@@ -109,7 +112,7 @@ def _unpack(bucket: Bucket, flat: jax.Array) -> list[jax.Array]:
     if not exponents.size:
         return pieces
     factors = jnp.ldexp(jnp.float32(1), -exponents.astype(jnp.int32))[..., None]
-    split = jnp.split(factors, [*itertools.accumulate(slots)][:-1], 1)
+    *split, _ = jnp.split(factors, [*itertools.accumulate(slots)], 1)
     return [x * factor for x, factor in zip(pieces, split, strict=True)]
 
 
