@@ -5,12 +5,14 @@ UVᵀ, computed by a few Newton–Schulz steps X <- (aI + bA + cA²)X with A = X
 
 `muon` is the optimizer, a drop-in for `optax.contrib.muon`; `scale_by_muon` its transformation for
 chains of one's own; `newton_schulz` the iteration alone. `PRESETS` holds the arguments of `muon`
-that make it other published Muons.
+that make it other published Muons; `explain` tells who orthogonalizes what where parameters are
+sharded.
 """
 
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._describe import Description, describe
+from muon_jax._explain import Explanation, explain
 from muon_jax._hyperball import keep_param_norm, scale_to_param_norm
 from muon_jax._metrics import MetricsState, metrics, with_metrics
 from muon_jax._momentum import MuonState, convert_momentum
@@ -26,6 +28,7 @@ from muon_jax._views import Split, Unfold
 __all__ = [
     "PRESETS",
     "Description",
+    "Explanation",
     "KeyHeads",
     "MetricsState",
     "MuonDimensionNumbers",
@@ -37,6 +40,7 @@ __all__ = [
     "by_role",
     "convert_momentum",
     "describe",
+    "explain",
     "keep_param_norm",
     "metrics",
     "muon",

@@ -132,11 +132,14 @@ def describe(params: Any, **arguments: Any) -> Description:
 def _group(stacks, given):
     batch = sum(stack.shape[0] for stack in stacks)
     m, n = sorted(stacks[0].shape[1:])
-    coefficients = _coefficients.canonicalize(given["ns_coeffs"])
-    preconditioning = given["preconditioning"]
-    recipe = _coefficients.resolve(coefficients, given["ns_steps"], preconditioning)
-    form = _form.choose(
-        recipe, given["ns_method"], preconditioning, given["ns_dtype"], (m, n), stacks[0].dtype
+    form = _form.of(
+        (batch, m, n),
+        stacks[0].dtype,
+        ns_coeffs=_coefficients.canonicalize(given["ns_coeffs"]),
+        ns_steps=given["ns_steps"],
+        dtype=given["ns_dtype"],
+        preconditioning=given["preconditioning"],
+        method=given["ns_method"],
     )
     operand = jax.ShapeDtypeStruct((batch, m, n), form.dtype)
     return Group(

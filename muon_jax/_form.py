@@ -51,6 +51,21 @@ def choose(
     return min(offered, key=lambda form: form.products.microseconds(wide_shape))
 
 
+def of(
+    shape: tuple[int, ...],
+    in_dtype: jnp.dtype,
+    *,
+    ns_coeffs: _coefficients.NSCoeffs,
+    ns_steps: int | jax.Array,
+    dtype: ProductsDType,
+    preconditioning: str,
+    method: Method | None,
+) -> Form:
+    """Returns the form in which `newton_schulz`, with these arguments, runs on `(..., m, n)`."""
+    recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
+    return choose(recipe, method, preconditioning, dtype, shape, in_dtype)
+
+
 def _no_gram_form(recipe, preconditioning, dtype):
     """Returns why there is no gram form of the iteration, or None."""
     if isinstance(recipe, Schedule):

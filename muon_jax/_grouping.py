@@ -10,18 +10,22 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+# What fills a device many times over; more needs more memory, and is no faster.
+MAX_GROUP_BYTES = 2**28
+
 
 def map_by_shape(
     function: Callable[[list[jax.Array]], Sequence[jax.Array]],
     stacks: Sequence[jax.Array],
-    max_group_bytes: int,
+    max_group_bytes: int | None,
 ) -> list[jax.Array]:
     """Returns the results of `function` for all stacks, called with those that go together.
 
     Args:
         function: maps stacks of equal matrices, each matrix by itself.
         stacks: shapes `(batch, rows, cols)`; matrices with rows and cols exchanged are equal.
-        max_group_bytes: the most that goes together, in bytes. A stack that is larger goes alone.
+        max_group_bytes: the most that goes together, in bytes, None for `MAX_GROUP_BYTES`. A stack
+            that is larger goes alone.
     """
     results: dict[int, jax.Array] = {}
     for group in groups(stacks, max_group_bytes):
@@ -30,7 +34,7 @@ def map_by_shape(
 
 
 def groups(
-    stacks: Sequence[jax.Array | jax.ShapeDtypeStruct], max_group_bytes: int
+    stacks: Sequence[jax.Array | jax.ShapeDtypeStruct], max_group_bytes: int | None
 ) -> list[list[int]]:
     """Returns the indices of the stacks that go together, in their order."""
 
@@ -44,7 +48,7 @@ def groups(
             num_bytes = stacks[i].size * stacks[i].dtype.itemsize
             if num_bytes > free:
                 found.append([])
-                free = max_group_bytes
+                free = MAX_GROUP_BYTES if max_group_bytes is None else max_group_bytes
             found[-1].append(i)
             free -= num_bytes
     return found

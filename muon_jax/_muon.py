@@ -36,6 +36,7 @@ from muon_jax import (
     _presets,
     _rounding,
     _scaling,
+    _sharding,
     _views,
     _weight_decay,
 )
@@ -78,7 +79,8 @@ def muon(
     ns_dtype: ProductsDType = "auto",
     ns_method: Method | None = None,
     implementation: str | None = None,
-    max_group_bytes: int = 2**28,
+    max_group_bytes: int | None = None,
+    shardings: _sharding.Shardings = None,
     mu_rounding: _rounding.Rounding = "nearest",
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
@@ -138,13 +140,14 @@ def muon(
         ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
         implementation: of the symmetric products, see `pallas_kernels.syrk`.
         max_group_bytes: bound of what is orthogonalized together, see `scale_by_muon`.
+        shardings: of the parameters, None to find out, see `scale_by_muon`.
         mu_rounding: of Muon's momentum, `"nearest"` or `"stochastic"`, see `scale_by_muon`.
 
     Raises:
         ValueError: an argument is none of the values above, two of them contradict each other, a
-            parameter is no matrix, or `ns_dtype` is one that the composed schedule is unsafe in.
-            Or a preset came with a value for every argument, as `optax.inject_hyperparams` passes
-            them.
+            parameter is no matrix, `ns_dtype` is one that the composed schedule is unsafe in, or
+            `shardings` is missing or wrong. Or a preset came with a value for every argument, as
+            `optax.inject_hyperparams` passes them.
         NotImplementedError: the named implementation cannot run here.
 
     References:
@@ -174,6 +177,7 @@ def muon(
         ns_method=ns_method,
         implementation=implementation,
         max_group_bytes=max_group_bytes,
+        shardings=shardings,
         mu_rounding=mu_rounding,
     )
     if normuon_b2 is not None:
@@ -181,7 +185,7 @@ def muon(
         orthogonal = optax.chain(orthogonal, normuon)
     on_matrices = _weight_decay.chain(
         orthogonal,
-        _scaling.scale_by_shape(views, consistent_rms, shape_scale),
+        _scaling.scale_by_shape(views, consistent_rms, shape_scale, shardings),
         learning_rate,
         weight_decay,
         weight_decay_mask,

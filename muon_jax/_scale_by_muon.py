@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax import _coefficients, _grouping, _options, _rounding, _views
+from muon_jax import _coefficients, _distributed, _options, _rounding, _sharding, _views
 from muon_jax._momentum import Momentum, MuonState, accumulate, fill_missing
 from muon_jax._newton_schulz import STATIC, Method, Preconditioning, ProductsDType, orthogonalize
 from muon_jax._normalization import EpsMode
@@ -32,7 +32,8 @@ def scale_by_muon(
     ns_dtype: ProductsDType = "auto",
     ns_method: Method | None = None,
     implementation: str | None = None,
-    max_group_bytes: int = 2**28,
+    max_group_bytes: int | None = None,
+    shardings: _sharding.Shardings = None,
     mu_rounding: _rounding.Rounding = "nearest",
 ) -> optax.GradientTransformation:
     """Replaces each gradient by the orthogonalized momentum of its parameter.
@@ -70,13 +71,18 @@ def scale_by_muon(
         implementation: of the symmetric products, `"xla"`, `"triton"`, `"mosaic_gpu"` or None for
             the fastest; see `pallas_kernels.syrk`.
         max_group_bytes: matrices of one shape, or its transpose, are orthogonalized together, in
-            groups of at most so many bytes of momentum. 0 takes each parameter by itself.
+            groups of at most so many bytes of momentum, None for 256 MiB, and exchanged in such of
+            at most 128 MiB. 0 takes each parameter by itself.
+        shardings: `jax.sharding.PartitionSpec` or `NamedSharding` of each parameter, as a tree that
+            may be a prefix of the parameters', or a callable that makes one from them, such as
+            `get_partition_spec` of Flax. None finds out, except in a `shard_map`. Sharded matrices
+            are exchanged, orthogonalized whole by one device each, and exchanged back.
         mu_rounding: `"nearest"`, or `"stochastic"` for a momentum of bfloat16 that is computed in
             float32 and rounded up or down at random, so that small gradients are not lost in it.
 
     Raises:
-        ValueError: an argument is none of the values above, a parameter is no matrix, or
-            `ns_dtype` is one that the composed schedule is unsafe in.
+        ValueError: an argument is none of the values above, a parameter is no matrix, `ns_dtype`
+            is one that the composed schedule is unsafe in, or `shardings` is missing or wrong.
         NotImplementedError: the named implementation cannot run here.
     """
     _options.check("preconditioning", preconditioning, Preconditioning)
@@ -118,8 +124,9 @@ def scale_by_muon(
             preconditioning=preconditioning,
             implementation=implementation,
         )
-        stacks, unflatten = _views.flatten(weight_dimension_numbers, u)
-        orthogonal = unflatten(_grouping.map_by_shape(of_group, stacks, max_group_bytes))
+        orthogonal = _distributed.map_matrices(
+            of_group, weight_dimension_numbers, u, shardings, max_group_bytes
+        )
         if adaptive:
             orthogonal = jax.tree.map(lambda o, u: jnp.sum(u.conj() * o) * o, orthogonal, u)
         orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax import _options, _views
+from muon_jax import _options, _sharding, _views
 
 type ShapeScale = Literal["clipped_ratio", "ratio", "none"]
 
@@ -16,6 +16,7 @@ def scale_by_shape(
     weight_dimension_numbers: _views.Views = None,
     consistent_rms: float | jax.Array | None = None,
     shape_scale: ShapeScale = "clipped_ratio",
+    shardings: _sharding.Shardings = None,
 ) -> optax.GradientTransformation:
     """Scales the update of each matrix by its fan-in, the rows, and its fan-out, the columns.
 
@@ -26,6 +27,7 @@ def scale_by_shape(
             square r whatever its shape. None leaves that to `shape_scale`.
         shape_scale: `"clipped_ratio"` multiplies by √max(1, fan_out/fan_in) (Jordan), `"ratio"` by
             √(fan_out/fan_in) (`Dion <https://github.com/microsoft/dion>`_), `"none"` by 1.
+        shardings: as for `scale_by_muon`.
 
     Raises:
         ValueError: an unknown `shape_scale`, or one beside `consistent_rms`.
@@ -39,14 +41,17 @@ def scale_by_shape(
 
     def factor(fan_in, fan_out):
         if consistent_rms is not None:
-            return math.sqrt(max(fan_in, fan_out)) * consistent_rms
+            return math.sqrt(max(fan_in, fan_out))
         ratio = fan_out / fan_in
         return {"clipped_ratio": max(1.0, ratio), "ratio": ratio, "none": 1.0}[shape_scale] ** 0.5
 
     def update_fn(updates, state, params=None):
         del params
-        stacks, unflatten = _views.flatten(weight_dimension_numbers, updates)
-        scaled = (jnp.asarray(factor(*x.shape[1:]), x.dtype) * x for x in stacks)
-        return unflatten(scaled), state
+        leaves, treedef = jax.tree.flatten(updates)
+        factors = _sharding.by_element(factor, weight_dimension_numbers, updates, shardings)
+        if consistent_rms is not None:
+            factors = [consistent_rms * value for value in factors]
+        scaled = [jnp.asarray(f, x.dtype) * x for f, x in zip(factors, leaves, strict=True)]
+        return treedef.unflatten(scaled), state
 
     return optax.GradientTransformation(optax.init_empty_state, update_fn)

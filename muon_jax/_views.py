@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax import _matrix_axes
@@ -143,6 +144,45 @@ def assign(views: Views, params: Any) -> list[View | None]:
         is_leaf=is_view,
     )
     return found
+
+
+def batch_axes(view: View, ndim: int) -> tuple[int, ...]:
+    """Returns the axes of an array of rank `ndim` that are batch axes of all its matrices."""
+    if isinstance(view, Split):
+        views = view.view if isinstance(view.view, list) else [view.view]
+        common = [batch_axes(inner, ndim) for inner in views]
+        kept = (axis for axis in range(ndim) if all(axis in axes for axes in common))
+        return tuple(axis for axis in kept if axis != view.axis % ndim)
+    if isinstance(view, Unfold):
+        unfolded, more = view.axis % ndim, len(view.sizes) - 1
+        inner = batch_axes(view.view, ndim + more)
+        others = (axis for axis in range(ndim) if axis != unfolded)
+        return tuple(axis for axis in others if axis + more * (axis > unfolded) in inner)
+    return _matrix_axes.matrix_axes(ndim, view).batch
+
+
+def by_matrix(
+    function: Callable[[int, int], float], view: View, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Returns `function(rows, cols)` of each element's matrix, in a shape that broadcasts."""
+    if isinstance(view, Split):
+        axis, values = view.axis % len(shape), []
+        for part, inner in view.parts(shape):
+            size = part.stop - part.start
+            value = by_matrix(function, inner, (*shape[:axis], size, *shape[axis + 1 :]))
+            values.append(value.repeat(size // value.shape[axis], axis))
+        common = np.max([(*v.shape[:axis], 1, *v.shape[axis + 1 :]) for v in values], axis=0)
+        return np.concatenate([v * np.ones(common) for v in values], axis)
+    if isinstance(view, Unfold):
+        axis, unfolded = view.axis % len(shape), view.shape(shape)
+        axes = slice(axis, axis + len(view.sizes))
+        value = by_matrix(function, view.view, unfolded)
+        if max(value.shape[axes]) > 1:
+            value = value * np.ones(unfolded[axes] + (1,) * (len(unfolded) - axes.stop))
+        return value.reshape(*value.shape[:axis], -1, *value.shape[axes.stop :])
+    _, reduction, output = _matrix_axes.matrix_axes(len(shape), view)
+    rows, cols = (math.prod(shape[axis] for axis in axes) for axes in (reduction, output))
+    return np.full([1] * len(shape), function(rows, cols))
 
 
 def of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:

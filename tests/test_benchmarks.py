@@ -9,7 +9,16 @@ import pytest
 
 from muon_jax import muon
 from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks import _measure, _models, _plots, _rivals, _shapes, _timing, _tune
+from muon_jax.benchmarks import (
+    _measure,
+    _models,
+    _plots,
+    _rivals,
+    _shapes,
+    _sharded,
+    _timing,
+    _tune,
+)
 from pallas_kernels import _tuning
 
 TINY = {"embedding": (32, 8), "layer/w": (8, 24), "layer/b": (24,), "experts": (3, 24, 8)}
@@ -17,6 +26,7 @@ CASES = {
     "syrk": ["--shapes", "16x16", "2x8x24"],
     "newton_schulz": ["--shapes", "16x16", "2x8x24"],
     "muon": ["--models", "tiny"],
+    "sharded": ["--models", "tiny"],
 }
 
 
@@ -67,6 +77,20 @@ def test_it_times_checks_and_reports(benchmark, variants, measure, capsys):
                 assert list(measurement[figure]) == variants
         else:
             assert measurement["shape"] in ([16, 16], [2, 8, 24])
+
+
+def test_sharded_counts_collectives_and_checks(measure, capsys, monkeypatch):
+    report = json.loads(measure("sharded").read_text())
+    (measurement,) = report["measurements"]
+    assert measurement["devices"] == 8
+    variants = ["optax", "None", "explicit", "balanced"]
+    assert list(measurement["microseconds"]) == list(measurement["collectives"]) == variants
+    assert all(measurement["collectives"][name] == {"all-to-all": 2} for name in variants[1:])
+    assert max(measurement["errors"].values()) < 0.02
+    assert "collectives of None 2 all-to-all" in capsys.readouterr().out
+    monkeypatch.setattr(_sharded, "TOLERANCE", -1.0)
+    with pytest.raises(ArithmeticError, match="tiny, None: the update of .* on one device by"):
+        _sharded.measure("tiny", "float32")
 
 
 def test_tune_writes_the_table_that_the_dispatch_reads(tmp_path, monkeypatch):

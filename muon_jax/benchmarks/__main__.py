@@ -3,6 +3,7 @@
     python -m muon_jax.benchmarks syrk --json syrk.json
     python -m muon_jax.benchmarks newton_schulz --shapes peers 24x512x2048
     python -m muon_jax.benchmarks muon --models gpt2-small
+    python -m muon_jax.benchmarks sharded --json sharded.json
     python -m muon_jax.benchmarks accuracy --names standard --json accuracy.json
     python -m muon_jax.benchmarks training --json training.json
     python -m muon_jax.benchmarks coefficients --names balanced
@@ -10,9 +11,10 @@
 
 On a GPU it prints the time that the kernels spend on the device (for rivals in torch the time
 between CUDA events, with the gaps between kernels); the JSON has the wall clock too.
-`accuracy` times nothing: it compares results with the polar factor, and counts FLOPs. `training`
-compares the validation losses of a small GPT, by coefficients, learning rate and seed.
-`coefficients` computes anew those that are ours or best approximations.
+`sharded` runs on all devices of the machine, by the wall clock. `accuracy` times nothing: it
+compares results with the polar factor, and counts FLOPs. `training` compares the validation losses
+of a small GPT, by coefficients, learning rate and seed. `coefficients` computes anew those that are
+ours or best approximations.
 """
 
 import argparse
@@ -41,6 +43,7 @@ from muon_jax.benchmarks import (
     _report,
     _rivals,
     _shapes,
+    _sharded,
     _spectra,
     _text,
     _training,
@@ -53,6 +56,7 @@ MEASURES = {
     "syrk": _measure.measure_syrk,
     "newton_schulz": _measure.measure_newton_schulz,
     "muon": _measure.measure_muon,
+    "sharded": _sharded.measure,
 }
 
 
@@ -72,7 +76,7 @@ def environment() -> dict[str, str]:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Measures case by case, prints each, and writes the JSON anew after each."""
-    if arguments.command == "muon":
+    if arguments.command in ("muon", "sharded"):
         cases = arguments.models
     else:
         cases = dict.fromkeys(itertools.chain.from_iterable(arguments.shapes))
@@ -204,6 +208,9 @@ def main(words: Sequence[str] | None = None) -> None:
     add_shapes(add_benchmark("newton_schulz", "bfloat16"))
     add_benchmark("muon", "float32").add_argument(
         "--models", nargs="+", choices=_models.MODELS, default=[*_models.MODELS]
+    )
+    add_benchmark("sharded", "float32").add_argument(
+        "--models", nargs="+", choices=_models.MODELS, default=["24-layers"]
     )
     polar = commands.add_parser("accuracy", help="distance to the polar factor, by coefficients")
     names = _accuracy.names()

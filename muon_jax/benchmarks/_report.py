@@ -80,6 +80,8 @@ def _row(measurement: Measurement, variants: Iterable[str], clock: str) -> dict[
     for counted in ("loops", "launches"):
         for name, count in measurement.get(counted, {}).items():
             row[f"{counted} of {name}"] = "" if count is None else str(count)
+    for name, counts in measurement.get("collectives", {}).items():
+        row[f"collectives of {name}"] = ", ".join(f"{n} {kind}" for kind, n in counts.items())
     if "chosen" in measurement:
         row["chosen"] = measurement["chosen"]
     return row

@@ -44,14 +44,14 @@ import functools, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from muon_jax import newton_schulz
+from muon_jax import newton_schulz, scale_by_muon
 from pallas_kernels import _mosaic_gpu_config, _pallas_mosaic_gpu, syrk
 
 jax.devices()  # loads the plugins
 topology = topologies.get_topology_desc(
-    "", "cuda", target_config=sys.stdin.read(), topology="1x1x1"
+    "", "cuda", target_config=sys.stdin.read(), topology="1x1x8"
 )
-mesh = Mesh(np.array(topology.devices).reshape(1), ("x",))
+mesh = Mesh(np.array(topology.devices[:1]), ("x",))
 
 def compiled(function, *shapes, dtype=jnp.bfloat16):
     sharding = NamedSharding(mesh, PartitionSpec())
@@ -94,6 +94,18 @@ for config in _mosaic_gpu_config.CONFIGS:
 NEWTON_SCHULZ = """
 iteration = functools.partial(newton_schulz, implementation="mosaic_gpu")
 print(compiled(iteration, {shape}))
+"""
+
+UPDATE = """
+mesh = Mesh(np.array(topology.devices), ("x",))
+rows = NamedSharding(mesh, PartitionSpec("x"))
+gradients = [jax.ShapeDtypeStruct((512, 1024), jnp.float32, sharding=rows)] * 40
+optimizer = scale_by_muon(
+    implementation="mosaic_gpu", max_group_bytes=2 * 2**20, shardings={shardings}
+)
+with jax.set_mesh(mesh):
+    state = jax.eval_shape(optimizer.init, gradients)._replace(mu=gradients)
+    print(jax.jit(optimizer.update).lower(gradients, state).compile().as_text())
 """
 
 INSTRUCTION = re.compile(r"^ +(?:ROOT )?%\S+ = \w+\[([\d,]*)\]\S* ([\w-]+)\(", re.MULTILINE)
@@ -184,3 +196,17 @@ def test_the_iteration_on_hopper_is_its_products_and_two_passes(shape):
     largest, scaled = sorted(passes, key=lambda whole: "multiply" in whole)
     assert "abs" in largest
     assert "multiply" in scaled and ("transpose" in scaled) == (shape == (4096, 1024))
+
+
+@needs_compiler
+@pytest.mark.parametrize("shardings", ["None", "PartitionSpec('x')"])
+def test_exchanges_are_in_bfloat16_while_kernels_run(shardings):
+    """Five slots of 1 MiB for each of eight owners, in buckets of 1, 2, 1 and 1."""
+    text = output_of(UPDATE.format(shardings=shardings), "NVIDIA H200")
+    entry = text[text.index("ENTRY") :]
+    assert not re.search(r" (all-gather|all-reduce|collective-permute)", text)
+    starts = re.findall(r"= \(\((\w+)\[.* all-to-all-start\(", entry)
+    assert starts == ["bf16"] * 8
+    between = re.findall(r" all-to-all-start\(.*?(?= all-to-all-done\()", entry, re.DOTALL)
+    hidden = ["mosaic_gpu" in window for window in between]
+    assert sum(hidden) >= 5 and not hidden[0] and not hidden[-1]

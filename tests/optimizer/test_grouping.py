@@ -1,12 +1,9 @@
 """Matrices of one shape are orthogonalized together; the result is each one's own."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
 from muon_jax._grouping import map_by_shape
@@ -92,25 +89,3 @@ def test_muon_groups_what_it_gets_beside_adamw():
     assert together.keys() == params.keys()
     for name, update in together.items():
         np.testing.assert_allclose(update, apart[name], rtol=1e-6, err_msg=name)
-
-
-def test_sharded_matrices_are_grouped_with_fewer_collectives():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, PartitionSpec("x", None))
-    rng = np.random.default_rng(1)
-    grads = {str(i): jnp.asarray(rng.standard_normal((16, 24)), jnp.float32) for i in range(4)}
-
-    def run(grads, max_group_bytes):
-        optimizer = scale_by_muon(ns_dtype="float32", max_group_bytes=max_group_bytes)
-        compiled = jax.jit(optimizer.update).lower(grads, optimizer.init(grads)).compile()
-        out = compiled(grads, optimizer.init(grads))[0]
-        return out, len(re.findall(r" all-[\w-]+\(", compiled.as_text()))
-
-    expected, _ = run(grads, 2**30)
-    sharded = jax.device_put(grads, sharding)
-    together, few = run(sharded, 2**30)
-    apart, many = run(sharded, 0)
-    assert few <= many / 3
-    for name, update in expected.items():
-        np.testing.assert_allclose(together[name], update, atol=1e-5)
-        np.testing.assert_allclose(apart[name], update, atol=1e-5)

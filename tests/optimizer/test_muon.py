@@ -106,6 +106,7 @@ NEW = {
         "ns_method",
         "implementation",
         "max_group_bytes",
+        "shardings",
         "mu_rounding",
     ],
     "scale_by_muon": [
@@ -115,6 +116,7 @@ NEW = {
         "ns_method",
         "implementation",
         "max_group_bytes",
+        "shardings",
         "mu_rounding",
     ],
 }

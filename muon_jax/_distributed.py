@@ -1,0 +1,179 @@
+"""All matrices of a tree, orthogonalized whole, wherever their shards are.
+
+Where the sharding is known, a `shard_map` runs the plan. Under automatic mesh axes the plan is made
+when the compiler asks how to partition the operation (`custom_partitioning`). Inside the caller's
+own `shard_map` it runs as it is.
+"""
+
+import functools
+import itertools
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from muon_jax import _exchange, _form, _grouping, _placement, _sharding, _views
+
+# The most that a device sends at once, in bytes: large enough for the bandwidth of NVLink, small
+# enough that exchange and computation of different buckets overlap.
+MAX_BUCKET_BYTES = 2**27
+
+# Part of the key of compiled programs in JAX's cache: another one for another plan or execution.
+_VERSION = 1
+
+
+def map_matrices(
+    function: functools.partial,
+    views: _views.Views,
+    tree: Any,
+    shardings: _sharding.Shardings,
+    max_group_bytes: int | None,
+) -> Any:
+    """Returns the tree with `function` applied to all matrices.
+
+    Args:
+        function: `orthogonalize` with keywords, of which some may be arrays.
+        views: which matrices, as for `_views.of_leaves`.
+        tree: the arrays.
+        shardings: as for `scale_by_muon`.
+        max_group_bytes: as for `map_by_shape`, and of buckets; None for the defaults.
+
+    Raises:
+        ValueError: the sharding is not known, or does not fit the parameters.
+        NotImplementedError: some mesh axes are manual, others are not.
+    """
+    mesh, kind, specs, shapes = _sharding.resolve(tree, shardings)
+    if kind is None:
+        stacks, unflatten = _views.flatten(views, tree)
+        return unflatten(_grouping.map_by_shape(function, stacks, max_group_bytes))
+    leaves, treedef = jax.tree.flatten(tree)
+    units = units_of(views, tree, shapes)
+    wires = [wire_dtype(leaf, function.keywords) for leaf in units]
+    arrays, bind = _arrays_of(function)
+
+    def planned(specs, mesh):
+        """The function of shards and arrays that runs the plan."""
+        plan = make_plan(units, specs, mesh, wires, max_group_bytes)
+        return lambda shards, arrays: _exchange.execute(plan, shards, bind(arrays), max_group_bytes)
+
+    if kind == AxisType.Manual:
+        results = planned(specs, mesh.shape)(leaves, arrays)
+    elif kind == AxisType.Explicit:
+        run = jax.shard_map(
+            planned(specs, mesh.shape),
+            mesh=mesh,
+            in_specs=(specs, PartitionSpec()),
+            out_specs=specs,
+            check_vma=False,
+        )
+        results = jax.jit(run)(leaves, arrays)
+    else:
+        static = bind([None] * len(arrays)).keywords
+        settings = repr((_VERSION, static, units, max_group_bytes))
+        results = _when_partitioned(planned, leaves, arrays, settings)
+    return treedef.unflatten(results)
+
+
+def units_of(
+    views: _views.Views, tree: Any, shapes: Sequence[jax.ShapeDtypeStruct]
+) -> list[_placement.Leaf]:
+    """Returns the leaves of `tree`, of these whole shapes, for plans.
+
+    Raises:
+        ValueError: a leaf has no view, or one that does not fit.
+    """
+    viewed = _views.of_leaves(views, tree)
+    pairs = enumerate(zip(viewed, shapes, strict=True))
+    return [_placement.leaf(i, name, x, view) for i, ((name, view), x) in pairs]
+
+
+def wire_dtype(leaf: _placement.Leaf, keywords: Mapping[str, Any]) -> jax.typing.DTypeLike:
+    """Returns the dtype in which a leaf is exchanged.
+
+    That is the dtype of 16 bits in which `newton_schulz`, with these keywords, multiplies float32
+    matrices; for all others their own.
+    """
+    others = ("eps", "eps_mode", "implementation")
+    keywords = {k: v for k, v in keywords.items() if k not in others}
+    found = {_form.of(shape[1:], leaf.dtype, **keywords).dtype for shape in leaf.matrices}
+    is_half = len(found) == 1 and jnp.finfo(*found).bits == 16
+    return found.pop() if is_half and leaf.dtype == jnp.float32 else leaf.dtype
+
+
+def make_plan(
+    units: Sequence[_placement.Leaf],
+    specs: Sequence[PartitionSpec],
+    mesh: Mapping[str, int],
+    wires: Sequence[jax.typing.DTypeLike],
+    max_group_bytes: int | None,
+) -> _placement.Plan:
+    """Returns the plan for parameters with these specs and dtypes on the wire."""
+    placed = [_placement.placed(leaf, spec, mesh) for leaf, spec in zip(units, specs, strict=True)]
+    limit = MAX_BUCKET_BYTES if max_group_bytes is None else min(max_group_bytes, MAX_BUCKET_BYTES)
+    return _placement.plan(placed, mesh, wires, limit)
+
+
+def _arrays_of(function):
+    """The arrays among the keywords of a partial, and what makes the partial of them again."""
+    leaves, treedef = jax.tree.flatten(function.keywords)
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+    def bind(arrays):
+        values = dict(zip(where, arrays, strict=True))
+        merged = [values.get(i, leaf) for i, leaf in enumerate(leaves)]
+        return functools.partial(function.func, **treedef.unflatten(merged))
+
+    return [leaves[i] for i in where], bind
+
+
+def _when_partitioned(planned, leaves, arrays, settings):
+    """Runs the plan that is made for the shardings that the compiler has arrived at.
+
+    `settings` become an operand: they decide what is compiled, and JAX's cache of compiled programs
+    knows operations of this kind by their operands alone.
+    """
+
+    @custom_partitioning
+    def operation(leaves, arrays, _):
+        return planned([PartitionSpec()] * len(leaves), {})(leaves, arrays)
+
+    def partition(mesh, operands, results):
+        del results
+        leaves, arrays, digest = operands
+        shardings = [NamedSharding(mesh, _even(x, mesh)) for x in leaves]
+        replicated = NamedSharding(mesh, PartitionSpec())
+        run = planned([s.spec for s in shardings], mesh.shape)
+        operand_shardings = (shardings, [replicated] * len(arrays), replicated)
+        return mesh, lambda leaves, arrays, _: run(leaves, arrays), shardings, operand_shardings
+
+    def rule(mesh, operands, results):
+        """Each result is sharded like its leaf, whatever the others."""
+        del mesh
+        names = (f"i{i}" for i in itertools.count())
+        mappings = [ArrayMapping(*itertools.islice(names, len(x.shape))) for x in operands]
+        return SdyShardingRule(tuple(mappings), tuple(mappings[: len(results)]))
+
+    operation.def_partition(partition, sharding_rule=rule)
+    digest = np.uint32(zlib.crc32(settings.encode()))
+    run = jax.custom_batching.sequential_vmap(operation)  # it has no batching rule of its own
+    return jax.jit(run)(leaves, arrays, digest)
+
+
+def _even(x, mesh):
+    """The spec of an operand, without the mesh axes that would cut it unevenly."""
+
+    def cuts(entry):
+        return math.prod(mesh.shape[name] for name in _sharding.names(entry))
+
+    entries = zip(x.sharding.spec, x.shape, strict=True)
+    return PartitionSpec(*(None if size % cuts(entry) else entry for entry, size in entries))

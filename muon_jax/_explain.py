@@ -1,0 +1,173 @@
+"""What `muon` does with sharded parameters, before it does it: a table."""
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+
+from muon_jax import _coefficients, _distributed, _form, _sharding, _views
+from muon_jax._cost import exchange_microseconds
+from muon_jax._form import Method, ProductsDType
+from muon_jax._newton_schulz import Preconditioning
+
+_COLUMNS = ["matrices", "mode", "count", "owners", "each", "padding", "MB", "dtype", "µs"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Equal matrices with the same owners.
+
+    Attributes:
+        matrices: shapes `(batch, m, n)` of what moves together, mostly one matrix.
+        mode: `"local"`, or `"exchange over"` these mesh axes.
+        count: how many, in all that share the owners.
+        owners: the number of devices among which they are divided; 1 where all are local.
+        each: how many each owner orthogonalizes, padding included.
+        megabytes: what each device sends to others, there and back, padding included.
+        dtype: of what is sent.
+        microseconds: a model's time of the computation, on an H200.
+    """
+
+    matrices: tuple[tuple[int, int, int], ...]
+    mode: str
+    count: int
+    owners: int
+    each: int
+    megabytes: float
+    dtype: str
+    microseconds: float
+
+    @property
+    def padding(self) -> float:
+        """The part of the computation that is on padding."""
+        return 1 - self.count / (self.each * self.owners)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What each device does in an update.
+
+    Attributes:
+        groups: what is orthogonalized.
+        buckets: the number of exchanges in each direction.
+        compute_microseconds: a model's time of the iterations, on an H200.
+        exchange_microseconds: of the exchanges, on NVLink; most overlap with the iterations.
+    """
+
+    groups: tuple[Group, ...]
+    buckets: int
+    compute_microseconds: float
+    exchange_microseconds: float
+
+    def __str__(self) -> str:
+        rows: list[list[str]] = [_COLUMNS]
+        for group in self.groups:
+            shapes = ("×".join(map(str, shape[shape[0] == 1 :])) for shape in group.matrices)
+            numbers = (group.count, group.owners, group.each)
+            rows.append(
+                [" + ".join(shapes), group.mode, *map(str, numbers), f"{group.padding:.0%}"]
+                + [f"{group.megabytes:.1f}", group.dtype, f"{group.microseconds:.0f}"]
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        total = (
+            f"{2 * self.buckets} exchanges, {self.exchange_microseconds:.0f} µs, beside"
+            f" {self.compute_microseconds:.0f} µs of computation (model of H200s)"
+        )
+        return "\n".join([*lines, total])
+
+
+def explain(
+    params: Any,
+    shardings: _sharding.Shardings = None,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    *,
+    muon_weight_dimension_numbers: _views.Views = None,
+    ns_coeffs: _coefficients.NSCoeffs = "standard",
+    ns_steps: int = 5,
+    preconditioning: Preconditioning = "frobenius",
+    ns_dtype: ProductsDType = "auto",
+    ns_method: Method | None = "standard",
+    max_group_bytes: int | None = None,
+) -> Explanation:
+    """Prints and returns how `muon` with these arguments divides the matrices among devices.
+
+    Args:
+        params: arrays, or `jax.ShapeDtypeStruct`s, of the dtype of the momentum.
+        shardings: as for `muon`; None for those that the arrays have.
+        mesh: None for that of the shardings.
+        muon_weight_dimension_numbers: as for `muon`, and the following too.
+        ns_coeffs: see there.
+        ns_steps: see there.
+        preconditioning: see there.
+        ns_dtype: see there.
+        ns_method: see there.
+        max_group_bytes: see there.
+
+    Raises:
+        ValueError: an argument is wrong, or a sharding or the mesh is missing.
+    """
+    views = muon_weight_dimension_numbers
+    views = views(params) if callable(views) else views
+    matrices = _matrices(views, params)
+    placed = _stated(matrices) if shardings is None else _sharding.of_leaves(shardings, matrices)
+    meshes = [mesh, *(s.mesh for s in placed if isinstance(s, NamedSharding))]
+    sizes = next((mesh.shape for mesh in meshes if mesh is not None), {})
+    specs = [s.spec if isinstance(s, NamedSharding) else s for s in placed]
+    keywords = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "dtype": ns_dtype}
+    keywords |= {"preconditioning": preconditioning, "method": ns_method}
+    units = _distributed.units_of(views, matrices, jax.tree.leaves(matrices))
+    wires = [_distributed.wire_dtype(leaf, keywords) for leaf in units]
+    plan = _distributed.make_plan(units, specs, sizes, wires, max_group_bytes)
+
+    found: dict[Any, list[int]] = {}  # [count, each, bytes]
+    for leaf in plan.local:
+        total = found.setdefault((leaf.matrices, leaf.dtype, (), leaf.dtype), [0, 0, 0])
+        total[:2] = [number + leaf.units for number in total[:2]]
+    exchange = 0.0
+    for bucket in plan.buckets:
+        sent = [bucket.bytes_of(c) * (bucket.owners - 1) // bucket.owners for c in bucket.chunks]
+        exchange += 2 * exchange_microseconds(sum(sent))
+        for chunk, num_bytes in zip(bucket.chunks, sent, strict=True):
+            leaf = chunk.parts[0][0]
+            key = (leaf.matrices, leaf.dtype, bucket.axes, bucket.dtype)
+            total = found.setdefault(key, [0, 0, 0])
+            total[:] = map(operator.add, total, (chunk.count, chunk.slots, 2 * num_bytes))
+    groups = []
+    for (shapes, dtype, axes, wire), (count, each, num_bytes) in found.items():
+        stacks = [(each * batch, m, n) for batch, m, n in shapes]
+        times = [_form.of(x, dtype, **keywords).products.microseconds(x) for x in stacks]
+        names = ", ".join(name for name, _ in axes)
+        owners = math.prod(size for _, size in axes)
+        mode = f"exchange over {names}" if names else "local"
+        groups.append(
+            Group(shapes, mode, count, owners, each, num_bytes / 1e6, wire.name, sum(times))
+        )
+    time = sum(group.microseconds for group in groups)
+    explanation = Explanation(tuple(groups), len(plan.buckets), time, exchange)
+    print(explanation)
+    return explanation
+
+
+def _matrices(views, params):
+    """The parameters of Muon, as `scale_by_muon` gets them."""
+    if views is None:
+        return jax.tree.map(lambda p: p if p.ndim == 2 else optax.MaskedNode(), params)
+    return jax.tree.map(
+        lambda view, subtree: optax.MaskedNode() if view is None else subtree,
+        views,
+        params,
+        is_leaf=_views.is_view,
+    )
+
+
+def _stated(params):
+    """The shardings of arrays: one device is none."""
+    return [
+        x.sharding if isinstance(x.sharding, NamedSharding) else jax.sharding.PartitionSpec()
+        for x in jax.tree.leaves(params)
+    ]

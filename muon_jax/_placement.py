@@ -1,0 +1,253 @@
+"""Where sharded matrices are orthogonalized: a pure function of shapes, views, specs and the mesh.
+
+A *unit* is one element of the batch axes of a parameter, with all of its matrices. Mesh axes on
+batch axes leave units whole: each device orthogonalizes its own. Mesh axes D on the other axes of a
+parameter cut its units in pieces. The O devices along D then own the units in turn,
+
+    unit q  ->  owner (first + q) mod O,  slot q div O,
+
+each of them at most ⌈N/O⌉ of N units of a kind (equal matrices, whatever their layout), and `first`
+goes on from kind to kind, so that remainders are spread. All kinds with equal D share one exchange,
+in buckets bounded in bytes, so that one bucket is on the wire while another is computed.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muon_jax import _sharding, _views
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A parameter, as its units.
+
+    Attributes:
+        index: in the list of parameters.
+        name: of the parameter, for messages.
+        whole: its shape.
+        dtype: of its elements.
+        shape: of a unit, with all axes of the parameter: batch axes have size 1.
+        batch: the batch axes.
+        view: what its matrices are.
+        stacks: shapes `(batch, rows, cols)` of the matrices of a unit.
+        axes: for each axis of a unit the mesh axes, of size 2 or more, that split it.
+        units: how many there are on each device.
+    """
+
+    index: int
+    name: str
+    whole: tuple[int, ...]
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    batch: tuple[int, ...]
+    view: _views.View
+    stacks: tuple[tuple[int, int, int], ...]
+    axes: tuple[tuple[str, ...], ...] = ()
+    units: int = 0
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """Shapes `(batch, m, n)` of the matrices of a unit, m ≤ n."""
+        return tuple((b, min(rows, cols), max(rows, cols)) for b, rows, cols in self.stacks)
+
+    @property
+    def layout(self) -> str:
+        """What two leaves have in common whose units are put together alike."""
+        return repr((self.shape, self.batch, self.axes, self.view))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Units of one kind in one bucket, in their order, those of equal layout side by side.
+
+    Attributes:
+        parts: `(leaf, start, stop)`, the units [start, stop) of a leaf.
+        slots: for how many units each owner has room.
+        first: the owner of the first unit.
+    """
+
+    parts: tuple[tuple[Leaf, int, int], ...]
+    slots: int
+    first: int
+
+    @property
+    def count(self) -> int:
+        """The number of units."""
+        return sum(stop - start for _, start, stop in self.parts)
+
+    def layouts(self) -> Iterator[tuple[Leaf, int, int]]:
+        """Yields for each layout a leaf that has it, and which units of the chunk [begin, end)."""
+        begin = 0
+        for _, parts in itertools.groupby(self.parts, key=lambda part: part[0].layout):
+            (leaf, start, stop), *others = parts
+            end = begin + stop - start + sum(stop - start for _, start, stop in others)
+            yield leaf, begin, end
+            begin = end
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """What is exchanged together.
+
+    Attributes:
+        axes: names and sizes of the mesh axes that the owners are along, in the mesh's order.
+        dtype: on the wire.
+        chunks: of the kinds in it.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    dtype: np.dtype
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def owners(self) -> int:
+        """The number of devices that exchange."""
+        return math.prod(size for _, size in self.axes)
+
+    def elements(self, chunk: Chunk) -> int:
+        """The number of elements of the pieces of units in a chunk."""
+        return math.prod(chunk.parts[0][0].shape) // self.owners
+
+    def bytes_of(self, chunk: Chunk) -> int:
+        """The bytes of a chunk on each device, padding included."""
+        return chunk.slots * self.owners * self.elements(chunk) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Leaves whose units are whole on each device, and buckets of the others."""
+
+    local: tuple[Leaf, ...]
+    buckets: tuple[Bucket, ...]
+
+
+def leaf(index: int, name: str, x: jax.ShapeDtypeStruct, view: _views.View) -> Leaf:
+    """Returns parameter number `index`, of that whole shape, on no mesh yet.
+
+    Raises:
+        ValueError: the view does not fit.
+    """
+    try:
+        batch = _views.batch_axes(view, len(x.shape))
+        shape = tuple(1 if i in batch else size for i, size in enumerate(x.shape))
+        unit = jax.ShapeDtypeStruct(shape, x.dtype)
+        stacks = jax.eval_shape(functools.partial(_views.to_stacks, view=view), unit)
+    except ValueError as error:
+        raise ValueError(f"the parameter {name} of shape {x.shape}: {error}") from error
+    shapes = tuple(stack.shape for stack in stacks)
+    return Leaf(index, name, x.shape, jnp.dtype(x.dtype), shape, batch, view, shapes)
+
+
+def placed(leaf: Leaf, spec: jax.sharding.PartitionSpec, mesh: Mapping[str, int]) -> Leaf:
+    """Returns the parameter, sharded over a mesh of these axes.
+
+    Raises:
+        ValueError: `spec` has an axis that the mesh lacks, or one that does not divide the shape.
+    """
+    entries = [_sharding.names(entry) for entry in spec]
+    entries += [()] * (len(leaf.whole) - len(entries))
+    where = f"the parameter {leaf.name} of shape {leaf.whole}"
+    if len(entries) > len(leaf.whole) or any(axis not in mesh for e in entries for axis in e):
+        raise ValueError(
+            f"{where}: its sharding {spec} must name axes of the mesh {dict(mesh)} for at most"
+            f" {len(leaf.whole)} axes"
+        )
+    axes = [tuple(axis for axis in entry if mesh[axis] > 1) for entry in entries]
+    cuts = [math.prod(mesh[axis] for axis in entry) for entry in axes]
+    if any(size % cut for size, cut in zip(leaf.whole, cuts, strict=True)):
+        raise ValueError(f"{where}: {spec} does not divide it evenly on the mesh {dict(mesh)}")
+    return dataclasses.replace(
+        leaf,
+        axes=tuple(() if i in leaf.batch else entry for i, entry in enumerate(axes)),
+        units=math.prod(leaf.whole[i] // cuts[i] for i in leaf.batch),
+    )
+
+
+def plan(
+    leaves: Sequence[Leaf],
+    mesh: Mapping[str, int],
+    wires: Sequence[jax.typing.DTypeLike],
+    max_bucket_bytes: int,
+) -> Plan:
+    """Returns who orthogonalizes what, of these leaves on this mesh.
+
+    Args:
+        leaves: the parameters, placed.
+        mesh: sizes of the mesh's axes, in its order.
+        wires: the dtype in which each is exchanged.
+        max_bucket_bytes: the most that a device sends at once; a single unit may be larger.
+    """
+    local, groups = [], {}
+    for item, wire in zip(leaves, wires, strict=True):
+        axes = tuple((axis, size) for axis, size in mesh.items() if axis in sum(item.axes, ()))
+        if axes:
+            kinds = groups.setdefault((axes, jnp.dtype(wire)), {})
+            kinds.setdefault((item.dtype, item.matrices), []).append(item)
+        else:
+            local.append(item)
+    buckets = []
+    for (axes, dtype), kinds in groups.items():
+        whole = Bucket(axes, dtype, ())
+        chunks = _chunks([*kinds.values()], whole.owners)
+        slots = [(i, slot) for i, chunk in enumerate(chunks) for slot in range(chunk.slots)]
+        sizes = [whole.bytes_of(chunks[i]) // chunks[i].slots for i, _ in slots]
+        for start, stop in _cut(sizes, max_bucket_bytes):
+            parts = []
+            for i, members in itertools.groupby(slots[start:stop], key=operator.itemgetter(0)):
+                within = [slot for _, slot in members]
+                parts.append(_slice(chunks[i], within[0], within[-1] + 1, whole.owners))
+            buckets.append(Bucket(axes, dtype, tuple(parts)))
+    return Plan(tuple(local), tuple(buckets))
+
+
+def _chunks(kinds: Sequence[Sequence[Leaf]], owners: int) -> list[Chunk]:
+    """Each kind as one chunk, its remainder on the owners after those of the last kind's."""
+    chunks, first = [], 0
+    for leaves in kinds:
+        leaves = sorted(leaves, key=lambda leaf: leaf.layout)
+        chunk = Chunk(tuple((leaf, 0, leaf.units) for leaf in leaves), 0, first)
+        chunks.append(dataclasses.replace(chunk, slots=-(-chunk.count // owners)))
+        first = (first + chunk.count) % owners
+    return chunks
+
+
+def _slice(chunk: Chunk, first_slot: int, last_slot: int, owners: int) -> Chunk:
+    """The slots [first_slot, last_slot) of a chunk. All of them full need no rotation."""
+    start, stop = first_slot * owners, min(last_slot * owners, chunk.count)
+    parts, begin = [], 0
+    for leaf, low, high in chunk.parts:
+        end = begin + high - low
+        if max(start, begin) < min(stop, end):
+            parts.append((leaf, low + max(start - begin, 0), high - max(end - stop, 0)))
+        begin = end
+    is_full = (stop - start) % owners == 0
+    return Chunk(tuple(parts), last_slot - first_slot, 0 if is_full else chunk.first)
+
+
+def _cut(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
+    """Cuts a sequence into ranges that sum to at most `limit`, the first and the last to a quarter.
+
+    What they hold is on the wire while nothing is computed. A sequence within the limit stays one.
+    """
+
+    def fill(indices, limit):
+        """How many of these sizes sum to at most `limit`: at least one."""
+        sums = itertools.accumulate(sizes[i] for i in indices)
+        return max(1, sum(total <= limit for total in sums))
+
+    if sum(sizes) <= limit or len(sizes) == 1:
+        return [(0, len(sizes))]
+    start = fill(range(len(sizes)), limit / 4)
+    last = max(start, len(sizes) - fill(range(len(sizes) - 1, -1, -1), limit / 4))
+    ends = [0, start]
+    while ends[-1] < last:
+        ends.append(ends[-1] + fill(range(ends[-1], last), limit))
+    return [*itertools.pairwise([*ends, len(sizes)])]

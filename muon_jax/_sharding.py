@@ -1,0 +1,147 @@
+"""What is known of the sharding of parameters while an optimizer is traced.
+
+Explicit mesh axes are part of the arrays' types, and `shardings=` says it for any mesh. Under
+automatic axes only the compiler knows. Inside a `shard_map` arrays are shards, and nothing tells of
+what.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from muon_jax import _views
+
+# At the leaves PartitionSpec, NamedSharding, or None for a parameter that is not sharded; a prefix
+# of the parameters' tree.
+type ShardingTree = Any
+type Shardings = ShardingTree | Callable[[Any], ShardingTree] | None
+
+
+class Placed(NamedTuple):
+    """Where the leaves of a tree are.
+
+    Attributes:
+        mesh: concrete or abstract.
+        kind: of its axes, Explicit where specs are stated; None where nothing is sharded.
+        specs: of the leaves; none under automatic axes.
+        shapes: whole ones of the leaves, with their dtypes.
+    """
+
+    mesh: Any
+    kind: AxisType | None
+    specs: list[PartitionSpec]
+    shapes: list[jax.ShapeDtypeStruct]
+
+
+def names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the mesh axes of an entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def resolve(tree: Any, shardings: Shardings) -> Placed:
+    """Returns where the leaves of `tree` are, arrays that are traced or not.
+
+    Raises:
+        ValueError: that cannot be known, or `shardings` does not fit.
+        NotImplementedError: some mesh axes are manual, others are not.
+    """
+    leaves = jax.tree.leaves(tree)
+    stated = None if shardings is None else of_leaves(shardings, tree)
+    mesh = _mesh(leaves, stated or [])
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    types = {name: kind for name, kind in pairs if mesh.shape[name] > 1} if leaves else {}
+    kinds = [kind for kind in AxisType if kind in types.values()]
+    specs = [s.spec if isinstance(s, NamedSharding) else s for s in stated or []]
+    if AxisType.Manual in kinds and len(kinds) > 1:
+        raise NotImplementedError(
+            f"in a shard_map over some axes of a mesh, {types}: call the optimizer outside it, or"
+            " in a shard_map over all axes"
+        )
+    if stated is None and kinds == [AxisType.Explicit]:
+        specs = [jax.typeof(x).sharding.spec for x in leaves]
+    elif stated is None and kinds not in ([], [AxisType.Auto]):
+        raise ValueError(
+            f"the sharding of the parameters cannot be known on mesh axes {types}: pass shardings=,"
+            " the PartitionSpec of each parameter"
+        )
+    elif stated is not None and kinds and kinds != [AxisType.Manual]:
+        kinds = [AxisType.Explicit]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    if kinds == [AxisType.Manual]:
+        shapes = [_whole(x, spec, mesh.shape) for x, spec in zip(shapes, specs, strict=True)]
+    return Placed(mesh, kinds[0] if kinds else None, specs, shapes)
+
+
+def of_leaves(shardings: Shardings, tree: Any) -> list[PartitionSpec | NamedSharding]:
+    """Returns the sharding of each leaf of `tree`.
+
+    Raises:
+        ValueError: one is neither a PartitionSpec nor a NamedSharding nor None.
+    """
+    found = []
+
+    def find(path, sharding, subtree):
+        sharding = PartitionSpec() if sharding is None else sharding
+        if not isinstance(sharding, PartitionSpec | NamedSharding):
+            raise ValueError(
+                f"shardings{jax.tree_util.keystr(path)} must be a PartitionSpec, a"
+                f" NamedSharding or None, got {sharding!r}"
+            )
+        found.extend([sharding] * len(jax.tree.leaves(subtree)))
+
+    shardings = shardings(tree) if callable(shardings) else shardings
+    jax.tree.map_with_path(
+        find,
+        shardings,
+        tree,
+        is_leaf=lambda node: node is None or isinstance(node, PartitionSpec | NamedSharding),
+    )
+    return found
+
+
+def by_element(
+    function: Callable[[int, int], float], views: _views.Views, tree: Any, shardings: Shardings
+) -> list[jax.typing.ArrayLike]:
+    """Returns `function(rows, cols)` of each element's matrix: for each leaf what broadcasts to it.
+
+    Raises:
+        ValueError: the sharding is not known, or does not fit the parameters.
+        NotImplementedError: some mesh axes are manual, others are not.
+    """
+    _, kind, specs, shapes = resolve(tree, shardings)
+    viewed = _views.of_leaves(views, tree)
+    values = [
+        _views.by_matrix(function, view, x.shape)
+        for x, (_, view) in zip(shapes, viewed, strict=True)
+    ]
+    if kind != AxisType.Manual:
+        return [*values]
+    return [_local(value, spec) for value, spec in zip(values, specs, strict=True)]
+
+
+def _mesh(leaves, shardings):
+    """The mesh of the arrays, else that in force, else that of the shardings."""
+    meshes = [jax.typeof(x).sharding.mesh for x in leaves] + [jax.sharding.get_abstract_mesh()]
+    meshes += [s.mesh.abstract_mesh for s in shardings if isinstance(s, NamedSharding)]
+    return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+
+
+def _whole(shard, spec, mesh):
+    """The array of which `shard` is the local part."""
+    pieces = [math.prod(mesh.get(name, 1) for name in names(entry)) for entry in spec]
+    pieces += [1] * (len(shard.shape) - len(pieces))
+    shape = tuple(size * count for size, count in zip(shard.shape, pieces, strict=False))
+    return jax.ShapeDtypeStruct(shape, shard.dtype)
+
+
+def _local(value, spec):
+    """The part on this device of a whole array, or of one that broadcasts to it."""
+    for axis, entry in enumerate(spec):
+        if value.shape[axis] > 1 and names(entry):
+            pieces = jnp.stack(jnp.split(value, jax.lax.axis_size(names(entry)), axis))
+            value = pieces[jax.lax.axis_index(names(entry))]
+    return value

@@ -1,0 +1,58 @@
+"""The table of what is orthogonalized where, from shapes alone."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from muon_jax import MuonDimensionNumbers, explain
+
+MESH = AbstractMesh((8, 2), ("fsdp", "ep"))
+
+
+def shapes(**parameters):
+    return {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in parameters.items()}
+
+
+def test_a_model(capsys):
+    params = shapes(
+        **{f"q {i}": (1024, 1024) for i in range(9)},
+        up=(6, 1024, 4096),
+        down=(6, 4096, 1024),
+        experts=(4, 512, 512),
+        bias=(1024,),
+    )
+    specs = {name: PartitionSpec("fsdp") for name in params}
+    specs |= {"up": PartitionSpec(None, "fsdp"), "down": PartitionSpec(None, None, "fsdp")}
+    specs["experts"] = PartitionSpec("ep")
+    views = {name: MuonDimensionNumbers(-2, -1) for name in params} | {"bias": None}
+    result = explain(params, specs, MESH, muon_weight_dimension_numbers=views)
+    by_shape = {group.matrices[0]: group for group in result.groups}
+    experts = by_shape[1, 512, 512]
+    assert (experts.mode, experts.count, experts.each, experts.megabytes) == ("local", 2, 2, 0)
+    q = by_shape[1, 1024, 1024]
+    assert (q.mode, q.count, q.owners, q.each) == ("exchange over fsdp", 9, 8, 2)
+    assert q.padding == 7 / 16 and q.dtype == "bfloat16"
+    assert q.megabytes == 2 * (2 * 1024**2 * 2 * 7 / 8) / 1e6
+    wide = by_shape[1, 1024, 4096]
+    assert (wide.count, wide.owners, wide.each, wide.padding) == (12, 8, 2, 0.25)
+    assert result.buckets == 1
+    assert wide.microseconds > 2 * q.microseconds > 0
+    assert result.exchange_microseconds == pytest.approx(40 + (q.megabytes + wide.megabytes) * 4)
+    assert capsys.readouterr().out == f"{result}\n"
+    assert "1024×4096  exchange over fsdp  12     8       2     25%" in str(result)
+
+
+def test_shardings_of_the_arguments_are_taken():
+    sharding = NamedSharding(MESH, PartitionSpec("fsdp"))
+    params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=sharding)}
+    params["b"] = jax.ShapeDtypeStruct((64,), jnp.float32)
+    (group,) = explain(params, ns_coeffs="balanced").groups
+    assert (group.owners, group.each, group.dtype) == (8, 1, "float16")
+    (group,) = explain(shapes(w=(64, 64))).groups
+    assert (group.mode, group.owners) == ("local", 1)
+
+
+def test_a_mesh_is_needed():
+    with pytest.raises(ValueError, match=r"must name axes of the mesh \{\}"):
+        explain(shapes(w=(64, 64)), PartitionSpec("fsdp"))

@@ -1,0 +1,327 @@
+"""Who says how parameters are sharded: optimizers at work in whole training steps."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
+from muon_jax._views import Split
+from muon_jax.benchmarks._sharded import collectives
+
+SPECS = {"qkv": PartitionSpec("fsdp"), "out": PartitionSpec(None, "fsdp"), "bias": PartitionSpec()}
+VIEWS = {"qkv": Split(-1, (16, 8, 8)), "out": MuonDimensionNumbers(), "bias": None}
+
+
+def mesh_of(axis_type, sizes=(8,), names=("fsdp",)):
+    return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes))
+
+
+def parameters(mesh=None):
+    rng = np.random.default_rng(0)
+    shapes = {"qkv": (16, 32), "out": (16, 16), "bias": (16,)}
+    params = {k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()}
+    if mesh:
+        return {k: jax.device_put(v, NamedSharding(mesh, SPECS[k])) for k, v in params.items()}
+    return jax.tree.map(jnp.asarray, params)
+
+
+def optimizer(**kwargs):
+    return optax.MultiSteps(
+        optax.chain(
+            optax.clip_by_global_norm(1.0),
+            muon(
+                1e-2,
+                ns_steps=2,
+                ns_dtype="float32",
+                weight_decay=0.1,
+                muon_weight_dimension_numbers=VIEWS,
+                **kwargs,
+            ),
+        ),
+        every_k_schedule=2,
+    )
+
+
+def trained(params, **kwargs):
+    """Parameters after 4 jitted steps on a loss, with donated state; the compiled step."""
+    accumulating = optimizer(**kwargs)
+
+    def loss(params, batch):
+        q, k, v = jnp.split(batch @ params["qkv"], (16, 24), -1)
+        hidden = jnp.tanh(q * jnp.concatenate([k, v], -1))
+        return jnp.mean((hidden @ params["out"] + params["bias"] - 1) ** 2)
+
+    def step(params, state, batch):
+        grads = jax.grad(loss)(params, batch)
+        updates, state = accumulating.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    state = jax.jit(accumulating.init)(params)
+    batch = jax.random.normal(jax.random.key(0), (24, 16))
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(shardings, None))
+    for _ in range(4):
+        before = params["qkv"]
+        params, state = jitted(params, state, batch)
+        assert before.is_deleted()
+    compiled = jitted.lower(params, state, batch).compile()
+    return params, compiled
+
+
+def test_training_steps_with_clipping_accumulation_and_donated_state():
+    expected, _ = trained(parameters())
+    for stated, axis_type in ((SPECS, AxisType.Auto), (None, AxisType.Auto)):
+        params, compiled = trained(parameters(mesh_of(axis_type)), shardings=stated)
+        assert collectives(compiled)["all-to-all"] == 2
+        chex.assert_trees_all_close(jax.device_get(params), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_the_whole_update_of_muon_exchanges_twice(axis_type):
+    """Neither views nor scales by shape nor AdamW move a parameter."""
+    params = parameters(mesh_of(axis_type))
+    transform = muon(1e-2, ns_dtype="float32", muon_weight_dimension_numbers=VIEWS)
+    state = transform.init(params)
+    compiled = jax.jit(transform.update).lower(params, state, params).compile()
+    assert collectives(compiled) == {"all-to-all": 2}
+    updates, _ = compiled(params, state, params)
+    one = parameters()
+    expected, _ = transform.update(one, transform.init(one), one)
+    chex.assert_trees_all_close(jax.device_get(updates), expected, atol=1e-6)
+    for name, x in params.items():
+        assert updates[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_the_caller_s_shard_map(check_vma):
+    """The scale by shape is that of the whole matrices, part by part."""
+    mesh = mesh_of(AxisType.Auto)
+    specs = {**SPECS, "qkv": PartitionSpec(None, "fsdp")}
+    transform = muon(1.0, ns_dtype="float32", muon_weight_dimension_numbers=VIEWS, shardings=specs)
+
+    def update(params):
+        return transform.update(params, transform.init(params), params)[0]
+
+    run = jax.jit(
+        jax.shard_map(update, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=check_vma)
+    )
+    compiled = run.lower(parameters()).compile()
+    assert collectives(compiled) == {"all-to-all": 2}
+    chex.assert_trees_all_close(compiled(parameters()), update(parameters()), atol=1e-5)
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("fsdp", None))
+        x = nn.Dense(16, kernel_init=init)(x)
+        return nn.Dense(16)(nn.relu(x))
+
+
+def test_linen_s_boxed_parameters():
+    mesh, x = mesh_of(AxisType.Auto), jnp.ones((2, 16))
+    variables = Layer().init(jax.random.key(0), x)
+    transform = muon(1e-2, ns_steps=2, shardings=nn.get_partition_spec)
+    expected, _ = muon(1e-2, ns_steps=2).update(variables, transform.init(variables), variables)
+    shardings = nn.get_sharding(variables, mesh)
+    variables = jax.device_put(variables, shardings)
+    state = transform.init(variables)
+    compiled = jax.jit(transform.update).lower(variables, state, variables).compile()
+    assert collectives(compiled) == {"all-to-all": 2}
+    updates, _ = compiled(variables, state, variables)
+    chex.assert_trees_all_close(jax.device_get(updates), expected, atol=1e-4)
+
+
+def test_nnx_s_parameters():
+    mesh = mesh_of(AxisType.Auto)
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", None))
+    with jax.set_mesh(mesh):
+        model = nnx.Linear(16, 16, kernel_init=init, rngs=nnx.Rngs(0))
+        params = nnx.state(model, nnx.Param)
+        for stated in (nnx.get_partition_spec(params), nnx.get_partition_spec, None):
+            transform = muon(1e-2, ns_steps=2, shardings=stated)
+            state = transform.init(params)
+            compiled = jax.jit(transform.update).lower(params, state, params).compile()
+            assert collectives(compiled) == {"all-to-all": 2}
+        optimizer = nnx.Optimizer(model, transform, wrt=nnx.Param)
+        before = np.asarray(model.kernel[...])
+        nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))(
+            model, optimizer, params
+        )
+    assert not np.allclose(model.kernel[...], before)
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    assert model.kernel[...].sharding.is_equivalent_to(sharding, 2)
+
+
+def test_injected_hyperparameters_are_operands():
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        params = dict.fromkeys("ab", parameters(mesh_of(axis_type))["out"])
+        injected = optax.inject_hyperparams(muon)(1e-2, (3.0, -3.0, 1.0), 3, ns_dtype="float32")
+        updates, _ = jax.jit(injected.update)(params, injected.init(params), params)
+        one = dict.fromkeys("ab", parameters()["out"])
+        expected, _ = injected.update(one, injected.init(one), one)
+        chex.assert_trees_all_close(jax.device_get(updates), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_vmap(axis_type):
+    mesh = mesh_of(axis_type)
+    x = np.random.default_rng(0).standard_normal((3, 16, 32)).astype(np.float32)
+    transform = scale_by_muon(ns_dtype="float32", ns_steps=2)
+    updates = jax.vmap(lambda x: transform.update(x, transform.init(x))[0])
+    sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "fsdp")))
+    compiled = jax.jit(updates).lower(sharded).compile()
+    assert collectives(compiled) == {"all-to-all": 2}
+    np.testing.assert_allclose(compiled(sharded), updates(jnp.asarray(x)), atol=2e-6)
+
+
+def test_programs_differ_where_the_partitioned_operation_does():
+    """JAX's cache of compiled programs may leave the pointer to the operation out of its key."""
+    params = {"out": parameters(mesh_of(AxisType.Auto))["out"]}
+
+    def program(**kwargs):
+        transform = scale_by_muon(**kwargs)
+        text = jax.jit(transform.update).lower(params, transform.init(params)).as_text()
+        return re.sub(r'backend_config = "\d+"', "", text)
+
+    assert program() == program()
+    others = [{"ns_coeffs": "dion"}, {"max_group_bytes": 1}, {"ns_dtype": "float32"}]
+    assert len({program(**kwargs) for kwargs in [{}, *others]}) == 4
+
+
+def test_a_mesh_of_one_device_and_none_run_as_before():
+    here = {"out": parameters()["out"]}
+    mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    there = jax.device_put(here, NamedSharding(mesh, PartitionSpec("fsdp")))
+    for params in (here, there):
+        for stated in (None, PartitionSpec("fsdp")):
+            transform = scale_by_muon(shardings=stated)
+            text = str(jax.make_jaxpr(transform.update)(params, transform.init(params)))
+            assert "newton_schulz" in text
+            assert "shard_map" not in text and "custom_partitioning" not in text
+
+
+def test_adamw_alone_under_a_mesh():
+    bias = {"bias": parameters(mesh_of(AxisType.Auto))["bias"]}
+    transform = muon(1e-2)
+    updates, _ = jax.jit(transform.update)(bias, transform.init(bias), bias)
+    assert np.all(updates["bias"] != 0)
+
+
+def update(params, **kwargs):
+    transform = scale_by_muon(**kwargs)
+    return jax.jit(transform.update)(params, transform.init(params))
+
+
+def matrix(*axis_types):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=axis_types)
+    return {"w": jax.device_put(jnp.ones((16, 16)), NamedSharding(mesh, PartitionSpec("x")))}
+
+
+def in_shard_map(names, **kwargs):
+    mesh = mesh_of(AxisType.Auto, (4, 2), ("x", "y"))
+    spec = PartitionSpec("x")
+    run = jax.shard_map(
+        lambda params: update(params, **kwargs)[0],
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names=names,
+    )
+    return jax.jit(run)({"w": jnp.ones((16, 16))})
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: in_shard_map({"x", "y"}), ValueError, r"Manual.*pass shardings="),
+        (
+            lambda: in_shard_map({"x"}, shardings=PartitionSpec("x")),
+            NotImplementedError,
+            r"shard_map over some axes.*call the optimizer outside it",
+        ),
+        (
+            lambda: update(matrix(AxisType.Auto, AxisType.Explicit)),
+            ValueError,
+            r"'x': Auto, 'y': Explicit\}: pass shardings=",
+        ),
+        (
+            lambda: update(matrix(AxisType.Auto, AxisType.Auto), shardings={"w": "x"}),
+            ValueError,
+            r"shardings\['w'\] must be a PartitionSpec, a NamedSharding or None, got 'x'",
+        ),
+        (
+            lambda: update(matrix(AxisType.Auto, AxisType.Auto), shardings=PartitionSpec("embed")),
+            ValueError,
+            r"parameter \['w'\].*\('embed',\) must name axes of the mesh \{'x': 4",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_calls_say_what_was_wrong(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_mixed_mesh_with_specs():
+    params = matrix(AxisType.Auto, AxisType.Explicit)
+    params["w"] = params["w"] * jnp.arange(16.0)[:, None]
+    updates, _ = update(params, shardings=PartitionSpec("x"))
+    expected, _ = update({"w": jnp.asarray(np.asarray(params["w"]))})
+    chex.assert_trees_all_close(jax.device_get(updates), expected, atol=1e-3)
+
+
+PROCESS = """
+import sys
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from muon_jax import scale_by_muon
+
+index, count, address, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+jax.config.update("jax_num_cpu_devices", 8 // count)
+if count > 1:
+    jax.distributed.initialize(address, count, index)
+mesh = jax.make_mesh((8,), ("x",))
+sharding = NamedSharding(mesh, PartitionSpec("x"))
+rng = np.random.default_rng(0)
+grads = {}
+for name in map(str, range(9)):
+    x = rng.standard_normal((16, 24)).astype(np.float32)
+    grads[name] = jax.make_array_from_callback(x.shape, sharding, lambda i, x=x: x[i])
+transform = scale_by_muon()
+updates, _ = jax.jit(transform.update)(grads, transform.init(grads))
+for name, update in updates.items():
+    for shard in update.addressable_shards:
+        np.save(f"{path}/{name}-{shard.index[0].start or 0}.npy", shard.data)
+"""
+
+
+def test_two_processes_are_one(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    runs = []
+    for index, count in ((0, 2), (1, 2), (0, 1)):
+        folder = tmp_path / str(count)
+        folder.mkdir(exist_ok=True)
+        command = [sys.executable, "-c", PROCESS, str(index), str(count), address, str(folder)]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        runs.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    for run in runs:
+        _, errors = run.communicate(timeout=200)
+        assert run.returncode == 0, errors[-3000:]
+    files = sorted((tmp_path / "1").iterdir())
+    assert len(files) == 9 * 8
+    for file in files:
+        np.testing.assert_array_equal(np.load(tmp_path / "2" / file.name), np.load(file))

@@ -1,0 +1,191 @@
+"""Every layout: how many collectives, the results of one device, the sharding of the parameters."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from muon_jax import MuonDimensionNumbers, scale_by_muon
+from muon_jax._views import Split, Unfold
+from muon_jax.benchmarks._sharded import collectives
+
+MATRICES = MuonDimensionNumbers(-2, -1)
+
+
+def layer(qkv, out, up, down, count=1):
+    one = {
+        "q": ((16, 16), qkv),
+        "o": ((16, 16), out),
+        "up": ((16, 32), up),
+        "down": ((32, 16), down),
+    }
+    return {f"{name} {i}": leaf for i in range(count) for name, leaf in one.items()}
+
+
+EXPERTS = {"up": (8, 16, 32), "down": (8, 32, 16)}
+# Mesh, parameters with their specs and, where they are not the last two axes, views; all-to-alls.
+LAYOUTS = {
+    "DDP": ({"data": 8}, layer((), (), (), ()), 0),
+    "FSDP": ({"fsdp": 8}, layer(*[("fsdp",)] * 4, count=3), 2),
+    "HSDP": ({"replica": 2, "fsdp": 4}, layer(*[("fsdp",)] * 4), 2),
+    "TP": ({"tp": 8}, layer((None, "tp"), ("tp",), (None, "tp"), ("tp",)), 2),
+    "TP + FSDP": (
+        {"fsdp": 4, "tp": 2},
+        layer(("fsdp", "tp"), ("tp", "fsdp"), ("fsdp", "tp"), ("tp", "fsdp")),
+        2,
+    ),
+    "EP": ({"ep": 8}, {name: (shape, ("ep",)) for name, shape in EXPERTS.items()}, 0),
+    "EP + FSDP": (
+        {"ep": 4, "fsdp": 2},
+        {"up": (EXPERTS["up"], ("ep", "fsdp")), "down": (EXPERTS["down"], ("ep", None, "fsdp"))},
+        2,
+    ),
+    "TP + EP + FSDP": (
+        {"ep": 2, "fsdp": 2, "tp": 2},
+        {
+            "experts": (EXPERTS["up"], ("ep", "fsdp", "tp")),
+            "dense": ((16, 32), ("fsdp", "tp")),
+            "across": ((16, 16), ("fsdp", ("ep", "tp"))),
+        },
+        4,  # two over (fsdp, tp), two over all three
+    ),
+    "layers stacked": (
+        {"fsdp": 4, "tp": 2},
+        {"up": ((5, 16, 32), (None, "fsdp", "tp")), "down": ((5, 32, 16), (None, ("tp", "fsdp")))},
+        2,
+    ),
+    "stages stacked": (
+        {"stage": 2, "fsdp": 4},
+        {"o": ((2, 3, 16, 16), ("stage", None, "fsdp"))},
+        2,
+    ),
+    "uneven counts": (
+        {"fsdp": 8},
+        {
+            **{f"q {i}": ((16, 16), ("fsdp",)) for i in range(9)},
+            **{f"up {i}": ((16, 24), ("fsdp",)) for i in range(3)},
+            **{f"down {i}": ((24, 16), ("fsdp",)) for i in range(3)},
+            **{f"columns {i}": ((16, 24), (None, "fsdp")) for i in range(5)},
+        },
+        2,
+    ),
+    "views": (
+        {"fsdp": 2, "tp": 4},
+        {
+            "conv": ((3, 3, 4, 24), (None, None, None, ("fsdp", "tp")), ((0, 1, 2), 3)),
+            "qkv": (
+                (16, 32),
+                ("fsdp", "tp"),
+                Split(-1, (16, 8, 8), Unfold(-1, (-1, 4), MuonDimensionNumbers(-3, -1))),
+            ),
+            "heads": ((5, 32, 16), (None, "tp", "fsdp"), Unfold(1, (-1, 4))),
+            "gated": ((16, 24), ("tp", "fsdp"), Split(-1, (16, 8))),
+            "batch between": ((16, 3, 16), ("fsdp", None, "tp"), (0, 2)),
+        },
+        2,
+    ),
+}  # fmt: skip
+
+
+def problem(name, axis_type):
+    """Gradients on a mesh, their specs and views."""
+    sizes, parameters, _ = LAYOUTS[name]
+    mesh = jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(axis_type,) * len(sizes))
+    rng = np.random.default_rng(0)
+    grads, specs, views = {}, {}, {}
+    for key, (shape, spec, *view) in parameters.items():
+        specs[key] = PartitionSpec(*spec)
+        views[key] = view[0] if view else MATRICES
+        if type(views[key]) is tuple:
+            views[key] = MuonDimensionNumbers(*views[key])
+        x = rng.standard_normal(shape).astype(np.float32)
+        grads[key] = jax.device_put(x, NamedSharding(mesh, specs[key]))
+    return grads, specs, views
+
+
+def compiled_update(grads, **kwargs):
+    """The compiled update, and the updates."""
+    optimizer = scale_by_muon(**{"ns_steps": 2, "ns_dtype": "float32", **kwargs})
+    state = optimizer.init(grads)
+    compiled = jax.jit(optimizer.update).lower(grads, state).compile()
+    updates, new_state = compiled(grads, state)
+    for key, grad in grads.items():
+        for array in (updates[key], new_state.mu[key]):
+            assert array.sharding.is_equivalent_to(grad.sharding, grad.ndim), key
+    return compiled, updates
+
+
+def on_one_device(grads, **kwargs):
+    return compiled_update({k: jnp.asarray(np.asarray(v)) for k, v in grads.items()}, **kwargs)[1]
+
+
+def assert_close(updates, expected, atol=2e-6):
+    for key, update in expected.items():
+        np.testing.assert_allclose(updates[key], update, atol=atol, err_msg=key)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name):
+    grads, specs, views = problem(name, AxisType.Auto)
+    expected = on_one_device(grads, weight_dimension_numbers=views)
+    exchanges = LAYOUTS[name][2]
+    for stated, axis_type in (
+        (specs, AxisType.Auto),
+        (None, AxisType.Auto),
+        (None, AxisType.Explicit),
+    ):
+        grads = problem(name, axis_type)[0]
+        compiled, updates = compiled_update(grads, weight_dimension_numbers=views, shardings=stated)
+        assert collectives(compiled) == ({"all-to-all": exchanges} if exchanges else {})
+        assert_close(updates, expected)
+
+
+@pytest.mark.parametrize(("max_group_bytes", "buckets"), [(4 * 16 * (16 + 24), 3), (1, 4)])
+def test_buckets(max_group_bytes, buckets):
+    """9 matrices in 2 slots for each owner, and 11 in 2."""
+    grads, _, views = problem("uneven counts", AxisType.Explicit)
+    expected = on_one_device(grads, weight_dimension_numbers=views)
+    compiled, updates = compiled_update(
+        grads, weight_dimension_numbers=views, max_group_bytes=max_group_bytes
+    )
+    assert collectives(compiled) == {"all-to-all": 2 * buckets}
+    assert_close(updates, expected)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "wire", "atol"),
+    [
+        ({"ns_dtype": "auto"}, "bf16", 2e-2),
+        ({"ns_dtype": "auto", "ns_coeffs": "balanced", "ns_steps": 5}, "f16", 1e-2),
+        ({"ns_dtype": None}, "f32", 2e-6),
+    ],
+)
+def test_what_is_on_the_wire(kwargs, wire, atol):
+    """In float16 the pieces bring their exponents, so that their scale does not matter."""
+    grads, _, views = problem("uneven counts", AxisType.Explicit)
+    grads = {key: 2.0 ** (6 * i - 60) * grad for i, (key, grad) in enumerate(grads.items())}
+    kwargs = {"weight_dimension_numbers": views, "eps": 0.0, **kwargs}
+    optimizer = scale_by_muon(**kwargs)
+    text = jax.jit(optimizer.update).lower(grads, optimizer.init(grads)).as_text()
+    exchanged = re.findall(r"all_to_all\".*tensor<\d+x\d+x(\w+)>\) -> ", text)
+    assert exchanged == [wire] * 2
+    assert_close(compiled_update(grads, **kwargs)[1], on_one_device(grads, **kwargs), atol)
+
+
+def test_a_nan_stays_in_its_matrix():
+    grads, _, views = problem("uneven counts", AxisType.Auto)
+    grads["up 1"] = grads["up 1"].at[3, 3].set(jnp.nan)
+    for coefficients in ("standard", "balanced"):
+        _, updates = compiled_update(
+            grads,
+            weight_dimension_numbers=views,
+            ns_dtype="auto",
+            ns_steps=5,
+            ns_coeffs=coefficients,
+        )
+        bad = {name: np.isnan(update) for name, update in updates.items()}
+        assert bad.pop("up 1").all()
+        assert not any(b.any() for b in bad.values())
