@@ -79,6 +79,22 @@ def test_times_of_the_products_are_those_of_the_results():
     assert expected <= set(LADDER.splitlines())
 
 
+def test_whole_updates_are_those_of_the_results():
+    for measurement, times in measurements("muon"):
+        optax, *ours = (times[name] / 1000 for name in ("optax", "None", "balanced"))
+        cells = [f"{optax:.3g}"]
+        for time in ours:
+            cells += [f"{time:.3g}", f"{optax / time:.2f}×"]
+        for name, unit, digits in [
+            ("launches", 1, 0),
+            ("temp_bytes", 2**20, 0),
+            ("compile_seconds", 1, 1),
+        ]:
+            values = measurement[name].values()
+            cells.append(" / ".join(f"{value / unit:.{digits}f}" for value in values))
+        assert f"| {' | '.join([measurement['model'], *cells])} |" in README
+
+
 def test_losses_are_those_of_the_results():
     report = json.loads((RESULTS / "training_h200.json").read_text())
     rows = [line for line in _report.markdown(report).splitlines() if line.startswith("| ")]
