@@ -3,11 +3,13 @@
 import dataclasses
 import inspect
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from muon_jax import _coefficients, _form, _grouping, _muon, _presets, _routing, _views
+from muon_jax._tables import table
 from pallas_kernels import select_implementation
 
 
@@ -74,17 +76,16 @@ class Description:
             (str(i), _times(g.shape), g.method, g.dtype, g.implementation, f"{g.flops / 1e9:.3g}")
             for i, g in enumerate(self.groups)
         ]
-        return "\n".join(
+        return "\n\n".join(
             [
-                *_table(("path", "shape", "role", "optimizer", "matrices", "group"), parameters),
-                "",
-                *_table(("group", "shape", "method", "dtype", "products", "GFLOP"), groups),
+                table(("path", "shape", "role", "optimizer", "matrices", "group"), parameters),
+                table(("group", "shape", "method", "dtype", "products", "GFLOP"), groups),
             ]
         )
 
 
 def describe(params: Any, **arguments: Any) -> Description:
-    """Returns which parameters `muon` takes for matrices, and how these are orthogonalized.
+    """Prints and returns which parameters `muon` takes for matrices, and what it does with them.
 
     Args:
         params: the parameters, or shapes of them.
@@ -95,23 +96,14 @@ def describe(params: Any, **arguments: Any) -> Description:
         TypeError: `muon` has no such argument.
         ValueError: as `muon`, and `by_role` where it is used.
     """
-    given = _presets.arguments_of(arguments.get("preset")) | arguments
-    call = inspect.signature(_muon.muon).bind(0.0, **given)
-    call.apply_defaults()
-    given = call.arguments
+    given = all_arguments(arguments)
     leaves = jax.tree.leaves_with_path(params)
     views = _views.assign(given["muon_weight_dimension_numbers"], params)
     stacks = [_views.shapes_of_stacks(x, view) for (_, x), view in zip(leaves, views, strict=True)]
     flat = [*itertools.chain.from_iterable(stacks)]
     groups = _grouping.groups(flat, given["max_group_bytes"])
-    group_of = iter(
-        [
-            *itertools.chain.from_iterable(
-                [i for i, group in enumerate(groups) if j in group] for j in range(len(flat))
-            )
-        ]
-    )
-    return Description(
+    group_of = (next(i for i, g in enumerate(groups) if j in g) for j in range(len(flat)))
+    description = Description(
         tuple(
             Parameter(
                 path=name,
@@ -127,20 +119,38 @@ def describe(params: Any, **arguments: Any) -> Description:
         ),
         tuple(_group([flat[i] for i in group], given) for group in groups),
     )
+    print(description)
+    return description
+
+
+def all_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `muon`: these, those of their preset, and defaults.
+
+    Raises:
+        TypeError: `muon` has no such argument.
+        ValueError: there is no such preset.
+    """
+    given = {**_presets.arguments_of(given.get("preset")), **given}
+    call = inspect.signature(_muon.muon).bind(0.0, **given)
+    call.apply_defaults()
+    return call.arguments
+
+
+def iteration(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those arguments of `muon` that decide the form, as `_form.of` takes them."""
+    return {
+        "ns_coeffs": _coefficients.canonicalize(given["ns_coeffs"]),
+        "ns_steps": given["ns_steps"],
+        "dtype": given["ns_dtype"],
+        "preconditioning": given["preconditioning"],
+        "method": given["ns_method"],
+    }
 
 
 def _group(stacks, given):
     batch = sum(stack.shape[0] for stack in stacks)
     m, n = sorted(stacks[0].shape[1:])
-    form = _form.of(
-        (batch, m, n),
-        stacks[0].dtype,
-        ns_coeffs=_coefficients.canonicalize(given["ns_coeffs"]),
-        ns_steps=given["ns_steps"],
-        dtype=given["ns_dtype"],
-        preconditioning=given["preconditioning"],
-        method=given["ns_method"],
-    )
+    form = _form.of((batch, m, n), stacks[0].dtype, **iteration(given))
     operand = jax.ShapeDtypeStruct((batch, m, n), form.dtype)
     return Group(
         shape=operand.shape,
@@ -153,9 +163,3 @@ def _group(stacks, given):
 
 def _times(shape):
     return "×".join(map(str, shape))
-
-
-def _table(heading, rows):
-    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-    for row in (heading, *rows):
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

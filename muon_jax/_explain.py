@@ -9,10 +9,9 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from muon_jax import _coefficients, _distributed, _form, _sharding, _views
+from muon_jax import _describe, _distributed, _form, _sharding, _views
 from muon_jax._cost import exchange_microseconds
-from muon_jax._form import Method, ProductsDType
-from muon_jax._newton_schulz import Preconditioning
+from muon_jax._tables import table
 
 _COLUMNS = ["matrices", "mode", "count", "owners", "each", "padding", "MB", "dtype", "µs"]
 
@@ -64,7 +63,7 @@ class Explanation:
     exchange_microseconds: float
 
     def __str__(self) -> str:
-        rows: list[list[str]] = [_COLUMNS]
+        rows = []
         for group in self.groups:
             shapes = ("×".join(map(str, shape[shape[0] == 1 :])) for shape in group.matrices)
             numbers = (group.count, group.owners, group.each)
@@ -72,27 +71,18 @@ class Explanation:
                 [" + ".join(shapes), group.mode, *map(str, numbers), f"{group.padding:.0%}"]
                 + [f"{group.megabytes:.1f}", group.dtype, f"{group.microseconds:.0f}"]
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         total = (
             f"{2 * self.buckets} exchanges, {self.exchange_microseconds:.0f} µs, beside"
             f" {self.compute_microseconds:.0f} µs of computation (model of H200s)"
         )
-        return "\n".join([*lines, total])
+        return f"{table(_COLUMNS, rows)}\n{total}"
 
 
 def explain(
     params: Any,
     shardings: _sharding.Shardings = None,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
-    *,
-    muon_weight_dimension_numbers: _views.Views = None,
-    ns_coeffs: _coefficients.NSCoeffs = "standard",
-    ns_steps: int = 5,
-    preconditioning: Preconditioning = "frobenius",
-    ns_dtype: ProductsDType = "auto",
-    ns_method: Method | None = "standard",
-    max_group_bytes: int | None = None,
+    **arguments: Any,
 ) -> Explanation:
     """Prints and returns how `muon` with these arguments divides the matrices among devices.
 
@@ -100,29 +90,25 @@ def explain(
         params: arrays, or `jax.ShapeDtypeStruct`s, of the dtype of the momentum.
         shardings: as for `muon`; None for those that the arrays have.
         mesh: None for that of the shardings.
-        muon_weight_dimension_numbers: as for `muon`, and the following too.
-        ns_coeffs: see there.
-        ns_steps: see there.
-        preconditioning: see there.
-        ns_dtype: see there.
-        ns_method: see there.
-        max_group_bytes: see there.
+        **arguments: those of `muon`, without the learning rate; what does not concern the matrices
+            is ignored.
 
     Raises:
+        TypeError: `muon` has no such argument.
         ValueError: an argument is wrong, or a sharding or the mesh is missing.
     """
-    views = muon_weight_dimension_numbers
+    given = _describe.all_arguments(arguments)
+    keywords = _describe.iteration(given)
+    views = given["muon_weight_dimension_numbers"]
     views = views(params) if callable(views) else views
     matrices = _matrices(views, params)
     placed = _stated(matrices) if shardings is None else _sharding.of_leaves(shardings, matrices)
     meshes = [mesh, *(s.mesh for s in placed if isinstance(s, NamedSharding))]
     sizes = next((mesh.shape for mesh in meshes if mesh is not None), {})
     specs = [s.spec if isinstance(s, NamedSharding) else s for s in placed]
-    keywords = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "dtype": ns_dtype}
-    keywords |= {"preconditioning": preconditioning, "method": ns_method}
     units = _distributed.units_of(views, matrices, jax.tree.leaves(matrices))
     wires = [_distributed.wire_dtype(leaf, keywords) for leaf in units]
-    plan = _distributed.make_plan(units, specs, sizes, wires, max_group_bytes)
+    plan = _distributed.make_plan(units, specs, sizes, wires, given["max_group_bytes"])
 
     found: dict[Any, list[int]] = {}  # [count, each, bytes]
     for leaf in plan.local:

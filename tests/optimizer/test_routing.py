@@ -199,9 +199,11 @@ def test_boxes_of_flax_are_no_part_of_the_path():
     assert [p.path for p in describe(nested).parameters] == ["value/value"]
 
 
-def test_the_table():
+def test_the_table(capsys):
     params = {"up": {"kernel": jnp.zeros((8, 16))}, "norm": jnp.zeros(8)}
-    assert str(describe(params, ns_coeffs="balanced", implementation="xla")).splitlines() == [
+    description = describe(params, ns_coeffs="balanced", implementation="xla")
+    assert capsys.readouterr().out == f"{description}\n"
+    assert str(description).splitlines() == [
         "path       shape  role    optimizer  matrices  group",
         "norm       8      vector  adamw",
         "up/kernel  8×16   matrix  muon       1×8×16    0",
