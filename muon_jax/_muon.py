@@ -2,9 +2,9 @@
 
 Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
 
-1.  The iteration computes in the dtype that its coefficients need (`ns_dtype="auto"`): bfloat16, as
-    every other Muon does, or float16 for some composed schedules. `ns_dtype=None` is optax's
-    choice, the momentum's own dtype.
+1.  The iteration computes in the dtype that its coefficients and its form need (`ns_dtype="auto"`):
+    bfloat16, as every other Muon does, or float16. `ns_dtype=None` is optax's choice, the
+    momentum's own dtype. Its form is the faster one (`ns_method=None`), equal in exact arithmetic.
 2.  `ns_coeffs="dion"` with `ns_steps` below 5 runs its last steps and above 5 raises. optax raises
     below and silently runs 5 above.
 3.  `ns_coeffs` takes more names than optax's `"standard"` and `"dion"`, and the same ones in
