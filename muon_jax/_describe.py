@@ -102,7 +102,8 @@ def describe(params: Any, **arguments: Any) -> Description:
     stacks = [_views.shapes_of_stacks(x, view) for (_, x), view in zip(leaves, views, strict=True)]
     flat = [*itertools.chain.from_iterable(stacks)]
     groups = _grouping.groups(flat, given["max_group_bytes"])
-    group_of = (next(i for i, g in enumerate(groups) if j in g) for j in range(len(flat)))
+    group_of = {j: i for i, group in enumerate(groups) for j in group}
+    positions = itertools.count()
     description = Description(
         tuple(
             Parameter(
@@ -111,7 +112,7 @@ def describe(params: Any, **arguments: Any) -> Description:
                 role=found.role if found else "unknown",
                 optimizer="adamw" if view is None else "muon",
                 matrices=tuple(stack.shape for stack in own),
-                groups=tuple(next(group_of) for _ in own),
+                groups=tuple(group_of[next(positions)] for _ in own),
             )
             for (path, leaf), view, own in zip(leaves, views, stacks, strict=True)
             for name in [_routing.path_name(path)]

@@ -99,9 +99,12 @@ def explain(
     """
     given = _describe.all_arguments(arguments)
     keywords = _describe.iteration(given)
-    views = given["muon_weight_dimension_numbers"]
-    views = views(params) if callable(views) else views
-    matrices = _matrices(views, params)
+    leaves, treedef = jax.tree.flatten(params)
+    assigned = _views.assign(given["muon_weight_dimension_numbers"], params)
+    views = treedef.unflatten(assigned)
+    matrices = treedef.unflatten(  # as `scale_by_muon` gets them
+        optax.MaskedNode() if view is None else p for p, view in zip(leaves, assigned, strict=True)
+    )
     placed = _stated(matrices) if shardings is None else _sharding.of_leaves(shardings, matrices)
     meshes = [mesh, *(s.mesh for s in placed if isinstance(s, NamedSharding))]
     sizes = next((mesh.shape for mesh in meshes if mesh is not None), {})
@@ -137,18 +140,6 @@ def explain(
     explanation = Explanation(tuple(groups), len(plan.buckets), time, exchange)
     print(explanation)
     return explanation
-
-
-def _matrices(views, params):
-    """The parameters of Muon, as `scale_by_muon` gets them."""
-    if views is None:
-        return jax.tree.map(lambda p: p if p.ndim == 2 else optax.MaskedNode(), params)
-    return jax.tree.map(
-        lambda view, subtree: optax.MaskedNode() if view is None else subtree,
-        views,
-        params,
-        is_leaf=_views.is_view,
-    )
 
 
 def _stated(params):

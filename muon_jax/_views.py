@@ -45,7 +45,7 @@ class Split:
         views = self.view if isinstance(self.view, list) else [self.view] * len(self.sizes)
         if sum(self.sizes) != _size(shape, self) or len(views) != len(self.sizes):
             raise ValueError(f"{self} needs that size on its axis, and as many views as sizes")
-        ends = [sum(self.sizes[: i + 1]) for i in range(len(views))]
+        ends = itertools.accumulate(self.sizes)
         slices = [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
         return [*zip(slices, views, strict=True)]
 
@@ -135,15 +135,7 @@ def assign(views: Views, params: Any) -> list[View | None]:
     """
     if views is None:
         return [MuonDimensionNumbers() if p.ndim == 2 else None for p in jax.tree.leaves(params)]
-    views = views(params) if callable(views) else views
-    found = []
-    jax.tree.map(
-        lambda view, subtree: found.extend([view] * len(jax.tree.leaves(subtree))),
-        views,
-        params,
-        is_leaf=is_view,
-    )
-    return found
+    return _broadcast(views, params)
 
 
 def batch_axes(view: View, ndim: int) -> tuple[int, ...]:
@@ -197,19 +189,15 @@ def of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
         ValueError: a leaf without a view is no matrix.
     """
     found = []
-
-    def find(path, view, subtree):
-        for rest, leaf in jax.tree.leaves_with_path(subtree):
-            name = jax.tree_util.keystr((*path, *rest))
-            if view is None and leaf.ndim != 2:
-                raise ValueError(
-                    f"the parameter {name} of shape {leaf.shape} is no matrix: give it"
-                    " MuonDimensionNumbers, or leave it to another optimizer"
-                )
-            found.append((name, MuonDimensionNumbers() if view is None else view))
-
-    views = views(tree) if callable(views) else views
-    jax.tree.map_with_path(find, views, tree, is_leaf=is_view)
+    leaves = jax.tree.leaves_with_path(tree)
+    for (path, leaf), view in zip(leaves, _broadcast(views, tree), strict=True):
+        name = jax.tree_util.keystr(path)
+        if view is None and leaf.ndim != 2:
+            raise ValueError(
+                f"the parameter {name} of shape {leaf.shape} is no matrix: give it"
+                " MuonDimensionNumbers, or leave it to another optimizer"
+            )
+        found.append((name, MuonDimensionNumbers() if view is None else view))
     return found
 
 
@@ -247,6 +235,12 @@ def flatten(
         )
 
     return [*itertools.chain(*to_stacks_of_leaves(views, tree))], unflatten
+
+
+def _broadcast(views, tree):
+    """The view, or None, that stands at or above each leaf of `tree`."""
+    views = views(tree) if callable(views) else views
+    return jax.tree.leaves(jax.tree.broadcast(views, tree, is_leaf=is_view), is_leaf=is_view)
 
 
 def _size(shape, view):
