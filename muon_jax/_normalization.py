@@ -48,8 +48,7 @@ def inverse_norm(
         norm = jnp.sqrt(jnp.sum(jnp.abs(gram).astype(accumulator(gram)) ** 2, axis=(-2, -1)))
         regularized = jnp.sqrt(jnp.maximum(norm, (eps * scale) * scale))
     else:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        norm = jnp.linalg.norm(wide, ord=2, axis=(-2, -1))
+        norm = jnp.linalg.norm(wide(x), ord=2, axis=(-2, -1))
         regularized = regularize(norm, eps * scale, eps_mode)
     return jnp.where(norm == 0, 0, 1 / regularized)
 
