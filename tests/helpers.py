@@ -37,6 +37,15 @@ def described_gpu(name: str):
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=GPUS[name]))
 
 
+def random_tree(shapes: dict[str, tuple[int, ...]], seed: int, dtype=jnp.float32):
+    """Standard normal arrays of these shapes, by name."""
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {
+        name: jax.random.normal(key, shape, dtype)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
 def _interpreted(
     syrkx,
     a_matrix,

@@ -1,6 +1,7 @@
 """Metrics of updates against NumPy in float64."""
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,11 +29,7 @@ NAMES = ("gradient_norm", "update_rms", "orthogonality_residual", "stable_rank")
 
 
 def tree(seed, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(seed), len(SHAPES))
-    return {
-        name: jax.random.normal(key, shape, dtype)
-        for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)
-    }
+    return helpers.random_tree(SHAPES, seed, dtype)
 
 
 def by_shape(arrays):

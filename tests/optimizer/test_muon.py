@@ -1,6 +1,7 @@
 import inspect
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,12 +34,8 @@ def tree(seed=0, dtype=jnp.float32, names=tuple(DIMENSION_NUMBERS)):
         "conv": (3, 3, 4, 24),
         "bias": (11,),
     }
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return {
-        name: jax.random.normal(key, shape, dtype)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-        if name in names
-    }
+    drawn = helpers.random_tree(shapes, seed, dtype)
+    return {name: x for name, x in drawn.items() if name in names}
 
 
 def trajectory(optimizer, steps, names=tuple(DIMENSION_NUMBERS)):
@@ -90,6 +87,14 @@ def test_the_default_dtype_is_bfloat16_and_close_to_optax():
         assert 1e-4 < error < 5e-2, name
 
 
+OF_THE_ITERATION = [
+    "ns_dtype",
+    "ns_method",
+    "implementation",
+    "max_group_bytes",
+    "shardings",
+    "mu_rounding",
+]
 NEW = {
     "muon": [
         "preset",
@@ -102,23 +107,9 @@ NEW = {
         "normuon_averaged",
         "adam_eps",
         "adam_nesterov",
-        "ns_dtype",
-        "ns_method",
-        "implementation",
-        "max_group_bytes",
-        "shardings",
-        "mu_rounding",
+        *OF_THE_ITERATION,
     ],
-    "scale_by_muon": [
-        "momentum",
-        "eps_mode",
-        "ns_dtype",
-        "ns_method",
-        "implementation",
-        "max_group_bytes",
-        "shardings",
-        "mu_rounding",
-    ],
+    "scale_by_muon": ["momentum", "eps_mode", *OF_THE_ITERATION],
 }
 
 

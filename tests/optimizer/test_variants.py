@@ -1,6 +1,7 @@
 """Transforms that chain with `scale_by_muon`, against their formulas in NumPy and float64."""
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,11 +38,7 @@ SHAPES = {"wide": (10, 25), "tall": (24, 8), "stack": (3, 6, 9), "fused": (7, 20
 
 
 def tree(seed, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(seed), len(SHAPES))
-    return {
-        name: jax.random.normal(key, shape, dtype)
-        for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)
-    }
+    return helpers.random_tree(SHAPES, seed, dtype)
 
 
 def matrices(arrays):
