@@ -12,6 +12,8 @@ from pallas_kernels._pallas_triton import Config, default_config
 @pytest.mark.parametrize(
     ("shape", "tile", "num_warps"),
     [
+        ((64, 64), 16, 2),
+        ((128, 128), 16, 4),
         ((256, 256), 32, 4),
         ((1024, 4096), 64, 4),
         ((2048, 2048), 64, 4),
