@@ -29,7 +29,7 @@ from muon_jax import _exchange, _form, _grouping, _placement, _sharding, _views
 MAX_BUCKET_BYTES = 2**27
 
 # Part of the key of compiled programs in JAX's cache: another one for another plan or execution.
-_VERSION = 1
+_VERSION = 2
 
 
 def map_matrices(

@@ -197,13 +197,10 @@ def plan(
     for (axes, dtype), kinds in groups.items():
         whole = Bucket(axes, dtype, ())
         chunks = _chunks([*kinds.values()], whole.owners)
-        slots = [(i, slot) for i, chunk in enumerate(chunks) for slot in range(chunk.slots)]
-        sizes = [whole.bytes_of(chunks[i]) // chunks[i].slots for i, _ in slots]
-        for start, stop in _cut(sizes, max_bucket_bytes):
-            parts = []
-            for i, members in itertools.groupby(slots[start:stop], key=operator.itemgetter(0)):
-                within = [slot for _, slot in members]
-                parts.append(_slice(chunks[i], within[0], within[-1] + 1, whole.owners))
+        slots = [chunk.slots for chunk in chunks]
+        sizes = [whole.bytes_of(chunk) // chunk.slots for chunk in chunks]
+        for cut in _cut(slots, sizes, max_bucket_bytes):
+            parts = [_slice(chunks[i], start, stop, whole.owners) for i, start, stop in cut]
             buckets.append(Bucket(axes, dtype, tuple(parts)))
     return Plan(tuple(local), tuple(buckets))
 
@@ -232,22 +229,51 @@ def _slice(chunk: Chunk, first_slot: int, last_slot: int, owners: int) -> Chunk:
     return Chunk(tuple(parts), last_slot - first_slot, 0 if is_full else chunk.first)
 
 
-def _cut(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Cuts a sequence into ranges that sum to at most `limit`, the first and the last to a quarter.
+def _cut(
+    totals: Sequence[int], sizes: Sequence[int], limit: int
+) -> list[list[tuple[int, int, int]]]:
+    """Cuts kinds of so many slots, of these sizes in bytes, into buckets of at most `limit`.
 
-    What they hold is on the wire while nothing is computed. A sequence within the limit stays one.
+    Returns for each bucket the kinds in it, with the slots [start, stop) of each. A kind is cut
+    into equal parts, because every other number of matrices is another program to compile. The kind
+    with the most bytes has also a smaller part at each end of the sequence: what the first and the
+    last bucket hold is on the wire while nothing is computed.
     """
+    everything = [(i, 0, total) for i, total in enumerate(totals)]
+    if sum(map(operator.mul, totals, sizes)) <= limit:
+        return [everything]
+    most = [max(1, limit // size) for size in sizes]
+    outer = max(range(len(totals)), key=lambda i: totals[i] * sizes[i])
+    small, part = _ends(totals[outer], most[outer])
+    start, stop = small, totals[outer] - small
+    between = [(outer, at, min(at + part, stop)) for at in range(start, stop, part)]
+    for i, _, total in everything[:outer] + everything[outer + 1 :]:
+        part = _part(total, most[i])
+        between += [(i, at, min(at + part, total)) for at in range(0, total, part)]
+    buckets, used = [], limit
+    for i, start, stop in between:
+        used += (stop - start) * sizes[i]
+        if used > limit:
+            buckets.append([])
+            used = (stop - start) * sizes[i]
+        buckets[-1].append((i, start, stop))
+    first, last = (outer, 0, small), (outer, totals[outer] - small, totals[outer])
+    return [[first], *buckets, [last]] if small else buckets
 
-    def fill(indices, limit):
-        """How many of these sizes sum to at most `limit`: at least one."""
-        sums = itertools.accumulate(sizes[i] for i in indices)
-        return max(1, sum(total <= limit for total in sums))
 
-    if sum(sizes) <= limit or len(sizes) == 1:
-        return [(0, len(sizes))]
-    start = fill(range(len(sizes)), limit / 4)
-    last = max(start, len(sizes) - fill(range(len(sizes) - 1, -1, -1), limit / 4))
-    ends = [0, start]
-    while ends[-1] < last:
-        ends.append(ends[-1] + fill(range(ends[-1], last), limit))
-    return [*itertools.pairwise([*ends, len(sizes)])]
+def _part(total: int, most: int) -> int:
+    """The largest divisor of a number of slots, if that is no less than half of what is allowed."""
+    largest = max(part for part in range(1, min(total, most) + 1) if total % part == 0)
+    return largest if 2 * largest > min(total, most) else -(-total // -(-total // most))
+
+
+def _ends(total: int, most: int) -> tuple[int, int]:
+    """The slots at each end and those of each part between: few parts, ends of a half or less."""
+    cuts = [
+        ((total - 2 * small) // part, abs(4 * small - part), small, part)
+        for part in range(1, min(total, most) + 1)
+        for small in range(1, max(part // 2, 1) + 1)
+        if 2 * small <= total and (total - 2 * small) % part == 0
+    ]
+    *_, small, part = min(cuts, default=(0, 0, 0, _part(total, most)))
+    return small, part

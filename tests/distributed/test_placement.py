@@ -89,12 +89,26 @@ def test_equal_shapes_of_all_layouts_share_owners():
     assert len([*chunk.layouts()]) == 4
 
 
-def test_first_and_last_buckets_are_small():
-    mesh = {"x": 8}
-    leaves = leaves_of([((16, 24), PartitionSpec("x"), MATRICES)] * 128, mesh)
-    plan = plan_of(leaves, mesh, 8 * 16 * 24 * 4)
-    slots = [sum(chunk.slots for chunk in bucket.chunks) for bucket in plan.buckets]
-    assert slots == [2, 8, 4, 2]
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ((64,), [{0: 8}]),
+        ((128,), [{0: 4}, {0: 8}, {0: 4}]),
+        ((192,), [{0: 4}, {0: 8}, {0: 8}, {0: 4}]),
+        ((136,), [{0: 1}, {0: 5}, {0: 5}, {0: 5}, {0: 1}]),
+        ((128, 96, 40), [{0: 4}, {0: 8}, {1: 6}, {1: 6}, {2: 5}, {0: 4}]),
+        ((128, 16, 16, 33), [{0: 4}, {0: 8}, {1: 2, 2: 2}, {3: 5}, {0: 4}]),
+        ((16, 8, 80), [{2: 2}, {2: 6, 0: 2}, {1: 1}, {2: 2}]),
+    ],
+)
+def test_buckets_of_few_sizes_and_small_ones_at_the_ends(counts, expected):
+    """Kinds of so many units, of equal sizes, on 8 devices, 8 slots a bucket."""
+    mesh, shapes = {"x": 8}, [(16, 24), (8, 48), (32, 12), (64, 6)]
+    kinds = zip(counts, shapes, strict=False)
+    sharded = [((n, *shape), PartitionSpec(None, "x"), MATRICES) for n, shape in kinds]
+    plan = plan_of(leaves_of(sharded, mesh), mesh, 8 * 16 * 24 * 4)
+    slots = [{c.parts[0][0].index: c.slots for c in bucket.chunks} for bucket in plan.buckets]
+    assert slots == expected
 
 
 def test_remainders_go_to_different_owners():
