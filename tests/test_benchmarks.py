@@ -1,3 +1,4 @@
+import collections
 import json
 import os
 from types import SimpleNamespace
@@ -6,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax.contrib
 import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from muon_jax import muon
 from muon_jax.benchmarks import __main__ as benchmarks
 from muon_jax.benchmarks import (
     _measure,
     _models,
+    _overlap,
     _plots,
     _rivals,
     _shapes,
@@ -82,7 +85,7 @@ def test_it_times_checks_and_reports(benchmark, variants, measure, capsys):
 def test_sharded_counts_collectives_and_checks(measure, capsys, monkeypatch):
     report = json.loads(measure("sharded").read_text())
     (measurement,) = report["measurements"]
-    assert measurement["devices"] == 8
+    assert measurement["mesh"] == {"fsdp": 8}
     variants = ["optax", "None", "explicit", "balanced"]
     assert list(measurement["microseconds"]) == list(measurement["collectives"]) == variants
     assert all(measurement["collectives"][name] == {"all-to-all": 2} for name in variants[1:])
@@ -90,7 +93,46 @@ def test_sharded_counts_collectives_and_checks(measure, capsys, monkeypatch):
     assert "collectives of None 2 all-to-all" in capsys.readouterr().out
     monkeypatch.setattr(_sharded, "TOLERANCE", -1.0)
     with pytest.raises(ArithmeticError, match="tiny, None: the update of .* on one device by"):
-        _sharded.measure("tiny", "float32")
+        _sharded.measure("tiny", "float32", {"tensor": 2})
+
+
+def test_sharded_takes_any_mesh_of_its_axes():
+    mesh = AbstractMesh((2, 2, 2), ("expert", "fsdp", "tensor"))
+    shardings = {
+        name: _sharded.sharding(jax.ShapeDtypeStruct(shape, jnp.float32), mesh).spec
+        for name, shape in {**TINY, "odd": (3, 4)}.items()
+    }
+    assert shardings == {
+        "embedding": PartitionSpec("fsdp", "tensor"),
+        "layer/w": PartitionSpec("fsdp", "tensor"),
+        "layer/b": PartitionSpec(None),
+        "experts": PartitionSpec(None, "fsdp", "tensor"),
+        "odd": PartitionSpec(None, "tensor"),
+    }
+    with pytest.raises(SystemExit):
+        benchmarks.main(["sharded", "--mesh", "rows=2"])
+
+
+@pytest.mark.parametrize(
+    ("computing", "exchanging", "exposed"),
+    [
+        ([(0, 4), (2, 6)], [(1, 3)], 0),
+        ([(0, 4), (6, 9)], [(3, 7)], 2),
+        ([(5, 6)], [(0, 2), (1, 3), (5, 7)], 4),
+        ([], [(1, 2)], 1),
+    ],
+)
+def test_what_is_exposed_of_exchanges(computing, exchanging, exposed):
+    times = _overlap.times_of(_overlap.union(computing), _overlap.union(exchanging))
+    assert times["exposed"] == exposed
+    event = collections.namedtuple("Event", "name start_ns duration_ns")
+    line = collections.namedtuple("Line", "name events")
+    events = [event("gemm", 1e3 * a, 1e3 * (b - a)) for a, b in computing]
+    others = [event("ncclDevKernel_SendRecv", 1e3 * a, 1e3 * (b - a)) for a, b in exchanging]
+    plane = collections.namedtuple("Plane", "lines")(
+        [line("Stream #1", events), line("Stream #2", others), line("XLA Ops", [*events, *others])]
+    )
+    assert _overlap.times_of(*_overlap.kernels(plane)) == times
 
 
 def test_tune_writes_the_table_that_the_dispatch_reads(tmp_path, monkeypatch):

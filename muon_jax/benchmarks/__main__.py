@@ -3,7 +3,7 @@
     python -m muon_jax.benchmarks syrk --json syrk.json
     python -m muon_jax.benchmarks newton_schulz --shapes peers 24x512x2048
     python -m muon_jax.benchmarks muon --models gpt2-small
-    python -m muon_jax.benchmarks sharded --json sharded.json
+    python -m muon_jax.benchmarks sharded --mesh fsdp=2 tensor=2 --json sharded.json
     python -m muon_jax.benchmarks accuracy --names standard --json accuracy.json
     python -m muon_jax.benchmarks training --json training.json
     python -m muon_jax.benchmarks coefficients --names balanced
@@ -19,6 +19,7 @@ ours or best approximations.
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -87,7 +88,11 @@ def measure(arguments: argparse.Namespace) -> None:
     report |= environment()
     report |= {"dtype": arguments.dtype, "input": "standard normal", "measurements": []}
     print("\n".join([_report.heading(report), *_report.absent(report)]))
-    measurements = (MEASURES[arguments.command](case, arguments.dtype) for case in cases)
+    function = MEASURES[arguments.command]
+    if arguments.command == "sharded":
+        mesh_shape = dict(arguments.mesh or [("fsdp", jax.device_count())])
+        function = functools.partial(function, mesh_shape=mesh_shape)
+    measurements = (function(case, arguments.dtype) for case in cases)
     _collect(report, measurements, arguments.json, indent=1)
 
 
@@ -179,6 +184,16 @@ def show(arguments: argparse.Namespace) -> None:
         _plots.figure(reports).savefig(arguments.png, format="png", dpi=90)
 
 
+def _mesh_axis(text: str) -> tuple[str, int]:
+    """An axis of a mesh, as in fsdp=4."""
+    name, _, size = text.partition("=")
+    if name not in _sharded.AXES or not size.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be AXIS=SIZE, AXIS one of {', '.join(_sharded.AXES)}"
+        )
+    return name, int(size)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Runs the command line, `words` in place of the process's own arguments."""
     parser = argparse.ArgumentParser(
@@ -209,8 +224,14 @@ def main(words: Sequence[str] | None = None) -> None:
     add_benchmark("muon", "float32").add_argument(
         "--models", nargs="+", choices=_models.MODELS, default=[*_models.MODELS]
     )
-    add_benchmark("sharded", "float32").add_argument(
-        "--models", nargs="+", choices=_models.MODELS, default=["24-layers"]
+    sharded = add_benchmark("sharded", "float32")
+    sharded.add_argument("--models", nargs="+", choices=_models.MODELS, default=["24-layers"])
+    sharded.add_argument(
+        "--mesh",
+        nargs="+",
+        type=_mesh_axis,
+        metavar="AXIS=SIZE",
+        help=f"axes of {', '.join(_sharded.AXES)} (default: fsdp, all devices)",
     )
     polar = commands.add_parser("accuracy", help="distance to the polar factor, by coefficients")
     names = _accuracy.names()

@@ -11,7 +11,10 @@ type Measurement = Mapping[str, Any]
 
 
 def label(measurement: Measurement) -> str:
-    """Returns the model or the shape."""
+    """Returns the model, with the mesh if there is one, or the shape."""
+    if "mesh" in measurement:
+        axes = ", ".join(f"{name}={size}" for name, size in measurement["mesh"].items())
+        return f"{measurement['model']}, {axes}"
     return measurement.get("model") or "×".join(map(str, measurement["shape"]))
 
 

@@ -82,6 +82,8 @@ def _row(measurement: Measurement, variants: Iterable[str], clock: str) -> dict[
             row[f"{counted} of {name}"] = "" if count is None else str(count)
     for name, counts in measurement.get("collectives", {}).items():
         row[f"collectives of {name}"] = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+    for name, times in measurement.get("timeline", {}).items():
+        row |= {f"{what} of {name}": f"{time:.0f}" for what, time in times.items()}
     if "chosen" in measurement:
         row["chosen"] = measurement["chosen"]
     return row

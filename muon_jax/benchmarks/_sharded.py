@@ -1,8 +1,10 @@
-"""Whole updates of parameters that all devices share, FSDP, beside optax."""
+"""Whole updates of parameters that all devices share, beside optax."""
 
 import collections
+import math
 import re
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ import optax.contrib
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import muon
-from muon_jax.benchmarks import _measure, _models, _timing
+from muon_jax.benchmarks import _measure, _models, _overlap, _timing
 from muon_jax.benchmarks._timing import JaxProgram
 
 # Optimizers, and whether JAX's mesh has explicit axes.
@@ -20,6 +22,8 @@ VARIANTS = {
     "explicit": (muon, {}, AxisType.Explicit),
     "balanced": (muon, {"ns_coeffs": "balanced"}, AxisType.Explicit),
 }
+# What mesh axes shard: experts or layers, rows, columns.
+AXES = {"expert": -3, "fsdp": -2, "tensor": -1}
 # Largest relative difference, for each parameter, from the same optimizer's update on one device:
 # that of half precision in another order.
 TOLERANCE = 0.02
@@ -40,12 +44,18 @@ def collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
     return dict(collections.Counter(re.findall(rf" ({names})(?:-start)?\(", text)))
 
 
-def measure(model: str, dtype: str) -> dict[str, Any]:
-    """Times one update of all parameters of a model, their rows sharded over all devices.
+def measure(model: str, dtype: str, mesh_shape: Mapping[str, int]) -> dict[str, Any]:
+    """Times one update of all parameters of a model, sharded over a mesh of these axes.
+
+    Args:
+        model: a name of `MODELS`.
+        dtype: of gradients, state and parameters.
+        mesh_shape: sizes of axes that are in `AXES`.
 
     Raises:
         ArithmeticError: an update of ours is further than `TOLERANCE` from that on one device.
     """
+    devices = jax.devices()[: math.prod(mesh_shape.values())]
     shapes = _models.MODELS[model]
     numbers = _models.dimension_numbers(shapes)
     whole = {
@@ -55,8 +65,13 @@ def measure(model: str, dtype: str) -> dict[str, Any]:
     programs, report = {}, collections.defaultdict(dict)
     for name, (make, kwargs, axis_type) in VARIANTS.items():
         optimizer = make(0.02, muon_weight_dimension_numbers=numbers, **kwargs)
-        mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(axis_type,))
-        gradients = {key: jax.device_put(x, _rows(x, mesh)) for key, x in whole.items()}
+        mesh = jax.make_mesh(
+            tuple(mesh_shape.values()),
+            tuple(mesh_shape),
+            axis_types=(axis_type,) * len(mesh_shape),
+            devices=devices,
+        )
+        gradients = {key: jax.device_put(x, sharding(x, mesh)) for key, x in whole.items()}
         arguments = (gradients, optimizer.init(gradients), gradients)
         start = time.perf_counter()
         program = WallClockProgram.compile(optimizer.update, *arguments)
@@ -65,6 +80,8 @@ def measure(model: str, dtype: str) -> dict[str, Any]:
         report["collectives"][name] = collectives(program.compiled)
         memory: Any = program.compiled.memory_analysis()
         report["temp_bytes"][name] = memory.temp_size_in_bytes
+        if timeline := _overlap.of(program):
+            report["timeline"][name] = timeline
         if make is muon:
             expected = jax.jit(optimizer.update)(whole, optimizer.init(whole), whole)[0]
             updates = program.result()[0]
@@ -74,15 +91,17 @@ def measure(model: str, dtype: str) -> dict[str, Any]:
             )
     return {
         "model": model,
-        "devices": jax.device_count(),
+        "mesh": dict(mesh_shape),
         "parameters": sum(x.size for x in whole.values()),
         **report,
         "microseconds": _timing.time_interleaved(programs),
     }
 
 
-def _rows(x, mesh):
-    """The sharding of the rows of matrices, where it is even."""
-    is_even = x.ndim > 1 and x.shape[-2] % mesh.size == 0
-    spec = PartitionSpec(*[None] * (x.ndim - 2), "fsdp") if is_even else PartitionSpec()
-    return NamedSharding(mesh, spec)
+def sharding(x: jax.Array, mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Returns how `(..., rows, cols)` is sharded: its axes over those of `AXES`, where even."""
+    spec: list[str | None] = [None] * x.ndim
+    for name, axis in AXES.items():
+        if name in mesh.shape and x.ndim >= max(2, -axis) and x.shape[axis] % mesh.shape[name] == 0:
+            spec[axis] = name
+    return NamedSharding(mesh, PartitionSpec(*spec))
