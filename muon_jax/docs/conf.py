@@ -1,5 +1,7 @@
 """How Sphinx builds these pages: `sphinx-build -W --keep-going -b html muon_jax/docs OUT`.
 
+`-b linkcheck` in place of `-b html` follows the links to other sites, which needs the network.
+
 Some pages, or parts of them, are the documents that lie beside the code. Their links, which are
 relative to where they lie, are pointed here to the page that holds what they lead to.
 """
