@@ -87,7 +87,7 @@ def explain(
     """Prints and returns how `muon` with these arguments divides the matrices among devices.
 
     Args:
-        params: arrays, or `jax.ShapeDtypeStruct`s, of the dtype of the momentum.
+        params: arrays, or shapes (`jax.ShapeDtypeStruct`), of the dtype of the momentum.
         shardings: as for `muon`; None for those that the arrays have.
         mesh: None for that of the shardings.
         **arguments: those of `muon`, without the learning rate; what does not concern the matrices

@@ -101,7 +101,7 @@ def newton_schulz(
             precision: complex matrices use complex64 at least.
         preconditioning: what X is divided by: `"frobenius"`, its Frobenius norm; `"spectral"`, its
             largest singular value (by an SVD, slow); `"schatten"`, its Schatten-4 norm ‖A‖_F^½;
-            `"aol"`, row by row the square roots of the row sums of |A|, which changes the polar
+            `"aol"`, row by row the square roots of the row sums of `|A|`, which changes the polar
             factor slightly. Composed schedules always divide by the Schatten-4 norm, and take the
             default alone.
         method: `"standard"`, where every step multiplies with X; `"gram"`, the same polynomial with

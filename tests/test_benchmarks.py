@@ -1,6 +1,7 @@
 import collections
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from muon_jax import muon
 from muon_jax.benchmarks import __main__ as benchmarks
 from muon_jax.benchmarks import (
+    _headline,
     _measure,
     _models,
     _overlap,
@@ -362,3 +364,25 @@ def test_both_optimizers_take_the_models(name):
         state = jax.eval_shape(optimizer.init, parameters)
         updates, _ = jax.eval_shape(optimizer.update, parameters, state, parameters)
         assert jax.tree.map(jnp.shape, updates) == shapes
+
+
+def test_the_headline_shows_the_results(tmp_path, capsys):
+    files = [f"{name}.json" for name in ("newton_schulz_h200", "muon_h200", "accuracy_cpu")]
+    paths = [str(Path(benchmarks.__file__).parent / "results" / file) for file in files]
+    png = tmp_path / "headline.png"
+    benchmarks.main(["report", *paths, "--headline", "--png", str(png)])
+    assert png.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+
+    iteration, updates, accuracy = _headline.figure(
+        [json.loads(Path(p).read_text()) for p in paths]
+    ).axes
+    shapes = len(json.loads(Path(paths[0]).read_text())["measurements"])
+    assert len(iteration.patches) == 2 * shapes
+    clocks = json.loads(Path(paths[1]).read_text())["measurements"][0]["microseconds"]
+    speedup = clocks["optax"]["device"][1] / clocks["balanced"]["device"][1]
+    assert updates.patches[1].get_width() == pytest.approx(speedup)
+    names = {text.get_text() for text in accuracy.texts}
+    assert {"standard", "balanced", "accurate"} < names
+    with pytest.raises(ValueError, match="needs a file of the benchmark muon or sharded"):
+        _headline.figure([json.loads(Path(paths[0]).read_text())])

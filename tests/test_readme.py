@@ -1,5 +1,6 @@
 """What the documents say is so: their code runs, their figures are the committed measurements."""
 
+import ast
 import json
 import re
 import sys
@@ -8,30 +9,98 @@ from pathlib import Path
 import pytest
 
 import muon_jax.benchmarks
+import pallas_kernels
+from muon_jax import PRESETS
 from muon_jax.benchmarks import _report, _training_report
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 RESULTS = Path(muon_jax.benchmarks.__file__).parent / "results"
 LADDER = (RESULTS.parent / "README.md").read_text()
+BENCHMARKS = (RESULTS.parent / "__main__.py").read_text()
+DOCS = ROOT / "muon_jax" / "docs"
+DOCUMENTS = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", ROOT / "muon_jax" / "NUMERICS.md", *sorted(DOCS.glob("*.md")))
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "code"),
+    ("name", "code", "printed"),
     [
-        pytest.param(name, code, id=f"{name}-{index}")
-        for name in ("README.md", "muon_jax/NUMERICS.md")
-        for index, code in enumerate(
-            re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S)
+        pytest.param(name, *match.groups(), id=f"{name}-{index}")
+        for name, text in DOCUMENTS.items()
+        for index, match in enumerate(
+            re.finditer(
+                r"^```python\n(.*?)^```$(?:\n\nprints[^\n]*\n\n```text\n(.*?)^```$)?",
+                text,
+                re.S | re.M,
+            )
         )
     ],
 )
-def test_code_runs(name, code, monkeypatch, capsys):
+def test_code_runs(name, code, printed, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [*sys.path])  # to which code may add
     exec(compile(code, name, "exec"), {})
-    if "describe(" in code:
-        assert capsys.readouterr().out.strip() in README
+    if printed:
+        assert capsys.readouterr().out.strip() == printed.strip()
+
+
+def test_commands_name_what_there_is():
+    commands = "\n".join(
+        re.findall(r"^```bash\n(.*?)^```$", "\n".join(DOCUMENTS.values()), re.S | re.M)
+    )
+    for name in re.findall(r"examples/\w+\.py", commands):
+        assert (ROOT / name).is_file()
+    benchmarks = {*re.findall(r"python -m muon_jax.benchmarks (\w+)", commands)}
+    assert benchmarks and all(f'"{name}"' in BENCHMARKS for name in benchmarks)
+
+
+def errors_raised() -> list[str]:
+    """Regular expressions for the messages of all errors that the packages raise."""
+
+    def pattern(node: ast.AST) -> str:
+        if isinstance(node, ast.Constant):
+            return re.escape(str(node.value))
+        return "".join(map(pattern, node.values)) if isinstance(node, ast.JoinedStr) else ".+"
+
+    return [
+        pattern(node.exc.args[0])
+        for package in (muon_jax, pallas_kernels)
+        for path in Path(package.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+    ]
+
+
+def test_errors_of_the_questions_are_raised():
+    errors = re.findall(r"^```text\n(.*?)\n```$", (DOCS / "faq.md").read_text(), re.S | re.M)
+    patterns = errors_raised()
+    assert len(errors) > 20
+    for error in errors:
+        assert any(re.fullmatch(pattern, error) for pattern in patterns), error
+
+
+def test_presets_are_those_of_the_table():
+    stated = re.findall(
+        r'^\| `"\w+"` \|.* \| [\d.]+ \|$', (DOCS / "parameters.md").read_text(), re.M
+    )
+    expected = []
+    for name, given in PRESETS.items():
+        rms, shape_scale = given.get("consistent_rms"), given.get("shape_scale", "clipped_ratio")
+        dtype = given["ns_dtype"]
+        cells = [
+            f'`"{name}"`',
+            f'`"{given.get("ns_coeffs", "standard")}"`',
+            f'`"{dtype}"`' if dtype else "`None`",
+            f'`"{given.get("momentum", "bias_corrected")}"`',
+            "yes" if given.get("nesterov", True) else "no",
+            f"`consistent_rms={rms}`" if rms else f'`"{shape_scale}"`',
+            str(given.get("weight_decay", 0.0)),
+        ]
+        expected.append(f"| {' | '.join(cells)} |")
+    assert stated == expected
 
 
 def figure(microseconds: float) -> str:

@@ -37,6 +37,7 @@ from muon_jax import _coefficients, _schedules
 from muon_jax.benchmarks import (
     _accuracy,
     _fit,
+    _headline,
     _measure,
     _minimax,
     _models,
@@ -181,7 +182,8 @@ def show(arguments: argparse.Namespace) -> None:
     reports = [json.loads(file.read_text()) for file in arguments.files]
     print("\n\n".join(map(_report.markdown, reports)))
     if arguments.png:
-        _plots.figure(reports).savefig(arguments.png, format="png", dpi=90)
+        plot = _headline.figure if arguments.headline else _plots.figure
+        plot(reports).savefig(arguments.png, format="png", dpi=90)
 
 
 def _mesh_axis(text: str) -> tuple[str, int]:
@@ -275,6 +277,7 @@ def main(words: Sequence[str] | None = None) -> None:
     report = commands.add_parser("report")
     report.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
     report.add_argument("--png", type=Path, help="also plot them (needs matplotlib)")
+    report.add_argument("--headline", action="store_true", help="all of them in one short figure")
     report.set_defaults(run=show)
     arguments = parser.parse_args(words)
     arguments.run(arguments)

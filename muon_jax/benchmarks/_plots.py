@@ -115,7 +115,7 @@ def _pareto(figure, report: Report) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     figure.figure.draw_without_rendering()  # the layout, which decides what overlaps
     for axes in figure.axes:
-        _arrange_names(axes)
+        arrange_names(axes)
 
 
 def _points(axes, measurement: Measurement, clock: str, colors: Mapping[str, str]) -> None:
@@ -142,7 +142,7 @@ def _points(axes, measurement: Measurement, clock: str, colors: Mapping[str, str
         axis.set_major_formatter("{x:g}")
 
 
-def _arrange_names(axes) -> None:
+def arrange_names(axes) -> None:
     """Moves each name to the first side of its point where it covers neither points nor names."""
     taken = [line.get_window_extent() for line in axes.lines if line.get_marker() == "o"]
     for text in axes.texts:
