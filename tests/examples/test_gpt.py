@@ -47,6 +47,13 @@ def saved(folder):
         return jax.tree.leaves(checkpoints.restore(step, args=args)["state"]), step
 
 
+@pytest.fixture(scope="module", autouse=True)
+def fast_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """A run of Muon without interruption: its folder, and what it printed."""
@@ -73,10 +80,14 @@ def test_killed_it_goes_on_bit_for_bit(straight, tmp_path):
     arguments = ["--output", str(tmp_path), "--checkpoint", str(checkpoints)]
     process = subprocess.Popen(
         [sys.executable, gpt.__file__, *TINY, *arguments],
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": str(jax.device_count())},
+        env={
+            **os.environ,
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "JAX_NUM_CPU_DEVICES": str(jax.device_count()),
+        },
         stderr=subprocess.DEVNULL,
     )
-    while not (checkpoints / "20").exists() or losses(tmp_path)[-1, 0] <= 20:
+    while not [*checkpoints.glob("?0")] or losses(tmp_path)[-1, 0] <= 20:
         assert process.poll() is None
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
@@ -93,16 +104,11 @@ def test_killed_it_goes_on_bit_for_bit(straight, tmp_path):
 
 def test_other_settings_do_not_go_on(straight, tmp_path):
     arguments = ("--checkpoint", str(straight[0] / "checkpoints"))
-    differing = "learning_rate is 0.003 there and 0.1 here, width is 32 there and 64 here"
+    differing = "learning_rate is 0.01 there and 0.1 here, width is 32 there and 64 here"
     with pytest.raises(SystemExit, match=f"holds another run: {differing}"):
         run(tmp_path, *arguments, "--width", "64", "--learning-rate", "0.1")
     with pytest.raises(SystemExit, match="already holds all 100 steps"):
         run(tmp_path, *arguments)
-
-
-def test_sharded_it_learns_the_same(straight, tmp_path):
-    run(tmp_path, "--mesh", "fsdp=2,tensor=2")
-    np.testing.assert_allclose(losses(tmp_path), losses(straight[0]), rtol=2e-3)
 
 
 def test_moments_are_sharded_like_parameters():
@@ -122,13 +128,14 @@ def test_moments_are_sharded_like_parameters():
     assert found["step"] == P()
 
 
-def test_optax_and_its_preset_have_the_same_curve(tmp_path):
+def test_sharded_with_the_preset_it_has_the_curve_of_optax_on_one_device(straight, tmp_path):
     run(tmp_path / "optax", "--optimizer", "optax")
-    run(tmp_path / "preset", "--preset", "optax")
-    optax, preset = losses(tmp_path / "optax"), losses(tmp_path / "preset")
-    assert np.nanmax(np.abs(optax - preset)) < 1e-3
+    run(tmp_path / "sharded", "--preset", "optax", "--mesh", "fsdp=2,tensor=2")
+    optax, sharded = losses(tmp_path / "optax"), losses(tmp_path / "sharded")
+    np.testing.assert_allclose(sharded, optax, rtol=0, atol=3e-5)
+    assert np.nanmax(np.abs(losses(straight[0]) - optax)) > 3e-4  # products in 16 bits
     output = tmp_path / "both.png"
-    runs = [str(tmp_path / name / "metrics.csv") for name in ("optax", "preset")]
+    runs = [str(tmp_path / name / "metrics.csv") for name in ("optax", "sharded")]
     gpt_report.main([*runs, "--output", str(output)])
     assert output.read_bytes().startswith(b"\x89PNG")
 
