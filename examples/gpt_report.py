@@ -1,6 +1,8 @@
 """What a training measures: a CSV, TensorBoard, a table, and curves of one run or of several.
 
-python examples/gpt_report.py runs/*/metrics.csv --output curves.png
+    python examples/gpt_report.py runs/*/metrics.csv --output curves.png
+
+Runs have the names of their folders.
 """
 
 import argparse
@@ -86,8 +88,10 @@ def plot(paths: Sequence[Path], output: Path) -> None:
                 x, y = ([point[key] for point in points] for key in (column, name))
                 axes.plot(x, y, color=f"C{i}", **style)
         axes.set(xlabel=column, yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.grid(alpha=0.3, which="both")
-    figure.axes[0].set_ylabel("nats per byte: held out, and of the training batches (faint)")
+    figure.axes[0].set_ylabel("nats per byte, held out (faint: training batches)")
     figure.axes[0].legend()
     figure.savefig(output, format="png", dpi=150)
 
