@@ -5,7 +5,7 @@
     python examples/gpt.py --size 124m --mesh fsdp=2,tensor=2 --checkpoint checkpoints
     python examples/gpt_report.py runs/*/metrics.csv         # curves of several runs in one PNG
 
-The text is what every machine has, Python's standard library without its tests: some 11 million
+The text is what every machine has, Python's standard library without its tests: some 12 million
 bytes, of which every tenth file is held out. A token is a byte, so that losses are nats per byte.
 Whatever the optimizer, step n of a seed sees the same bytes, and `by_role` gives the same
 parameters to Muon: the stacked matrices of all layers, `(layers, rows, columns)`. A run that is

@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         add(f"--{name}", type=int)
     add("--steps", type=int, default=600)
     add("--seed", type=int, default=0, help="of parameters and data")
-    add("--mesh", type=mesh_sizes, default="data=1", help=f"devices along {', '.join(AXES)}")
+    add("--mesh", type=mesh_sizes, default="data=1", help=f"devices: sizes of {', '.join(AXES)}")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16" if on_gpu else "float32")
     add("--attention", choices=("cudnn", "xla"), default="cudnn" if on_gpu else "xla")
     add("--log-every", type=int, default=10, help="steps between waits for the device")
