@@ -1,0 +1,188 @@
+import contextlib
+import functools
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gpt
+import gpt_report
+from gpt_model import shardings_of
+
+STEPS = 100
+TINY = (
+    "--depth 2 --width 32 --heads 2 --context 32 --batch 8"
+    f" --steps {STEPS} --log-every 5 --eval-every 20 --checkpoint-every 20"
+).split()
+
+
+def run(output, *arguments):
+    """Trains, and returns what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        gpt.main([*TINY, "--output", str(output), *arguments])
+    return printed.getvalue()
+
+
+def losses(output):
+    """The columns of step, training loss and held-out loss."""
+    rows = gpt_report.read(output / "metrics.csv")
+    columns = ("step", "train_loss", "held_out_loss")
+    return np.array([[row[column] for column in columns] for row in rows])
+
+
+def saved(folder):
+    """Leaves of the last state in a folder of checkpoints, and their step."""
+    with ocp.CheckpointManager(folder) as checkpoints:
+        step = checkpoints.latest_step()
+        args = ocp.args.Composite(state=ocp.args.StandardRestore())
+        return jax.tree.leaves(checkpoints.restore(step, args=args)["state"]), step
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run of Muon without interruption: its folder, and what it printed."""
+    folder = tmp_path_factory.mktemp("straight")
+    return folder, run(folder, "--tensorboard", "--checkpoint", str(folder / "checkpoints"))
+
+
+def test_it_learns_and_reports(straight):
+    folder, printed = straight
+    steps, train, held_out = losses(folder).T
+    assert steps.tolist() == [*range(5, STEPS + 1, 5)]
+    assert steps[~np.isnan(held_out)].tolist() == [20, 40, 60, 80, 100]
+    assert train[0] > 5.3 and train[-1] < 2.8  # ln 256 = 5.5 is a guess
+    assert abs(train[-1] - held_out[-1]) < 0.3
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    (events,) = folder.glob("events.out.tfevents.*")
+    assert b"held_out_loss" in events.read_bytes()
+    assert re.search(rf"held-out loss +{held_out[-1]:.4f} nats/byte, [\d.]+ bits/byte", printed)
+    assert re.search(r"optimizer +[\d.]+ ms, [\d.]+% of a step", printed)
+
+
+def test_killed_it_goes_on_bit_for_bit(straight, tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    arguments = ["--output", str(tmp_path), "--checkpoint", str(checkpoints)]
+    process = subprocess.Popen(
+        [sys.executable, gpt.__file__, *TINY, *arguments],
+        env={
+            **os.environ,
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "JAX_NUM_CPU_DEVICES": str(jax.device_count()),
+        },
+        stderr=subprocess.DEVNULL,
+    )
+    while not [*checkpoints.glob("?0")] or losses(tmp_path)[-1, 0] <= 20:
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert losses(tmp_path)[-1, 0] < STEPS
+
+    run(tmp_path, *arguments[2:])
+    np.testing.assert_array_equal(losses(tmp_path), losses(straight[0]))
+    leaves, step = saved(checkpoints)
+    expected, _ = saved(straight[0] / "checkpoints")
+    assert step == STEPS
+    jax.tree.map(np.testing.assert_array_equal, leaves, expected)
+
+
+def test_other_settings_do_not_go_on(straight, tmp_path):
+    arguments = ("--checkpoint", str(straight[0] / "checkpoints"))
+    differing = "learning_rate is 0.01 there and 0.1 here, width is 32 there and 64 here"
+    with pytest.raises(SystemExit, match=f"holds another run: {differing}"):
+        run(tmp_path, *arguments, "--width", "64", "--learning-rate", "0.1")
+    with pytest.raises(SystemExit, match="already holds all 100 steps"):
+        run(tmp_path, *arguments)
+
+
+def test_moments_are_sharded_like_parameters():
+    options = gpt.parse([*TINY, "--mesh", "fsdp=4,tensor=2"])
+    init, *_ = gpt.make_functions(options, gpt.make_optimizer(options))
+    mesh = jax.make_mesh((1, 4, 2), tuple(options.mesh))
+    with jax.set_mesh(mesh):
+        shardings = shardings_of(jax.eval_shape(init), mesh)
+    found = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): sharding.spec
+        for path, sharding in jax.tree.leaves_with_path(shardings)
+    }
+    expected = {"query": P(None, "fsdp", "tensor"), "down": P(None, "tensor", "fsdp")}
+    for name, spec in expected.items():
+        specs = [found[path] for path in found if path.endswith(f"layers/{name}/kernel")]
+        assert specs == [spec] * 2  # the parameter and its momentum
+    assert found["step"] == P()
+
+
+def test_sharded_with_the_preset_it_has_the_curve_of_optax_on_one_device(straight, tmp_path):
+    run(tmp_path / "optax", "--optimizer", "optax")
+    run(tmp_path / "sharded", "--preset", "optax", "--mesh", "fsdp=2,tensor=2")
+    optax, sharded = losses(tmp_path / "optax"), losses(tmp_path / "sharded")
+    np.testing.assert_allclose(sharded, optax, rtol=0, atol=3e-5)
+    assert np.nanmax(np.abs(losses(straight[0]) - optax)) > 3e-4  # products in 16 bits
+    output = tmp_path / "both.png"
+    runs = [str(tmp_path / name / "metrics.csv") for name in ("optax", "sharded")]
+    gpt_report.main([*runs, "--output", str(output)])
+    assert output.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_after_a_checkpoint_come_once(tmp_path):
+    make = functools.partial(gpt_report.Metrics, tmp_path, tensorboard=False)
+    with make(step=0) as metrics:
+        for step in (10, 20, 30):
+            metrics.write(step, 1.0, {"train_loss": step / 7})
+    with make(step=20) as metrics:
+        metrics.write(30, 5.0, {"train_loss": 1.0})
+    rows = gpt_report.read(metrics.path)
+    assert [(row["step"], row["seconds"]) for row in rows] == [(10, 1), (20, 2), (30, 7)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "--mesh fsdp=2,expert=2",
+            "'fsdp=2,expert=2' is no mesh: give sizes of data, fsdp, tensor",
+        ),
+        ("--mesh fsdp=0", "'fsdp=0' is no mesh"),
+        ("--mesh fsdp=4,tensor=4 --heads 4", "needs 16 devices, there are 8"),
+        ("--mesh fsdp=3", "--batch 8 must be a multiple of 3"),
+        ("--mesh tensor=4", "--heads 2 must be a multiple of 4"),
+        ("--width 30", "--width 30 must be a multiple of 2 × --heads 2"),
+        ("--eval-every 7", "--eval-every 7 must be a multiple of --log-every 5"),
+        ("--steps 0", "--steps must be at least 1"),
+        ("--optimizer adamw --ns-coeffs fast", "--ns-coeffs is an argument of Muon, not of adamw"),
+        ("--optimizer optax --preset keller", "--preset is an argument of muon, not of optax"),
+    ],
+)
+def test_what_cannot_run_is_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        gpt.parse([*TINY, *arguments.split()])
+    assert message in capsys.readouterr().err
+
+
+def test_tensorboard_is_not_left_out_silently(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(SystemExit, match="2"):
+        gpt.parse([*TINY, "--tensorboard"])
+    assert "--tensorboard needs tensorboardX: pip install it" in capsys.readouterr().err
+
+
+def test_curves_need_metrics(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        gpt_report.main([str(tmp_path / "no.csv")])
+    assert re.search(r"no metrics in \S+no\.csv: name the", capsys.readouterr().err)
