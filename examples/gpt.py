@@ -1,8 +1,8 @@
 """A GPT pretrained on the source of Python with Muon, optax's Muon or AdamW, on one GPU or several.
 
     python examples/gpt.py                                   # small: minutes on two CPU cores
-    python examples/gpt.py --size 124m --ns-coeffs balanced  # one large GPU
-    python examples/gpt.py --size 124m --mesh fsdp=2,tensor=2 --checkpoint checkpoints
+    python examples/gpt.py --size 128m --ns-coeffs balanced  # one large GPU
+    python examples/gpt.py --size 128m --mesh fsdp=2,tensor=2 --checkpoint checkpoints
     python examples/gpt_report.py runs/*/metrics.csv         # curves of several runs in one PNG
 
 The text is what every machine has, Python's standard library without its tests: some 12 million
