@@ -263,5 +263,5 @@ def test_the_notebook_runs(binary, monkeypatch):
     assert len(re.findall(r"^.+, learning rate \S+: validation loss \d", text["rates"], re.M)) >= 12
     rows = re.findall(r"^(\S.*?)  +\S+ +([\d.]+) ± [\d.]+ % +([\d.]+) ±", text["table"], re.M)
     assert [row[0] for row in rows] == ["AdamW", "optax's Muon", "Muon", "Muon, balanced"]
-    assert all(float(loss) < 2.7 for *_, loss in rows)  # ln 10 = 2.3 is a guess
+    assert all(float(loss) < 3.0 for *_, loss in rows)  # ln 10 = 2.3 is a guess
     assert outputs["plots"][-1].data["image/png"]
