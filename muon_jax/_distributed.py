@@ -1,4 +1,4 @@
-"""All matrices of a tree, orthogonalized whole, wherever their shards are.
+"""All matrices of a tree, orthogonalized as whole ones, wherever their shards are.
 
 Where the sharding is known, a `shard_map` runs the plan. Under automatic mesh axes the plan is made
 when the compiler asks how to partition the operation (`custom_partitioning`). Inside the caller's

@@ -184,7 +184,7 @@ def plan(
     mesh: Mapping[str, int],
     wires: Sequence[jax.typing.DTypeLike],
     max_bucket_bytes: int,
-    stays: Callable[[Bucket], bool] = lambda bucket: False,
+    stays: Callable[[Bucket], bool],
 ) -> Plan:
     """Returns who orthogonalizes what, of these leaves on this mesh.
 

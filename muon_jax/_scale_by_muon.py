@@ -77,7 +77,8 @@ def scale_by_muon(
         shardings: `jax.sharding.PartitionSpec` or `NamedSharding` of each parameter, as a tree that
             may be a prefix of the parameters', or a callable that makes one from them, such as
             `get_partition_spec` of Flax. None finds out, except in a `shard_map`. Sharded matrices
-            are exchanged, orthogonalized whole by one device each, and exchanged back.
+            are exchanged, orthogonalized whole by one device each, and exchanged back, or stay
+            where they are (`distributed_gram`).
         mu_rounding: `"nearest"`, or `"stochastic"` for a momentum of bfloat16 that is computed in
             float32 and rounded up or down at random, so that small gradients are not lost in it.
         distributed_gram: whether sharded matrices stay in pieces, X = (X₁ X₂ …), and devices sum
