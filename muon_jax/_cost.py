@@ -76,15 +76,10 @@ class Estimate(NamedTuple):
         return self.compute + sum(map(exchange_microseconds, self.sent))
 
 
-def by_owners(
-    products: Products, shape: tuple[int, int, int], owners: int, itemsize: int
-) -> Estimate:
-    """Returns the cost of moving matrices of `shape` (count, m, n) to their owners and back."""
-    count, m, n = shape
-    slots = -(-count // owners)
-    return Estimate(
-        products.microseconds((slots, m, n)), 2 * (slots * m * n * itemsize * (1 - 1 / owners),)
-    )
+def by_owners(products: Products, shape: tuple[int, int], owners: int, itemsize: int) -> Estimate:
+    """Returns the cost of at most one (m, n) matrix for each owner, which comes and goes whole."""
+    sent = math.prod(shape) * itemsize * (1 - 1 / owners)
+    return Estimate(products.microseconds(shape), (sent, sent))
 
 
 def in_pieces(

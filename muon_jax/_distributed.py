@@ -149,9 +149,9 @@ def make_plan(
         ValueError: no sharded matrix can be left in pieces, as `distributed_gram` says.
     """
 
-    def reasons(bucket):
-        """Why not all matrices of a bucket can stay in pieces."""
-        parts = [part for chunk in bucket.chunks for part in chunk.parts]
+    def reasons(*buckets):
+        """Which parameters in the buckets cannot stay in pieces, and why."""
+        parts = [part for bucket in buckets for chunk in bucket.chunks for part in chunk.parts]
         found = ((leaf.name, forms[leaf.index].in_pieces) for leaf, _, _ in parts)
         return [(name, reason) for name, reason in found if isinstance(reason, str)]
 
@@ -165,7 +165,7 @@ def make_plan(
     wires = [form.wire for form in forms]
     plan = _placement.plan(placed, mesh, wires, limit, stays)
     if distributed_gram and plan.buckets and not plan.grams:
-        name, reason = reasons(plan.buckets[0])[0]
+        name, reason = reasons(*plan.buckets)[0]
         raise ValueError(
             f"distributed_gram=True, but no sharded matrix can stay in pieces; the parameter"
             f" {name}: {reason}. Pass distributed_gram=None"
@@ -176,12 +176,12 @@ def make_plan(
 def _is_faster_in_pieces(bucket, forms):
     """Whether matrices, fewer than the devices, are orthogonalized faster in pieces than whole."""
     (chunk,) = bucket.chunks
+    if chunk.count >= bucket.owners:
+        return False
     leaf = chunk.parts[0][0]
-    ((_, m, n),), form = leaf.matrices, forms[leaf.index]
-    shape, itemsize = (chunk.count, m, n), bucket.dtype.itemsize
-    whole = by_owners(form.whole[0].products, shape, bucket.owners, itemsize)
-    pieces = _distributed_gram.estimate(bucket, form.in_pieces)
-    return chunk.count < bucket.owners and pieces.microseconds < whole.microseconds
+    ((_, m, n),), (_, (form,), in_pieces) = leaf.matrices, forms[leaf.index]
+    whole = by_owners(form.products, (m, n), bucket.owners, bucket.dtype.itemsize)
+    return _distributed_gram.estimate(bucket, in_pieces).microseconds < whole.microseconds
 
 
 def _arrays_of(function):

@@ -40,7 +40,7 @@ def assert_close(updates, expected, atol=2e-6):
     ("sizes", "shape", "spec", "exchanges"),
     [
         ((8,), (16, 104), (None, "x"), 0),
-        ((8,), (16, 100), ("x",), 2),  # columns that 8 does not divide
+        ((4, 2), (16, 100), (("x", "y"),), 2),  # columns that 8 does not divide
         ((4, 2), (104, 24), ("x", "y"), 2),
     ],
     ids=["columns", "rows", "both, tall"],
