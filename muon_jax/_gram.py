@@ -22,7 +22,13 @@ import jax.numpy as jnp
 
 from muon_jax._coefficients import Quintics
 from muon_jax._cost import Products
-from muon_jax._normalization import EpsMode, gram_gain, inverse_norm, inverse_row_norms
+from muon_jax._normalization import (
+    EpsMode,
+    gram_gain,
+    inverse_norm,
+    inverse_row_norms,
+    times_square,
+)
 from muon_jax._pieces import Whole
 from pallas_kernels import syrk, syrkx
 
@@ -69,7 +75,7 @@ def run(
     gain = gram_gain(log2_n)
     (gram,) = held.gram(x, gain**2)
     if preconditioning == "aol":
-        d = inverse_row_norms(gram, (eps * gain * scale) * (gain * scale))
+        d = inverse_row_norms(gram, times_square(eps, gain * scale))
         x, gram = (
             (gain * x * held.spread(d)).astype(x.dtype),
             (gram * (2**7 * d) * (2**7 * d.mT)).astype(x.dtype),

@@ -14,7 +14,13 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from muon_jax import _coefficients, _composed, _gram
 from muon_jax._form import Method
-from muon_jax._normalization import EpsMode, inverse_norm, inverse_row_norms, powers_of_two
+from muon_jax._normalization import (
+    EpsMode,
+    inverse_norm,
+    inverse_row_norms,
+    powers_of_two,
+    times_square,
+)
 from muon_jax._pieces import Whole
 from muon_jax._schedules import Schedule
 from pallas_kernels import _device, select_implementation, syrk
@@ -109,7 +115,7 @@ def _run_quintics(implementation, x, quintics, eps, eps_mode, scale, preconditio
 
     gram = product(x)
     if preconditioning == "aol":
-        d = inverse_row_norms(gram, (eps * scale) * scale)
+        d = inverse_row_norms(gram, times_square(eps, scale))
         x, gram = (x * d).astype(x.dtype), (gram * d * d.mT).astype(gram.dtype)
         s = jnp.ones(x.shape[:-2])
     else:
