@@ -22,8 +22,9 @@ import jax.numpy as jnp
 
 from muon_jax._cost import Products
 from muon_jax._normalization import EpsMode, gram_gain, inverse_norm, regularize
+from muon_jax._pieces import Whole
 from muon_jax._schedules import Schedule, Step
-from pallas_kernels import syrk, syrk_with_residual, syrkx
+from pallas_kernels import syrk, syrkx
 
 type Segment = tuple[Step, ...]
 
@@ -71,7 +72,7 @@ def run(
     eps_mode: EpsMode,
     scale: jax.Array,
     log2_n: int,
-    implementation: str | None,
+    held: Whole,
 ) -> jax.Array:
     """Returns the result of the steps on X/ν, with its Schatten-4 norm ν = ‖XXᵀ‖_F^½.
 
@@ -86,19 +87,20 @@ def run(
         eps_mode: `"add"` or `"max"`.
         scale: of shape `(...)`.
         log2_n: log₂ n, rounded up.
-        implementation: as for `syrk`.
+        held: the matrices whole, or in pieces.
     """
     gain = gram_gain(log2_n)
     for index, segment in enumerate(segments):
         alpha = 1.0 if index else gain**2
-        gram, *low = _gram(x, alpha, implementation, residual=_has_residual(segment, x.dtype))
+        residual = _has_residual(segment, x.dtype)
+        gram, *low = held.gram(x, alpha, residual=residual, symmetrize_output=False)
         s = factor = 1.0
         if index == 0:
             s = inverse_norm(x, gram, 0.0, eps_mode, 1.0, "schatten")
             # 1/(ν + eps), both of them times gain·scale.
             s = s / regularize(1.0, eps * gain * scale * s, eps_mode)
             factor = gain
-        x = _polynomial(segment, gram, low, s, factor, implementation) @ x
+        x = held.spread(_polynomial(segment, gram, low, s, factor, held.implementation)) @ x
     return x
 
 
@@ -112,11 +114,6 @@ def _polynomial(segment, gram, low, s, factor, implementation):
         q = step.polynomial(square, gram, factor=factor if step is others[-1] else 1.0)
         product = q @ product
     return product
-
-
-def _gram(x, alpha, implementation, *, residual) -> tuple[jax.Array, ...]:
-    kwargs = {"alpha": alpha, "symmetrize_output": False, "implementation": implementation}
-    return syrk_with_residual(x, **kwargs) if residual else (syrk(x, **kwargs),)
 
 
 def _full(q, high, *low):

@@ -1,4 +1,4 @@
-"""All matrices of a tree, orthogonalized whole, wherever their shards are.
+"""All matrices of a tree, orthogonalized as whole ones, wherever their shards are.
 
 Where the sharding is known, a `shard_map` runs the plan. Under automatic mesh axes the plan is made
 when the compiler asks how to partition the operation (`custom_partitioning`). Inside the caller's
@@ -10,7 +10,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,23 @@ from jax.experimental.custom_partitioning import (
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import _exchange, _form, _grouping, _placement, _sharding, _views
+from muon_jax import (
+    _distributed_gram,
+    _exchange,
+    _form,
+    _grouping,
+    _placement,
+    _sharding,
+    _views,
+)
+from muon_jax._cost import by_owners
 
 # The most that a device sends at once, in bytes: large enough for the bandwidth of NVLink, small
 # enough that exchange and computation of different buckets overlap.
 MAX_BUCKET_BYTES = 2**27
 
 # Part of the key of compiled programs in JAX's cache: another one for another plan or execution.
-_VERSION = 2
+_VERSION = 3
 
 
 def map_matrices(
@@ -38,6 +47,7 @@ def map_matrices(
     tree: Any,
     shardings: _sharding.Shardings,
     max_group_bytes: int | None,
+    distributed_gram: bool | None,
 ) -> Any:
     """Returns the tree with `function` applied to all matrices.
 
@@ -47,9 +57,11 @@ def map_matrices(
         tree: the arrays.
         shardings: as for `scale_by_muon`.
         max_group_bytes: as for `map_by_shape`, and of buckets; None for the defaults.
+        distributed_gram: as for `scale_by_muon`.
 
     Raises:
-        ValueError: the sharding is not known, or does not fit the parameters.
+        ValueError: the sharding is not known, or does not fit the parameters, or no matrix can be
+            left in pieces as `distributed_gram` says.
         NotImplementedError: some mesh axes are manual, others are not.
     """
     mesh, kind, specs, shapes = _sharding.resolve(tree, shardings)
@@ -58,12 +70,12 @@ def map_matrices(
         return unflatten(_grouping.map_by_shape(function, stacks, max_group_bytes))
     leaves, treedef = jax.tree.flatten(tree)
     units = units_of(views, tree, shapes)
-    wires = [wire_dtype(leaf, function.keywords) for leaf in units]
+    forms = [forms_of(leaf, function.keywords) for leaf in units]
     arrays, bind = _arrays_of(function)
 
     def planned(specs, mesh):
         """The function of shards and arrays that runs the plan."""
-        plan = make_plan(units, specs, mesh, wires, max_group_bytes)
+        plan = make_plan(units, specs, mesh, forms, max_group_bytes, distributed_gram)
         return lambda shards, arrays: _exchange.execute(plan, shards, bind(arrays), max_group_bytes)
 
     if kind == AxisType.Manual:
@@ -79,7 +91,7 @@ def map_matrices(
         results = jax.jit(run)(leaves, arrays)
     else:
         static = bind([None] * len(arrays)).keywords
-        settings = repr((_VERSION, static, units, max_group_bytes))
+        settings = repr((_VERSION, static, units, max_group_bytes, distributed_gram))
         results = _when_partitioned(planned, leaves, arrays, settings)
     return treedef.unflatten(results)
 
@@ -97,30 +109,79 @@ def units_of(
     return [_placement.leaf(i, name, x, view) for i, ((name, view), x) in pairs]
 
 
-def wire_dtype(leaf: _placement.Leaf, keywords: Mapping[str, Any]) -> jax.typing.DTypeLike:
-    """Returns the dtype in which a leaf is exchanged.
+class Forms(NamedTuple):
+    """In which forms the matrices of a leaf can be orthogonalized.
 
-    That is the dtype of 16 bits in which `newton_schulz`, with these keywords, multiplies float32
-    matrices; for all others their own.
+    Attributes:
+        wire: the dtype in which they are exchanged whole: that of 16 bits in which the iteration
+            multiplies float32 matrices; for all others their own.
+        whole: of each matrix of a unit.
+        in_pieces: or why they cannot stay in pieces.
     """
+
+    wire: jnp.dtype
+    whole: list[_form.Form]
+    in_pieces: _form.Form | str
+
+
+def forms_of(leaf: _placement.Leaf, keywords: Mapping[str, Any]) -> Forms:
+    """Returns the forms of `newton_schulz`, with these keywords, for a leaf's matrices."""
     others = ("eps", "eps_mode", "implementation")
     keywords = {k: v for k, v in keywords.items() if k not in others}
-    found = {_form.of(shape[1:], leaf.dtype, **keywords).dtype for shape in leaf.matrices}
-    is_half = len(found) == 1 and jnp.finfo(*found).bits == 16
-    return found.pop() if is_half and leaf.dtype == jnp.float32 else leaf.dtype
+    whole = [_form.of(shape[1:], leaf.dtype, **keywords) for shape in leaf.matrices]
+    dtypes = {form.dtype for form in whole}
+    is_half = len(dtypes) == 1 and jnp.finfo(*dtypes).bits == 16
+    wire = dtypes.pop() if is_half and leaf.dtype == jnp.float32 else leaf.dtype
+    return Forms(wire, whole, _distributed_gram.form(leaf, keywords))
 
 
 def make_plan(
     units: Sequence[_placement.Leaf],
     specs: Sequence[PartitionSpec],
     mesh: Mapping[str, int],
-    wires: Sequence[jax.typing.DTypeLike],
+    forms: Sequence[Forms],
     max_group_bytes: int | None,
+    distributed_gram: bool | None,
 ) -> _placement.Plan:
-    """Returns the plan for parameters with these specs and dtypes on the wire."""
+    """Returns the plan for parameters with these specs and forms.
+
+    Raises:
+        ValueError: no sharded matrix can be left in pieces, as `distributed_gram` says.
+    """
+
+    def reasons(*buckets):
+        """Which parameters in the buckets cannot stay in pieces, and why."""
+        parts = [part for bucket in buckets for chunk in bucket.chunks for part in chunk.parts]
+        found = ((leaf.name, forms[leaf.index].in_pieces) for leaf, _, _ in parts)
+        return [(name, reason) for name, reason in found if isinstance(reason, str)]
+
+    def stays(bucket):
+        if distributed_gram is False or reasons(bucket):
+            return False
+        return bool(distributed_gram) or _is_faster_in_pieces(bucket, forms)
+
     placed = [_placement.placed(leaf, spec, mesh) for leaf, spec in zip(units, specs, strict=True)]
     limit = MAX_BUCKET_BYTES if max_group_bytes is None else min(max_group_bytes, MAX_BUCKET_BYTES)
-    return _placement.plan(placed, mesh, wires, limit)
+    wires = [form.wire for form in forms]
+    plan = _placement.plan(placed, mesh, wires, limit, stays)
+    if distributed_gram and plan.buckets and not plan.grams:
+        name, reason = reasons(*plan.buckets)[0]
+        raise ValueError(
+            f"distributed_gram=True, but no sharded matrix can stay in pieces; the parameter"
+            f" {name}: {reason}. Pass distributed_gram=None"
+        )
+    return plan
+
+
+def _is_faster_in_pieces(bucket, forms):
+    """Whether matrices, fewer than the devices, are orthogonalized faster in pieces than whole."""
+    (chunk,) = bucket.chunks
+    if chunk.count >= bucket.owners:
+        return False
+    leaf = chunk.parts[0][0]
+    ((_, m, n),), (_, (form,), in_pieces) = leaf.matrices, forms[leaf.index]
+    whole = by_owners(form.products, (m, n), bucket.owners, bucket.dtype.itemsize)
+    return _distributed_gram.estimate(bucket, in_pieces).microseconds < whole.microseconds
 
 
 def _arrays_of(function):

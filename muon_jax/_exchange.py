@@ -13,13 +13,13 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax import _grouping, _views
+from muon_jax import _distributed_gram, _grouping, _views
 from muon_jax._matrix_axes import MatrixAxes, from_matrices, to_matrices
 from muon_jax._normalization import largest_entry, powers_of_two
 from muon_jax._placement import Bucket, Chunk, Leaf, Plan
@@ -28,7 +28,7 @@ from muon_jax._placement import Bucket, Chunk, Leaf, Plan
 def execute(
     plan: Plan,
     shards: Sequence[jax.Array],
-    function: Callable[[list[jax.Array]], Sequence[jax.Array]],
+    function: functools.partial,
     max_group_bytes: int | None,
 ) -> list[jax.Array]:
     """Returns the shards of the results. The plan's mesh axes must be manual.
@@ -36,7 +36,7 @@ def execute(
     Args:
         plan: of the parameters.
         shards: the local part of each parameter.
-        function: as for `map_by_shape`.
+        function: `orthogonalize` with keywords.
         max_group_bytes: as for `map_by_shape`.
     """
     mapped = functools.partial(_grouping.map_by_shape, function, max_group_bytes=max_group_bytes)
@@ -61,6 +61,8 @@ def execute(
     for i, leaf in leaves.items():
         together = jnp.concatenate(units[i]).astype(leaf.dtype)
         results[i] = from_matrices(together, _unit_axes(leaf), shards[i].shape)
+    for i, result in _distributed_gram.execute(plan.grams, shards, function.keywords).items():
+        results[i] = result
     return results
 
 

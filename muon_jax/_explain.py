@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from muon_jax import _describe, _distributed, _form, _sharding, _views
+from muon_jax import _describe, _distributed, _distributed_gram, _form, _sharding, _views
 from muon_jax._cost import exchange_microseconds
 from muon_jax._tables import table
 
@@ -22,9 +22,10 @@ class Group:
 
     Attributes:
         matrices: shapes `(batch, m, n)` of what moves together, mostly one matrix.
-        mode: `"local"`, or `"exchange over"` these mesh axes.
+        mode: `"local"`, or `"exchange over"` these mesh axes, or `"gram over"` them: in pieces.
         count: how many, in all that share the owners.
-        owners: the number of devices among which they are divided; 1 where all are local.
+        owners: the number of devices among which they are divided; 1 where all are local, or where
+            all devices work on all.
         each: how many each owner orthogonalizes, padding included.
         megabytes: what each device sends to others, there and back, padding included.
         dtype: of what is sent.
@@ -53,12 +54,15 @@ class Explanation:
     Attributes:
         groups: what is orthogonalized.
         buckets: the number of exchanges in each direction.
+        sums: the number of sums of Gram matrices.
         compute_microseconds: a model's time of the iterations, on an H200.
-        exchange_microseconds: of the exchanges, on NVLink; most overlap with the iterations.
+        exchange_microseconds: of all that is sent, on NVLink; most exchanges overlap with the
+            iterations, sums do not.
     """
 
     groups: tuple[Group, ...]
     buckets: int
+    sums: int
     compute_microseconds: float
     exchange_microseconds: float
 
@@ -71,8 +75,9 @@ class Explanation:
                 [" + ".join(shapes), group.mode, *map(str, numbers), f"{group.padding:.0%}"]
                 + [f"{group.megabytes:.1f}", group.dtype, f"{group.microseconds:.0f}"]
             )
+        sums = f" and {self.sums} sums of Gram matrices" * (self.sums > 0)
         total = (
-            f"{2 * self.buckets} exchanges, {self.exchange_microseconds:.0f} µs, beside"
+            f"{2 * self.buckets} exchanges{sums}, {self.exchange_microseconds:.0f} µs, beside"
             f" {self.compute_microseconds:.0f} µs of computation (model of H200s)"
         )
         return f"{table(_COLUMNS, rows)}\n{total}"
@@ -110,8 +115,10 @@ def explain(
     sizes = next((mesh.shape for mesh in meshes if mesh is not None), {})
     specs = [s.spec if isinstance(s, NamedSharding) else s for s in placed]
     units = _distributed.units_of(views, matrices, jax.tree.leaves(matrices))
-    wires = [_distributed.wire_dtype(leaf, keywords) for leaf in units]
-    plan = _distributed.make_plan(units, specs, sizes, wires, given["max_group_bytes"])
+    forms = [_distributed.forms_of(leaf, keywords) for leaf in units]
+    plan = _distributed.make_plan(
+        units, specs, sizes, forms, given["max_group_bytes"], given["distributed_gram"]
+    )
 
     found: dict[Any, list[int]] = {}  # [count, each, bytes]
     for leaf in plan.local:
@@ -126,20 +133,40 @@ def explain(
             key = (leaf.matrices, leaf.dtype, bucket.axes, bucket.dtype)
             total = found.setdefault(key, [0, 0, 0])
             total[:] = map(operator.add, total, (chunk.count, chunk.slots, 2 * num_bytes))
-    groups = []
+    groups, sums = [], 0
     for (shapes, dtype, axes, wire), (count, each, num_bytes) in found.items():
         stacks = [(each * batch, m, n) for batch, m, n in shapes]
         times = [_form.of(x, dtype, **keywords).products.microseconds(x) for x in stacks]
-        names = ", ".join(name for name, _ in axes)
         owners = math.prod(size for _, size in axes)
-        mode = f"exchange over {names}" if names else "local"
+        mode = f"exchange over {_names(axes)}" if axes else "local"
         groups.append(
             Group(shapes, mode, count, owners, each, num_bytes / 1e6, wire.name, sum(times))
         )
+    for bucket in plan.grams:
+        group, estimate, rounds = _in_pieces(bucket, forms)
+        groups.append(group)
+        exchange += sum(map(exchange_microseconds, estimate.sent))
+        sums += rounds
     time = sum(group.microseconds for group in groups)
-    explanation = Explanation(tuple(groups), len(plan.buckets), time, exchange)
+    explanation = Explanation(tuple(groups), len(plan.buckets), sums, time, exchange)
     print(explanation)
     return explanation
+
+
+def _in_pieces(bucket, forms):
+    """The group of matrices that stay in pieces, what it costs, how many sums it needs."""
+    (chunk,) = bucket.chunks
+    leaf, _, _ = chunk.parts[0]
+    form, count = forms[leaf.index].in_pieces, chunk.count
+    estimate = _distributed_gram.estimate(bucket, form)
+    mode, megabytes = f"gram over {_names(bucket.axes)}", sum(estimate.sent) / 1e6
+    time, dtype = estimate.compute, form.dtype.name
+    group = Group(leaf.matrices, mode, count, 1, count, megabytes, dtype, time)
+    return group, estimate, form.products.grams
+
+
+def _names(axes):
+    return ", ".join(name for name, _ in axes)
 
 
 def _stated(params):

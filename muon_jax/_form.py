@@ -42,12 +42,11 @@ def choose(
     offered = []
     candidates: list[Method] = [method] if method else [*names]
     for name in candidates:
-        products_dtype = _products_dtype(recipe, name, dtype, in_dtype)
-        reason = name == "gram" and _no_gram_form(recipe, preconditioning, products_dtype)
-        if reason and method:
-            raise ValueError(f"method='gram' is not offered here: {reason}. Pass method='standard'")
-        if not reason:
-            offered.append(Form(name, products_dtype, _products(recipe, name, products_dtype)))
+        form = _offer(recipe, name, preconditioning, dtype, in_dtype)
+        if isinstance(form, Form):
+            offered.append(form)
+        elif method:
+            raise ValueError(f"method='gram' is not offered here: {form}. Pass method='standard'")
     return min(offered, key=lambda form: form.products.microseconds(wide_shape))
 
 
@@ -64,6 +63,29 @@ def of(
     """Returns the form in which `newton_schulz`, with these arguments, runs on `(..., m, n)`."""
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     return choose(recipe, method, preconditioning, dtype, shape, in_dtype)
+
+
+def gram_form(
+    in_dtype: jnp.dtype,
+    *,
+    ns_coeffs: _coefficients.NSCoeffs,
+    ns_steps: int | jax.Array,
+    dtype: ProductsDType,
+    preconditioning: str,
+    method: Method | None,
+) -> Form | str:
+    """Returns the gram form of `newton_schulz` with these arguments, or why there is none."""
+    if method == "standard":
+        return "the standard form was asked for, where every step multiplies with X"
+    recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
+    return _offer(recipe, "gram", preconditioning, dtype, in_dtype)
+
+
+def _offer(recipe, method, preconditioning, dtype, in_dtype) -> Form | str:
+    """The form of that method, or why there is none."""
+    dtype = _products_dtype(recipe, method, dtype, in_dtype)
+    reason = _no_gram_form(recipe, preconditioning, dtype) if method == "gram" else None
+    return reason or Form(method, dtype, _products(recipe, method, dtype))
 
 
 def _no_gram_form(recipe, preconditioning, dtype):

@@ -13,13 +13,24 @@ both.
 Reference: `Gram Newton–Schulz <https://github.com/Dao-AILab/gram-newton-schulz>`_, 2026.
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
+from muon_jax._coefficients import Quintics
 from muon_jax._cost import Products
+from muon_jax._normalization import (
+    EpsMode,
+    gram_gain,
+    inverse_norm,
+    inverse_row_norms,
+    times_square,
+)
+from muon_jax._pieces import Whole
+from pallas_kernels import syrk, syrkx
 
 type _Triple = tuple[float | jax.Array, ...]
 
@@ -48,29 +59,44 @@ def products(dtype: jax.typing.DTypeLike, num_steps: int) -> Products:
     )
 
 
-def apply(
-    syrk: Callable[..., jax.Array],
-    syrkx: Callable[..., jax.Array],
+def run(
     x: jax.Array,
-    gram: jax.Array,
-    triples: Sequence[_Triple],
-    s: float | jax.Array,
-    factor: float | jax.Array,
+    quintics: Quintics,
+    eps: float | jax.Array,
+    eps_mode: EpsMode,
+    scale: jax.Array,
+    preconditioning: str,
+    log2_n: int,
+    held: Whole,
 ) -> jax.Array:
-    """factor·q(s²·gram)·X, where q(R)·X is the result of the steps `triples` on X with R = XXᵀ.
+    """Returns the result of the steps on X over its norm; arguments as for `_composed.run`."""
+    rows, first, last = quintics
+    triples = rows * last if len(rows) == 1 else rows[first:last]
+    gain = gram_gain(log2_n)
+    (gram,) = held.gram(x, gain**2)
+    if preconditioning == "aol":
+        d = inverse_row_norms(gram, times_square(eps, gain * scale))
+        x, gram = (
+            (gain * x * held.spread(d)).astype(x.dtype),
+            (gram * (2**7 * d) * (2**7 * d.mT)).astype(x.dtype),
+        )
+        s, factor = 2.0**-7, 1.0
+    else:
+        s = inverse_norm(x, gram, eps, eps_mode, gain * scale, preconditioning)
+        factor = gain * s
+    return _apply(x, gram, triples, s, factor, held)
 
-    Args:
-        syrk, syrkx: those of `pallas_kernels`, or functions of their arguments.
-        x: shape `(..., m, n)`; its dtype decides the restarts.
-        gram: shape `(..., m, m)`.
-        triples: (a, b, c) for each step.
-        s, factor: scalars, or one for each matrix, of shape `(...)`.
-    """
+
+def _apply(x, gram, triples: Sequence[_Triple], s, factor, held):
+    """factor·q(s²·gram)·X, where q(R)·X is the result of the steps on X with R = XXᵀ."""
+    square, product = (
+        functools.partial(f, implementation=held.implementation) for f in (syrk, syrkx)
+    )
     ends = (*restarts(x.dtype, len(triples)), len(triples))
     for begin, end in itertools.pairwise((0, *ends)):
         if begin:
-            gram, s, factor = syrk(x), 1.0, 1.0
-        x = _segment(syrk, syrkx, gram, triples[begin:end], s, factor) @ x
+            (gram,), s, factor = held.gram(x), 1.0, 1.0
+        x = held.spread(_segment(square, product, gram, triples[begin:end], s, factor)) @ x
     return x
 
 

@@ -82,6 +82,7 @@ def muon(
     max_group_bytes: int | None = None,
     shardings: _sharding.Shardings = None,
     mu_rounding: _rounding.Rounding = "nearest",
+    distributed_gram: bool | None = None,
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
 
@@ -142,6 +143,7 @@ def muon(
         max_group_bytes: bound of what is orthogonalized together, see `scale_by_muon`.
         shardings: of the parameters, None to find out, see `scale_by_muon`.
         mu_rounding: of Muon's momentum, `"nearest"` or `"stochastic"`, see `scale_by_muon`.
+        distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
 
     Raises:
         ValueError: an argument is none of the values above, two of them contradict each other, a
@@ -179,6 +181,7 @@ def muon(
         max_group_bytes=max_group_bytes,
         shardings=shardings,
         mu_rounding=mu_rounding,
+        distributed_gram=distributed_gram,
     )
     if normuon_b2 is not None:
         normuon = _normuon.scale_by_normuon(normuon_b2, 1e-8, views, normuon_averaged)

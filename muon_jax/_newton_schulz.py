@@ -1,27 +1,17 @@
-"""The Newton–Schulz iteration, written once over `syrk` and a plain matrix product."""
+"""`newton_schulz`: any stack of matrices orthogonalized, or several stacks as one."""
 
-import contextlib
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
-from muon_jax import _coefficients, _composed, _form, _gram, _options
+from muon_jax import _coefficients, _form, _iteration, _options
 from muon_jax._form import Method, ProductsDType
-from muon_jax._normalization import (
-    EpsMode,
-    gram_gain,
-    inverse_norm,
-    inverse_row_norms,
-    largest_entry,
-    powers_of_two,
-)
+from muon_jax._normalization import EpsMode, largest_entry
+from muon_jax._pieces import Whole
 from muon_jax._schedules import Schedule
-from pallas_kernels import _device, select_implementation, syrk, syrkx
 
 type Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
@@ -171,121 +161,19 @@ def orthogonalize(
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     in_dtype, (m, n) = stacks[0].dtype, sorted(stacks[0].shape[-2:])
     largest = _joined([largest_entry(x) for x in stacks])
-    form, products_dtype, _ = _form.choose(
-        recipe, method, preconditioning, dtype, (*largest.shape, m, n), in_dtype
-    )
-    log2_n = (n - 1).bit_length()
-    root = 4 if isinstance(recipe, Schedule) or form == "gram" else 2
-    first, second = powers_of_two(largest, -(-log2_n // root))
-    scale = first * second
-    # Each stack by itself, for XLA to make it part of the pass that computes the stack.
-    factors = (_split(f[..., None, None], stacks) for f in (first, second))
-    scaled = [(x * f * g).astype(products_dtype) for x, f, g in zip(stacks, *factors, strict=True)]
-    x = _joined([_transposed(x) if x.shape[-2] > x.shape[-1] else x for x in scaled])
-    x = _padded(x, implementation)
-    with _precision_of(products_dtype):
-        if isinstance(recipe, Schedule):
-            segments = _composed.segments(recipe, form, products_dtype)
-            x = _composed.run(x, segments, eps, eps_mode, scale, log2_n, implementation)
-        elif form == "gram":
-            x = _run_gram(implementation, x, recipe, eps, eps_mode, scale, preconditioning, log2_n)
-        else:
-            x = _run_quintics(implementation, x, recipe, eps, eps_mode, scale, preconditioning)
+    shape = (*largest.shape, m, n)
+    form = _form.choose(recipe, method, preconditioning, dtype, shape, in_dtype)
+    root = 4 if isinstance(recipe, Schedule) or form.method == "gram" else 2
+    scaled, scale = _iteration.scale_down(stacks, largest, n, root, form.dtype)
+    x = _joined([_iteration.transposed(x) if x.shape[-2] > x.shape[-1] else x for x in scaled])
+    held = Whole(implementation)
+    x = _iteration.iterate(x, recipe, form.method, eps, eps_mode, scale, preconditioning, n, held)
     return [
         (part.mT if given.shape[-2] > given.shape[-1] else part).astype(in_dtype)
-        for part, given in zip(_split(x[..., :m, :n], stacks), stacks, strict=True)
+        for part, given in zip(_iteration.split(x, stacks), stacks, strict=True)
     ]
 
 
 def _joined(parts):
     """The parts as one along the first axis; one part may have no axis."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-
-def _split(x, stacks):
-    """The parts of x that belong to the stacks."""
-    ends = itertools.accumulate(map(len, stacks))
-    return [x] if len(stacks) == 1 else jnp.split(x, [*ends][:-1])
-
-
-def _transposed(x):
-    """Xᵀ, where X lies in memory row by row: else XLA transposes all that X is computed from."""
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))).mT
-
-
-def _run_quintics(implementation, x, quintics, eps, eps_mode, scale, preconditioning):
-    """Steps of a triple each; entries of X are at most 1/√n, so that those of XXᵀ are at most 1."""
-    rows, first, last = quintics
-    product = functools.partial(syrk, symmetrize_output=False, implementation=implementation)
-
-    def triple(step):
-        if len(rows) == 1:
-            return rows[0]
-        return (jnp.asarray(rows) if _coefficients.is_traced(step) else rows)[step]
-
-    def apply(step, x, gram, s):
-        """(a·s·I + b·s³·A + c·s⁵·A²)·X: one step on s·X, without forming it."""
-        a, b, c = triple(step)
-        return product(gram, gram, alpha=c * s**5, beta=b * s**3, diagonal=a * s) @ x
-
-    def body(step, x):
-        return apply(step, x, product(x), 1.0)
-
-    gram = product(x)
-    if preconditioning == "aol":
-        d = inverse_row_norms(gram, (eps * scale) * scale)
-        x, gram = (x * d).astype(x.dtype), (gram * d * d.mT).astype(gram.dtype)
-        s = jnp.ones(x.shape[:-2])
-    else:
-        s = inverse_norm(x, gram, eps, eps_mode, scale, preconditioning)
-    x = apply(first, x, gram, s)
-    if _coefficients.is_traced((first, last)):
-        return jax.lax.fori_loop(first + 1, last, body, x)
-    for step in range(int(first) + 1, int(last)):
-        x = body(step, x)
-    return x
-
-
-def _run_gram(implementation, x, quintics, eps, eps_mode, scale, preconditioning, log2_n):
-    """Steps of a triple each, in the gram form; X and R are scaled as in `_composed.run`."""
-    rows, first, last = quintics
-    triples = rows * last if len(rows) == 1 else rows[first:last]
-    square, product = (functools.partial(f, implementation=implementation) for f in (syrk, syrkx))
-    gain = gram_gain(log2_n)
-    gram = square(x, alpha=gain**2)
-    if preconditioning == "aol":
-        d = inverse_row_norms(gram, (eps * gain * scale) * (gain * scale))
-        x, gram = (
-            (gain * x * d).astype(x.dtype),
-            (gram * (2**7 * d) * (2**7 * d.mT)).astype(x.dtype),
-        )
-        s, factor = 2.0**-7, 1.0
-    else:
-        s = inverse_norm(x, gram, eps, eps_mode, gain * scale, preconditioning)
-        factor = gain * s
-    return _gram.apply(square, product, x, gram, triples, s, factor)
-
-
-def _precision_of(dtype):
-    """A context in which a TPU multiplies float32 as such: by default it rounds to bfloat16."""
-    by_default = jax.config.jax_default_matmul_precision is None
-    if by_default and dtype == jnp.float32 and _device.platform() == "tpu":
-        return jax.default_matmul_precision("high")
-    return contextlib.nullcontext()
-
-
-def _padded(x, implementation):
-    """Adds rows and columns of zeros, which no step changes, in the pass that scales x.
-
-    Sizes become multiples of 64 for the kernel that needs those, of 8 for others: matrix units load
-    16 bytes at a time.
-    """
-
-    def sizes(multiple):
-        return tuple(size + -size % multiple for size in x.shape[-2:])
-
-    operand = jax.ShapeDtypeStruct((*x.shape[:-2], *sizes(64)), x.dtype)
-    chosen = implementation or select_implementation(operand).implementation
-    m, n = sizes(64 if chosen == "mosaic_gpu" else 8)
-    rows, cols = (0, m - x.shape[-2]), (0, n - x.shape[-1])
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])

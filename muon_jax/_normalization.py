@@ -46,7 +46,7 @@ def inverse_norm(
         regularized = regularize(norm, eps * scale, eps_mode)
     elif preconditioning == "schatten":
         norm = jnp.sqrt(jnp.sum(jnp.abs(gram).astype(accumulator(gram)) ** 2, axis=(-2, -1)))
-        regularized = jnp.sqrt(jnp.maximum(norm, (eps * scale) * scale))
+        regularized = jnp.sqrt(jnp.maximum(norm, times_square(eps, scale)))
     else:
         norm = jnp.linalg.norm(wide(x), ord=2, axis=(-2, -1))
         regularized = regularize(norm, eps * scale, eps_mode)
@@ -58,6 +58,11 @@ def regularize(
 ) -> jax.Array:
     """The norm with eps added to it, or eps where that is larger."""
     return jnp.add(norm, eps) if eps_mode == "add" else jnp.maximum(norm, eps)
+
+
+def times_square(eps: jax.typing.ArrayLike, scale: jax.typing.ArrayLike) -> jax.Array:
+    """eps·scale², and 0 for eps = 0 where XLA, which reorders products, makes that 0·∞."""
+    return jnp.where(jnp.equal(eps, 0), 0, jnp.multiply(eps, scale) * scale)
 
 
 def inverse_row_norms(gram: jax.Array, least: jax.Array) -> jax.Array:

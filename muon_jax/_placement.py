@@ -8,7 +8,8 @@ parameter cut its units in pieces. The O devices along D then own the units in t
 
 each of them at most ⌈N/O⌉ of N units of a kind (equal matrices, whatever their layout), and `first`
 goes on from kind to kind, so that remainders are spread. All kinds with equal D share one exchange,
-in buckets bounded in bytes, so that one bucket is on the wire while another is computed.
+in buckets bounded in bytes, so that one bucket is on the wire while another is computed. Kinds that
+are better left in pieces (`_distributed_gram`) go by themselves, at most O units at a time.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -123,10 +124,17 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Leaves whose units are whole on each device, and buckets of the others."""
+    """Who orthogonalizes what.
+
+    Attributes:
+        local: leaves whose units are whole on each device.
+        buckets: units that their owners orthogonalize.
+        grams: units that stay in pieces, in buckets of one chunk of one slot.
+    """
 
     local: tuple[Leaf, ...]
     buckets: tuple[Bucket, ...]
+    grams: tuple[Bucket, ...] = ()
 
 
 def leaf(index: int, name: str, x: jax.ShapeDtypeStruct, view: _views.View) -> Leaf:
@@ -176,6 +184,7 @@ def plan(
     mesh: Mapping[str, int],
     wires: Sequence[jax.typing.DTypeLike],
     max_bucket_bytes: int,
+    stays: Callable[[Bucket], bool],
 ) -> Plan:
     """Returns who orthogonalizes what, of these leaves on this mesh.
 
@@ -184,6 +193,7 @@ def plan(
         mesh: sizes of the mesh's axes, in its order.
         wires: the dtype in which each is exchanged.
         max_bucket_bytes: the most that a device sends at once; a single unit may be larger.
+        stays: whether the units of a bucket, which are all of one kind, stay in pieces.
     """
     local, groups = [], {}
     for item, wire in zip(leaves, wires, strict=True):
@@ -193,16 +203,24 @@ def plan(
             kinds.setdefault((item.dtype, item.matrices), []).append(item)
         else:
             local.append(item)
-    buckets = []
+    buckets, grams = [], []
     for (axes, dtype), kinds in groups.items():
-        whole = Bucket(axes, dtype, ())
-        chunks = _chunks([*kinds.values()], whole.owners)
+        whole, moved = Bucket(axes, dtype, ()), []
+        for kind in kinds.values():
+            (chunk,) = _chunks([kind], whole.owners)
+            if stays(Bucket(axes, dtype, (chunk,))):
+                for slot in range(chunk.slots):
+                    part = _slice(chunk, slot, slot + 1, whole.owners)
+                    grams.append(Bucket(axes, dtype, (part,)))
+            else:
+                moved.append(kind)
+        chunks = _chunks(moved, whole.owners)
         slots = [chunk.slots for chunk in chunks]
         sizes = [whole.bytes_of(chunk) // chunk.slots for chunk in chunks]
-        for cut in _cut(slots, sizes, max_bucket_bytes):
+        for cut in _cut(slots, sizes, max_bucket_bytes) if chunks else ():
             parts = [_slice(chunks[i], start, stop, whole.owners) for i, start, stop in cut]
             buckets.append(Bucket(axes, dtype, tuple(parts)))
-    return Plan(tuple(local), tuple(buckets))
+    return Plan(tuple(local), tuple(buckets), tuple(grams))
 
 
 def _chunks(kinds: Sequence[Sequence[Leaf]], owners: int) -> list[Chunk]:

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from muon_jax import scale_by_muon
 from pallas_kernels import (
     _device,
     _mosaic_gpu_config,
@@ -44,6 +45,23 @@ def random_tree(shapes: dict[str, tuple[int, ...]], seed: int, dtype=jnp.float32
         name: jax.random.normal(key, shape, dtype)
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
+
+
+def compiled_update(grads, **kwargs):
+    """An update of `scale_by_muon`, by default of two steps in float32: compiled; its result."""
+    optimizer = scale_by_muon(**{"ns_steps": 2, "ns_dtype": "float32", **kwargs})
+    state = optimizer.init(grads)
+    compiled = jax.jit(optimizer.update).lower(grads, state).compile()
+    updates, new_state = compiled(grads, state)
+    for key, grad in grads.items():
+        for array in (updates[key], new_state.mu[key]):
+            assert array.sharding.is_equivalent_to(grad.sharding, grad.ndim), key
+    return compiled, updates
+
+
+def on_one_device(grads, **kwargs):
+    """The updates of the same gradients, not sharded."""
+    return compiled_update({k: jnp.asarray(np.asarray(v)) for k, v in grads.items()}, **kwargs)[1]
 
 
 def _interpreted(

@@ -198,7 +198,8 @@ def test_programs_differ_where_the_partitioned_operation_does():
 
     assert program() == program()
     others = [{"ns_coeffs": "dion"}, {"max_group_bytes": 1}, {"ns_dtype": "float32"}]
-    assert len({program(**kwargs) for kwargs in [{}, *others]}) == 4
+    others += [{"distributed_gram": value} for value in (True, False)]
+    assert len({program(**kwargs) for kwargs in [{}, *others]}) == 6
 
 
 def test_a_mesh_of_one_device_and_none_run_as_before():

@@ -2,6 +2,7 @@
 
 import re
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,22 +107,6 @@ def problem(name, axis_type):
     return grads, specs, views
 
 
-def compiled_update(grads, **kwargs):
-    """The compiled update, and the updates."""
-    optimizer = scale_by_muon(**{"ns_steps": 2, "ns_dtype": "float32", **kwargs})
-    state = optimizer.init(grads)
-    compiled = jax.jit(optimizer.update).lower(grads, state).compile()
-    updates, new_state = compiled(grads, state)
-    for key, grad in grads.items():
-        for array in (updates[key], new_state.mu[key]):
-            assert array.sharding.is_equivalent_to(grad.sharding, grad.ndim), key
-    return compiled, updates
-
-
-def on_one_device(grads, **kwargs):
-    return compiled_update({k: jnp.asarray(np.asarray(v)) for k, v in grads.items()}, **kwargs)[1]
-
-
 def assert_close(updates, expected, atol=2e-6):
     for key, update in expected.items():
         np.testing.assert_allclose(updates[key], update, atol=atol, err_msg=key)
@@ -130,7 +115,7 @@ def assert_close(updates, expected, atol=2e-6):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name):
     grads, specs, views = problem(name, AxisType.Auto)
-    expected = on_one_device(grads, weight_dimension_numbers=views)
+    expected = helpers.on_one_device(grads, weight_dimension_numbers=views)
     exchanges = LAYOUTS[name][2]
     for stated, axis_type in (
         (specs, AxisType.Auto),
@@ -138,7 +123,9 @@ def test_layouts(name):
         (None, AxisType.Explicit),
     ):
         grads = problem(name, axis_type)[0]
-        compiled, updates = compiled_update(grads, weight_dimension_numbers=views, shardings=stated)
+        compiled, updates = helpers.compiled_update(
+            grads, weight_dimension_numbers=views, shardings=stated
+        )
         assert collectives(compiled) == ({"all-to-all": exchanges} if exchanges else {})
         assert_close(updates, expected)
 
@@ -147,8 +134,8 @@ def test_layouts(name):
 def test_buckets(max_group_bytes, buckets):
     """9 matrices in 2 slots for each owner, and 11 in 2."""
     grads, _, views = problem("uneven counts", AxisType.Explicit)
-    expected = on_one_device(grads, weight_dimension_numbers=views)
-    compiled, updates = compiled_update(
+    expected = helpers.on_one_device(grads, weight_dimension_numbers=views)
+    compiled, updates = helpers.compiled_update(
         grads, weight_dimension_numbers=views, max_group_bytes=max_group_bytes
     )
     assert collectives(compiled) == {"all-to-all": 2 * buckets}
@@ -172,14 +159,16 @@ def test_what_is_on_the_wire(kwargs, wire, atol):
     text = jax.jit(optimizer.update).lower(grads, optimizer.init(grads)).as_text()
     exchanged = re.findall(r"all_to_all\".*tensor<\d+x\d+x(\w+)>\) -> ", text)
     assert exchanged == [wire] * 2
-    assert_close(compiled_update(grads, **kwargs)[1], on_one_device(grads, **kwargs), atol)
+    assert_close(
+        helpers.compiled_update(grads, **kwargs)[1], helpers.on_one_device(grads, **kwargs), atol
+    )
 
 
 def test_a_nan_stays_in_its_matrix():
     grads, _, views = problem("uneven counts", AxisType.Auto)
     grads["up 1"] = grads["up 1"].at[3, 3].set(jnp.nan)
     for coefficients in ("standard", "balanced"):
-        _, updates = compiled_update(
+        _, updates = helpers.compiled_update(
             grads,
             weight_dimension_numbers=views,
             ns_dtype="auto",

@@ -24,8 +24,12 @@ def leaves_of(parameters, mesh):
     return leaves
 
 
-def plan_of(leaves, mesh, limit):
-    return _placement.plan(leaves, mesh, [jnp.float32] * len(leaves), limit)
+def plan_of(leaves, mesh, limit, stays=lambda bucket: False):
+    return _placement.plan(leaves, mesh, [jnp.float32] * len(leaves), limit, stays)
+
+
+def is_one_slot(bucket):
+    return all(chunk.slots == 1 for chunk in bucket.chunks)
 
 
 @st.composite
@@ -41,16 +45,22 @@ def problems(draw):
     views = st.sampled_from([MATRICES, Split(-1, (16, 32)), MuonDimensionNumbers((1, 2), 0)])
     parameter = st.tuples(shapes, entries.map(lambda e: PartitionSpec(*e)), views)
     parameters = draw(st.lists(parameter, min_size=1, max_size=12))
-    return parameters, mesh, draw(st.sampled_from([1, 2**14, 2**17, 2**40]))
+    stays = draw(st.sampled_from([lambda bucket: False, lambda bucket: True, is_one_slot]))
+    return parameters, mesh, draw(st.sampled_from([1, 2**14, 2**17, 2**40])), stays
 
 
 @hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(problems())
 def test_every_unit_has_one_owner_and_every_owner_its_share(problem):
-    parameters, mesh, limit = problem
+    parameters, mesh, limit, stays = problem
     leaves = leaves_of(parameters, mesh)
-    plan = plan_of(leaves, mesh, limit)
+    plan = plan_of(leaves, mesh, limit, stays)
     units = collections.Counter((leaf.index, i) for leaf in plan.local for i in range(leaf.units))
+    for bucket in plan.grams:
+        (chunk,) = bucket.chunks
+        assert chunk.slots == 1 and chunk.count <= bucket.owners
+        for leaf, start, stop in chunk.parts:
+            units.update((leaf.index, i) for i in range(start, stop))
     kinds, loads = {}, {}
     for bucket in plan.buckets:
         assert {name for name, _ in bucket.axes} <= {n for n, size in mesh.items() if size > 1}

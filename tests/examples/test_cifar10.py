@@ -9,11 +9,12 @@ import tarfile
 import threading
 from pathlib import Path
 
-import cifar10_data
 import nbformat
 import numpy as np
 import pytest
 from nbclient import NotebookClient
+
+import cifar10_data
 
 NOTEBOOK = Path(cifar10_data.__file__).with_name("cifar10.ipynb")
 RECORDS = 20  # in each file

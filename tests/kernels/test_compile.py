@@ -44,7 +44,7 @@ import functools, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from muon_jax import newton_schulz, scale_by_muon
+from muon_jax import MuonDimensionNumbers, newton_schulz, scale_by_muon
 from pallas_kernels import _mosaic_gpu_config, _pallas_mosaic_gpu, syrk
 
 jax.devices()  # loads the plugins
@@ -102,6 +102,20 @@ rows = NamedSharding(mesh, PartitionSpec("x"))
 gradients = [jax.ShapeDtypeStruct((512, 1024), jnp.float32, sharding=rows)] * 40
 optimizer = scale_by_muon(
     implementation="mosaic_gpu", max_group_bytes=2 * 2**20, shardings={shardings}
+)
+with jax.set_mesh(mesh):
+    state = jax.eval_shape(optimizer.init, gradients)._replace(mu=gradients)
+    print(jax.jit(optimizer.update).lower(gradients, state).compile().as_text())
+"""
+
+IN_PIECES = """
+mesh = Mesh(np.array(topology.devices), ("x",))
+columns = NamedSharding(mesh, PartitionSpec(None, None, "x"))
+gradients = jax.ShapeDtypeStruct(({count}, 512, 4096), jnp.float32, sharding=columns)
+optimizer = scale_by_muon(
+    implementation="mosaic_gpu",
+    weight_dimension_numbers=MuonDimensionNumbers(-2, -1),
+    distributed_gram=True,
 )
 with jax.set_mesh(mesh):
     state = jax.eval_shape(optimizer.init, gradients)._replace(mu=gradients)
@@ -210,3 +224,29 @@ def test_exchanges_are_in_bfloat16_while_kernels_run(shardings):
     between = re.findall(r" all-to-all-start\(.*?(?= all-to-all-done\()", entry, re.DOTALL)
     hidden = ["mosaic_gpu" in window for window in between]
     assert sum(hidden) >= 5 and not hidden[0] and not hidden[-1]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("count", "each_round"),
+    [
+        (1, [("f32", "1,512,512", "all-reduce")]),
+        (
+            2,
+            [
+                ("f32", "2,64,512", "reduce-scatter"),
+                ("f32", "8,64,512", "all-to-all"),
+                ("f16", "1,512,512", "all-to-all"),
+                ("f16", "2,512,512", "all-gather"),
+            ],
+        ),
+    ],
+)
+def test_of_matrices_in_pieces_gram_matrices_are_sent(count, each_round):
+    """The largest entry first; then two rounds, with 16 symmetric products in all."""
+    text = output_of(IN_PIECES.format(count=count), "NVIDIA H200")
+    entry = text[text.index("ENTRY") :]
+    names = "all-reduce|reduce-scatter|all-to-all|all-gather"
+    sent = re.findall(rf"= \(*(\w+)\[([\d,]*)\].* ({names})(?:-start)?\(", entry)
+    assert sent == [("f32", str(count), "all-reduce"), *each_round, *each_round]
+    assert entry.count('custom_call_target="mosaic_gpu') == 16

@@ -94,6 +94,7 @@ OF_THE_ITERATION = [
     "max_group_bytes",
     "shardings",
     "mu_rounding",
+    "distributed_gram",
 ]
 NEW = {
     "muon": [

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import muon_jax._newton_schulz
+import muon_jax._iteration
 import pallas_kernels
 from muon_jax import _coefficients, newton_schulz
 
@@ -45,7 +45,7 @@ def run(monkeypatch):
             def syrk(a, c=None, *, symmetrize_output, implementation, **coefficients):
                 return interpreted(a, None, c, **coefficients)
 
-            monkeypatch.setattr(muon_jax._newton_schulz, "syrk", syrk)
+            monkeypatch.setattr(muon_jax._iteration, "syrk", syrk)
             return newton_schulz.__wrapped__(x, *args, **kwargs)
         return newton_schulz(x, *args, implementation=implementation, **kwargs)
 

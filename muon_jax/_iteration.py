@@ -1,0 +1,153 @@
+"""The Newton–Schulz iteration, written once over `syrk` and a plain matrix product.
+
+The standard form of steps of a triple each is here, other forms are in `_gram` and `_composed`.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from muon_jax import _coefficients, _composed, _gram
+from muon_jax._form import Method
+from muon_jax._normalization import (
+    EpsMode,
+    inverse_norm,
+    inverse_row_norms,
+    powers_of_two,
+    times_square,
+)
+from muon_jax._pieces import Whole
+from muon_jax._schedules import Schedule
+from pallas_kernels import _device, select_implementation, syrk
+
+
+def scale_down(
+    stacks: Sequence[jax.Array], largest: jax.Array, n: int, root: int, dtype: jnp.dtype
+) -> tuple[list[jax.Array], jax.Array]:
+    """Returns the stacks in `dtype`, with entries of at most n^(-1/root), and what they are times.
+
+    Args:
+        stacks: as for `orthogonalize`.
+        largest: the largest entry of each of their matrices.
+        n: the larger size of the matrices.
+        root: 2 or 4.
+        dtype: of the products.
+    """
+    first, second = powers_of_two(largest, -(-_log2(n) // root))
+    # Each stack by itself, for XLA to make it part of the pass that computes the stack.
+    factors = (split(f[..., None, None], stacks) for f in (first, second))
+    scaled = [(x * f * g).astype(dtype) for x, f, g in zip(stacks, *factors, strict=True)]
+    return scaled, first * second
+
+
+def iterate(
+    x: jax.Array,
+    recipe: _coefficients.Quintics | Schedule,
+    method: Method,
+    eps: float | jax.Array,
+    eps_mode: EpsMode,
+    scale: jax.Array,
+    preconditioning: str,
+    n: int,
+    held: Whole,
+) -> jax.Array:
+    """Returns the result of the steps.
+
+    Args:
+        x: wide matrices `(..., m, n)` that `scale_down` has made, or pieces of such.
+        scale: what they are times, for each matrix that `held` gives the Gram matrix of.
+        n: that of whole matrices.
+        held: the matrices whole or, in the gram form, in pieces.
+        recipe, method, eps, eps_mode, preconditioning: as for `newton_schulz`, resolved.
+    """
+    rows, cols = x.shape[-2:]
+    x = _padded(x, held.implementation)
+    with _precision_of(x.dtype):
+        if isinstance(recipe, Schedule):
+            segments = _composed.segments(recipe, method, x.dtype)
+            x = _composed.run(x, segments, eps, eps_mode, scale, _log2(n), held)
+        elif method == "gram":
+            x = _gram.run(x, recipe, eps, eps_mode, scale, preconditioning, _log2(n), held)
+        else:
+            implementation = held.implementation
+            x = _run_quintics(implementation, x, recipe, eps, eps_mode, scale, preconditioning)
+    return x[..., :rows, :cols]
+
+
+def split(x: jax.Array, stacks: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the parts of `x` that belong to the stacks."""
+    ends = itertools.accumulate(map(len, stacks))
+    return [x] if len(stacks) == 1 else jnp.split(x, [*ends][:-1])
+
+
+def transposed(x: jax.Array) -> jax.Array:
+    """Xᵀ, where X lies in memory row by row: else XLA transposes all that X is computed from."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))).mT
+
+
+def _log2(n):
+    """log₂ n, rounded up."""
+    return (n - 1).bit_length()
+
+
+def _run_quintics(implementation, x, quintics, eps, eps_mode, scale, preconditioning):
+    """Steps of a triple each; entries of X are at most 1/√n, so that those of XXᵀ are at most 1."""
+    rows, first, last = quintics
+    product = functools.partial(syrk, symmetrize_output=False, implementation=implementation)
+
+    def triple(step):
+        if len(rows) == 1:
+            return rows[0]
+        return (jnp.asarray(rows) if _coefficients.is_traced(step) else rows)[step]
+
+    def apply(step, x, gram, s):
+        """(a·s·I + b·s³·A + c·s⁵·A²)·X: one step on s·X, without forming it."""
+        a, b, c = triple(step)
+        return product(gram, gram, alpha=c * s**5, beta=b * s**3, diagonal=a * s) @ x
+
+    def body(step, x):
+        return apply(step, x, product(x), 1.0)
+
+    gram = product(x)
+    if preconditioning == "aol":
+        d = inverse_row_norms(gram, times_square(eps, scale))
+        x, gram = (x * d).astype(x.dtype), (gram * d * d.mT).astype(gram.dtype)
+        s = jnp.ones(x.shape[:-2])
+    else:
+        s = inverse_norm(x, gram, eps, eps_mode, scale, preconditioning)
+    x = apply(first, x, gram, s)
+    if _coefficients.is_traced((first, last)):
+        return jax.lax.fori_loop(first + 1, last, body, x)
+    for step in range(int(first) + 1, int(last)):
+        x = body(step, x)
+    return x
+
+
+def _precision_of(dtype):
+    """A context in which a TPU multiplies float32 as such: by default it rounds to bfloat16."""
+    by_default = jax.config.jax_default_matmul_precision is None
+    if by_default and dtype == jnp.float32 and _device.platform() == "tpu":
+        return jax.default_matmul_precision("high")
+    return contextlib.nullcontext()
+
+
+def _padded(x, implementation):
+    """Adds rows and columns of zeros, which no step changes, in the pass that scales x.
+
+    Sizes become multiples of 64 for the kernel that needs those, of 8 for others: matrix units load
+    16 bytes at a time.
+    """
+
+    def sizes(multiple):
+        return tuple(size + -size % multiple for size in x.shape[-2:])
+
+    operand = jax.ShapeDtypeStruct((*x.shape[:-2], *sizes(64)), x.dtype)
+    chosen = implementation or select_implementation(operand).implementation
+    m, n = sizes(64 if chosen == "mosaic_gpu" else 8)
+    rows, cols = (0, m - x.shape[-2]), (0, n - x.shape[-1])
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])
