@@ -88,7 +88,7 @@ def test_sharded_counts_collectives_and_checks(measure, capsys, monkeypatch):
     report = json.loads(measure("sharded").read_text())
     (measurement,) = report["measurements"]
     assert measurement["mesh"] == {"fsdp": 8}
-    variants = ["optax", "None", "explicit", "balanced"]
+    variants = ["optax", "None", "balanced", "automatic axes"]
     assert list(measurement["microseconds"]) == list(measurement["collectives"]) == variants
     assert all(measurement["collectives"][name] == {"all-to-all": 2} for name in variants[1:])
     assert max(measurement["errors"].values()) < 0.02

@@ -56,8 +56,7 @@ def _speedups(axes, measurements: Sequence[Measurement]) -> None:
             time = min(times[name], times.get(f"{name}, gram", np.inf))
             bar = axes.barh(i + 0.4 * j - 0.2, baseline / time, 0.4, color=_COLORS[name])
             axes.bar_label(bar, fmt="%.1f×", padding=2, fontsize=7)
-        devices = f"\n{measurement['devices']} devices" if "devices" in measurement else ""
-        labels.append(_reading.label(measurement) + devices)
+        labels.append(_reading.label(measurement).replace(", ", "\n"))
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.axvline(1.0, color="black", linewidth=1)
     axes.margins(x=0.12)

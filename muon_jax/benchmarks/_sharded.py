@@ -18,9 +18,9 @@ from muon_jax.benchmarks._timing import JaxProgram
 # Optimizers, and whether JAX's mesh has explicit axes.
 VARIANTS = {
     "optax": (optax.contrib.muon, {}, AxisType.Auto),
-    "None": (muon, {}, AxisType.Auto),
-    "explicit": (muon, {}, AxisType.Explicit),
+    "None": (muon, {}, AxisType.Explicit),
     "balanced": (muon, {"ns_coeffs": "balanced"}, AxisType.Explicit),
+    "automatic axes": (muon, {}, AxisType.Auto),
 }
 # What mesh axes shard: experts or layers, rows, columns.
 AXES = {"expert": -3, "fsdp": -2, "tensor": -1}

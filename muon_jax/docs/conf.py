@@ -38,6 +38,7 @@ _PAGES = {
     "#limits": "faq.md#limits",
     "#measured": "performance.md#measured",
     "#other-muons": "parameters.md#presets",
+    "#sharded-parameters": "distributed.md",
     "#which-parameters": "muon.md#which-parameters",
 }
 
