@@ -1,6 +1,7 @@
 """What the documents say is so: their code runs, their figures are the committed measurements."""
 
 import ast
+import csv
 import json
 import re
 import sys
@@ -162,6 +163,45 @@ def test_whole_updates_are_those_of_the_results():
             values = measurement[name].values()
             cells.append(" / ".join(f"{value / unit:.{digits}f}" for value in values))
         assert f"| {' | '.join([measurement['model'], *cells])} |" in README
+
+
+def test_sharded_updates_are_those_of_the_results():
+    for m in json.loads((RESULTS / "sharded_h200.json").read_text())["measurements"]:
+        times = {name: clocks["wall"][1] / 1000 for name, clocks in m["microseconds"].items()}
+        exchange = m.get("timeline", {}).get("None")
+        cells = [
+            m["model"],
+            ", ".join(f"{name}={size}" for name, size in m["mesh"].items()),
+            *(f"{times[name]:.3g}" for name in ("optax", "None")),
+            f"{times['optax'] / times['None']:.2f}×",
+            f"{times['balanced']:.3g}",
+            " / ".join(str(sum(counts.values())) for counts in m["collectives"].values()),
+            " / ".join(f"{size / 2**20:.0f}" for size in m["temp_bytes"].values()),
+            "{exchanging:.1f}, {exposed:.1f}".format(**{k: t / 1000 for k, t in exchange.items()})
+            if exchange
+            else "none",
+        ]
+        assert f"| {' | '.join(cells)} |" in README
+
+
+def test_losses_of_the_gpt_are_those_of_the_results():
+    losses = []
+    for run in ("muon", "optax", "adamw", "muon-balanced"):
+        rows = (RESULTS / "gpt_h200" / run / "metrics.csv").read_text().splitlines()
+        *_, last = csv.DictReader(rows)
+        assert last["step"] == "400"
+        losses.append(f"{float(last['held_out_loss']):.3f}")
+    assert "Held-out losses are {}, {} and {}, and {} with\n".format(*losses) in README
+
+
+def test_accuracies_are_those_of_the_notebook():
+    notebook = json.loads((ROOT / "examples" / "cifar10.ipynb").read_text())
+    (table,) = notebook["cells"][-1]["outputs"]
+    rows = re.findall(r"([\d.]+) ± ([\d.]+) % .* ([\d.]+) +[\d.]+ s\n", "".join(table["text"]))
+    assert len(rows) == 4
+    for accuracy, deviation, seconds in rows:
+        assert f"{float(accuracy):.1f} ± {float(deviation):.1f}" in README
+        assert f"{8 * float(seconds):.2f}" in README
 
 
 def test_losses_are_those_of_the_results():
