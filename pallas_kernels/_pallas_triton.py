@@ -147,10 +147,13 @@ def _launch(
 ):
     batch, m, _ = a_matrix.shape
     config = config or default_config(a_matrix.shape, a_matrix.dtype)
+    out_shape = jax.ShapeDtypeStruct(
+        (batch, m, m), a_matrix.dtype, manual_axis_type=jax.typeof(a_matrix).manual_axis_type
+    )
     return pl.pallas_call(
         functools.partial(_kernel, config=config, mirrored_on_diagonal=mirrored_on_diagonal),
         grid=(batch * _triangle.num_tiles(pl.cdiv(m, config.tile)),),
-        out_shape=(jax.ShapeDtypeStruct((batch, m, m), a_matrix.dtype),) * (1 + residual),
+        out_shape=(out_shape,) * (1 + residual),
         compiler_params=plt.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),

@@ -5,6 +5,7 @@ import helpers
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import _tuning, select_implementation, syrk, syrkx, unsupported_reason
 
@@ -112,6 +113,26 @@ def test_triton_lowers_for_gpus(gpu, dtype, shape):
         traced = jax.jit(function).trace(operand(shape, dtype), operand((*batch, m, m), dtype))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize(
+    ("implementation", "call"),
+    [("triton", "__gpu$xla.gpu.triton"), ("mosaic_gpu", "@mosaic_gpu")],
+)
+def test_kernels_lower_inside_a_shard_map_that_checks(implementation, call):
+    """As `jax.shard_map` does unless told otherwise: whether results vary over the mesh."""
+    function = functools.partial(syrk, beta=1.0, implementation=implementation)
+    spec = PartitionSpec("x")
+    with helpers.described_gpu("H200"):
+        mapped = jax.shard_map(function, in_specs=(spec, spec), out_specs=spec, check_vma=True)
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), spec)
+        operands = [
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+            for shape in ((4, 64, 128), (4, 64, 64))
+        ]
+        traced = jax.jit(mapped).trace(*operands)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert call in text
 
 
 @pytest.mark.parametrize(
