@@ -158,7 +158,11 @@ def make_plan(
     def stays(bucket):
         if distributed_gram is False or reasons(bucket):
             return False
-        return bool(distributed_gram) or _is_faster_in_pieces(bucket, forms)
+        leaves = [leaf for chunk in bucket.chunks for leaf, _, _ in chunk.parts]
+        return bool(distributed_gram) or (
+            not any(_is_replicated(specs[leaf.index], mesh) for leaf in leaves)
+            and _is_faster_in_pieces(bucket, forms)
+        )
 
     placed = [_placement.placed(leaf, spec, mesh) for leaf, spec in zip(units, specs, strict=True)]
     limit = MAX_BUCKET_BYTES if max_group_bytes is None else min(max_group_bytes, MAX_BUCKET_BYTES)
@@ -171,6 +175,15 @@ def make_plan(
             f" {name}: {reason}. Pass distributed_gram=None"
         )
     return plan
+
+
+def _is_replicated(spec: PartitionSpec, mesh: Mapping[str, int]) -> bool:
+    """Returns whether devices have the same shard: then each makes its own of equal updates.
+
+    Sums over a network may differ between them by rounding, and the replicas drift apart.
+    """
+    divided = {name for entry in spec for name in _sharding.names(entry)}
+    return any(size > 1 and name not in divided for name, size in mesh.items())
 
 
 def _is_faster_in_pieces(bucket, forms):

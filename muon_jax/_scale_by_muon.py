@@ -85,8 +85,8 @@ def scale_by_muon(
             XXᵀ = Σᵢ XᵢXᵢᵀ in place of exchanging X; in the gram form of `newton_schulz`, with
             results that differ from those on one device by the rounding of that sum. None where
             there are fewer equal matrices than devices along the mesh axes that they are sharded
-            over, and a model of the times finds it faster; True for all but those of `Split` and
-            `Unfold`; False for none.
+            over, no replicas that such a sum could let drift apart, and a model of the times finds
+            it faster; True for all but those of `Split` and `Unfold`; False for none.
 
     Raises:
         ValueError: an argument is none of the values above, a parameter is no matrix, `ns_dtype`

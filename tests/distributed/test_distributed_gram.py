@@ -137,10 +137,10 @@ def test_half_precision_of_any_scale(kwargs, sums):
         np.testing.assert_array_equal(compiled(scaled, state)[0]["w"], updates["w"])
 
 
-def modes(count, shape, spec=("x",), owners=8, **kwargs):
+def modes(count, shape, spec=("x",), owners=8, replicas=1, **kwargs):
     """What `explain` says of so many matrices: mode of each group, and all of it."""
     params = {str(i): jax.ShapeDtypeStruct(shape, jnp.float32) for i in range(count)}
-    mesh = AbstractMesh((owners,), ("x",))
+    mesh = AbstractMesh((replicas, owners), ("replica", "x"))
     explanation = explain(params, PartitionSpec(*spec), mesh, **kwargs)
     return [group.mode for group in explanation.groups], explanation
 
@@ -157,6 +157,8 @@ def modes(count, shape, spec=("x",), owners=8, **kwargs):
         (1, (4096, 65536), {"distributed_gram": False}, "exchange over x"),
         (1, (4096, 65536), {"ns_method": "standard"}, "exchange over x"),
         (1, (4096, 65536), {"preconditioning": "spectral"}, "exchange over x"),
+        (1, (4096, 65536), {"replicas": 2}, "exchange over x"),
+        (1, (4096, 65536), {"replicas": 2, "distributed_gram": True}, "gram over x"),
         (8, (64, 64), {"distributed_gram": True}, "gram over x"),
     ],
     ids=str,
