@@ -48,10 +48,15 @@ from muon_jax import MuonDimensionNumbers, newton_schulz, scale_by_muon
 from pallas_kernels import _mosaic_gpu_config, _pallas_mosaic_gpu, syrk
 
 jax.devices()  # loads the plugins
-topology = topologies.get_topology_desc(
-    "", "cuda", target_config=sys.stdin.read(), topology="1x1x8"
-)
-mesh = Mesh(np.array(topology.devices[:1]), ("x",))
+target = sys.stdin.read()
+
+def mesh_of(hosts, devices):
+    topology = topologies.get_topology_desc(
+        "", "cuda", target_config=target, topology=f"1x{hosts}x{devices}"
+    )
+    return Mesh(np.array(topology.devices), ("x",))
+
+mesh = mesh_of(1, 1)
 
 def compiled(function, *shapes, dtype=jnp.bfloat16):
     sharding = NamedSharding(mesh, PartitionSpec())
@@ -97,19 +102,24 @@ print(compiled(iteration, {shape}))
 """
 
 UPDATE = """
-mesh = Mesh(np.array(topology.devices), ("x",))
-rows = NamedSharding(mesh, PartitionSpec("x"))
-gradients = [jax.ShapeDtypeStruct((512, 1024), jnp.float32, sharding=rows)] * 40
+mesh = mesh_of({hosts}, 8)
+rows = NamedSharding(mesh, PartitionSpec(None, "x"))
+gradients = [jax.ShapeDtypeStruct(({hosts}, 512, 1024), jnp.float32, sharding=rows)] * 40
 optimizer = scale_by_muon(
-    implementation="mosaic_gpu", max_group_bytes=2 * 2**20, shardings={shardings}
+    implementation="mosaic_gpu",
+    weight_dimension_numbers=MuonDimensionNumbers(-2, -1),
+    max_group_bytes=2 * 2**20,
+    shardings={shardings},
 )
 with jax.set_mesh(mesh):
     state = jax.eval_shape(optimizer.init, gradients)._replace(mu=gradients)
-    print(jax.jit(optimizer.update).lower(gradients, state).compile().as_text())
+    compiled = jax.jit(optimizer.update).lower(gradients, state).compile()
+    print(compiled.memory_analysis().temp_size_in_bytes)
+    print(compiled.as_text())
 """
 
 IN_PIECES = """
-mesh = Mesh(np.array(topology.devices), ("x",))
+mesh = mesh_of(1, 8)
 columns = NamedSharding(mesh, PartitionSpec(None, None, "x"))
 gradients = jax.ShapeDtypeStruct(({count}, 512, 4096), jnp.float32, sharding=columns)
 optimizer = scale_by_muon(
@@ -213,17 +223,23 @@ def test_the_iteration_on_hopper_is_its_products_and_two_passes(shape):
 
 
 @needs_compiler
-@pytest.mark.parametrize("shardings", ["None", "PartitionSpec('x')"])
-def test_exchanges_are_in_bfloat16_while_kernels_run(shardings):
-    """Five slots of 1 MiB for each of eight owners, in buckets of 1, 2, 1 and 1."""
-    text = output_of(UPDATE.format(shardings=shardings), "NVIDIA H200")
+@pytest.mark.parametrize(
+    ("hosts", "shardings"), [(1, "None"), (1, "PartitionSpec(None, 'x')"), (8, "None")]
+)
+def test_exchanges_are_in_bfloat16_while_kernels_run(hosts, shardings):
+    """Five slots of 1 MiB for each of eight owners a host, in buckets of 1, 2, 1 and 1.
+
+    At most three buckets are in memory beside the results in 16 bits.
+    """
+    text = output_of(UPDATE.format(hosts=hosts, shardings=shardings), "NVIDIA H200")
+    assert int(text[: text.index("\n")]) <= (5 + 3 * 2) * 2**20
     entry = text[text.index("ENTRY") :]
     assert not re.search(r" (all-gather|all-reduce|collective-permute)", text)
     starts = re.findall(r"= \(\((\w+)\[.* all-to-all-start\(", entry)
     assert starts == ["bf16"] * 8
     between = re.findall(r" all-to-all-start\(.*?(?= all-to-all-done\()", entry, re.DOTALL)
     hidden = ["mosaic_gpu" in window for window in between]
-    assert sum(hidden) >= 5 and not hidden[0] and not hidden[-1]
+    assert sum(hidden) >= (5 if hosts == 1 else 4) and not hidden[0] and not hidden[-1]
 
 
 @needs_compiler
