@@ -1,8 +1,6 @@
 """The mixture of experts learns, on four devices as on one."""
 
 import re
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,10 +8,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
+import moe
 from muon_jax import describe, explain
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-import moe  # noqa: E402
 
 EXPERTS, WIDTH = 4, 16
 

@@ -2,8 +2,6 @@
 
 import functools
 import re
-import sys
-from pathlib import Path
 
 import chex
 import jax
@@ -11,10 +9,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import standalone
 from muon_jax import muon, newton_schulz
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-import standalone  # noqa: E402
 
 
 def test_it_trains(capsys):
