@@ -155,15 +155,11 @@ def _files(path: Path) -> Mapping[str, Callable[[], bytes]]:
         )
     try:
         with tarfile.open(path) as archive:
-            contents = {
-                Path(member.name).name: archive.extractfile(member).read  # pyright: ignore
+            contents = {  # read in the archive's order: to go back is to decompress anew
+                Path(member.name).name: archive.extractfile(member).read()  # pyright: ignore
                 for member in archive
                 if member.isfile()
-            }
-            contents = {
-                name: read()
-                for name, read in contents.items()
-                if re.fullmatch(r"\w+_batch(_\d)?(\.bin)?", name)
+                and re.fullmatch(r"\w+_batch(_\d)?(\.bin)?", Path(member.name).name)
             }
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise ValueError(

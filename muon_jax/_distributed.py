@@ -149,18 +149,20 @@ def make_plan(
         ValueError: no sharded matrix can be left in pieces, as `distributed_gram` says.
     """
 
+    def leaves_of(*buckets):
+        chunks = itertools.chain.from_iterable(bucket.chunks for bucket in buckets)
+        return [leaf for chunk in chunks for leaf, _, _ in chunk.parts]
+
     def reasons(*buckets):
         """Which parameters in the buckets cannot stay in pieces, and why."""
-        parts = [part for bucket in buckets for chunk in bucket.chunks for part in chunk.parts]
-        found = ((leaf.name, forms[leaf.index].in_pieces) for leaf, _, _ in parts)
+        found = ((leaf.name, forms[leaf.index].in_pieces) for leaf in leaves_of(*buckets))
         return [(name, reason) for name, reason in found if isinstance(reason, str)]
 
     def stays(bucket):
         if distributed_gram is False or reasons(bucket):
             return False
-        leaves = [leaf for chunk in bucket.chunks for leaf, _, _ in chunk.parts]
         return bool(distributed_gram) or (
-            not any(_is_replicated(specs[leaf.index], mesh) for leaf in leaves)
+            not any(_is_replicated(specs[leaf.index], mesh) for leaf in leaves_of(bucket))
             and _is_faster_in_pieces(bucket, forms)
         )
 

@@ -288,10 +288,10 @@ def _part(total: int, most: int) -> int:
 def _ends(total: int, most: int) -> tuple[int, int]:
     """The slots at each end and those of each part between: few parts, ends of a half or less."""
     cuts = [
-        ((total - 2 * small) // part, abs(4 * small - part), small, part)
+        ((total - both) // part, abs(2 * both - part), both // 2, part)
         for part in range(1, min(total, most) + 1)
-        for small in range(1, max(part // 2, 1) + 1)
-        if 2 * small <= total and (total - 2 * small) % part == 0
+        for both in range(total % part, min(max(part, 2), total) + 1, part)
+        if both and both % 2 == 0
     ]
     *_, small, part = min(cuts, default=(0, 0, 0, _part(total, most)))
     return small, part

@@ -20,6 +20,7 @@ def of(program: Any) -> dict[str, float]:
     """
     if jax.default_backend() != "gpu":
         return {}
+    jax.block_until_ready(program.result())  # the first run also loads kernels and connects
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(program.result())
