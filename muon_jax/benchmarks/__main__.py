@@ -90,6 +90,8 @@ def measure(arguments: argparse.Namespace) -> None:
     report |= {"dtype": arguments.dtype, "input": "standard normal", "measurements": []}
     print("\n".join([_report.heading(report), *_report.absent(report)]))
     function = MEASURES[arguments.command]
+    if arguments.command == "newton_schulz":
+        function = functools.partial(function, coefficients=arguments.coefficients)
     if arguments.command == "sharded":
         mesh_shape = dict(arguments.mesh or [("fsdp", jax.device_count())])
         function = functools.partial(function, mesh_shape=mesh_shape)
@@ -222,7 +224,15 @@ def main(words: Sequence[str] | None = None) -> None:
         )
 
     add_shapes(add_benchmark("syrk", "bfloat16"))
-    add_shapes(add_benchmark("newton_schulz", "bfloat16"))
+    iteration = add_benchmark("newton_schulz", "bfloat16")
+    add_shapes(iteration)
+    iteration.add_argument(
+        "--coefficients",
+        nargs="*",
+        choices=_accuracy.names(),
+        default=_measure.COEFFICIENTS,
+        help="timed beside the defaults",
+    )
     add_benchmark("muon", "float32").add_argument(
         "--models", nargs="+", choices=_models.MODELS, default=[*_models.MODELS]
     )

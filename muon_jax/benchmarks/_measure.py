@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from muon_jax.benchmarks import _accuracy, _models, _polar, _rivals, _timing
 from muon_jax.benchmarks._timing import JaxProgram, Program
 from pallas_kernels import select_implementation, syrk
 
-# What `newton_schulz` is timed with beside its defaults.
+# What `newton_schulz` is timed with beside its defaults, where nothing else is named.
 COEFFICIENTS = ("fast", "balanced", "accurate", "polar_express", "aol")
 # Largest relative error of these, against float64: several times that of half precision.
 COEFFICIENTS_TOLERANCE = 0.1
@@ -51,7 +51,9 @@ def measure_syrk(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
     }
 
 
-def measure_newton_schulz(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
+def measure_newton_schulz(
+    shape: tuple[int, ...], dtype: str, coefficients: Sequence[str]
+) -> dict[str, Any]:
     """Times five Newton–Schulz steps on one shape, and beside them other coefficients.
 
     Those are timed in both forms where n ≥ 2m; on squarer matrices the gram form costs more.
@@ -67,10 +69,14 @@ def measure_newton_schulz(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
         "jnp": _rivals.newton_schulz_in_jnp,
         "None": functools.partial(newton_schulz, dtype=None),
     }
+
+    def definition(name):
+        return functools.partial(newton_schulz, dtype=None, **_accuracy.arguments(name))
+
     others: dict[str, Program] = {}
-    for name in COEFFICIENTS:
+    for name in coefficients:
         run = functools.partial(newton_schulz, **_accuracy.arguments(name))
-        exact = in_float64(functools.partial(run, dtype=None), (x,))
+        exact = in_float64(definition(name), (x,))
         forms = {"standard": name} | ({"gram": f"{name}, gram"} if n >= 2 * m else {})
         for form, label in forms.items():
             program = JaxProgram.compile(functools.partial(run, method=form), x)
@@ -81,8 +87,9 @@ def measure_newton_schulz(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
                     f" {COEFFICIENTS_TOLERANCE}"
                 )
             others[label] = program
+    own = {rival: definition(name) for rival, name in _rivals.COEFFICIENTS.items()}
     rivals = _rivals.programs(x)
-    comparison = _compare(f"newton_schulz {shape}", steps, (x,), rivals, others)
+    comparison = _compare(f"newton_schulz {shape}", steps, (x,), rivals, others, own)
     return {
         "shape": shape,
         "chosen": select_implementation(x).implementation,
@@ -176,10 +183,12 @@ def _compare(
     arguments: tuple[jax.Array, ...],
     rivals: Mapping[str, Program],
     others: Mapping[str, Program] | None = None,
+    own: Mapping[str, Callable[..., jax.Array]] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Checks and times `variants` and `rivals`, which compute what the first variant computes.
 
-    `others` are timed with them, unchecked; with them all polar errors are part of the result.
+    Rivals in `own` compute what stands there instead. `others` are timed with them, unchecked; with
+    them all polar errors are part of the result.
 
     A result passes whose error is at most twice that of the first variant, where the exact result
     is that of the first variant in float64. A rival that fails is reported, and not timed.
@@ -199,7 +208,9 @@ def _compare(
             raise ArithmeticError(f"{case}, {name}: {wrong}")
     for name, program in rivals.items():
         try:
-            errors[name] = _timing.relative_error(program.result(), exact)
+            its_own = (own or {}).get(name)
+            expected = in_float64(its_own, arguments) if its_own else exact
+            errors[name] = _timing.relative_error(program.result(), expected)
             wrong = reason_if_wrong(errors[name], baseline, errors[baseline])
         except Exception as error:  # whatever a rival cannot do here
             wrong = f"{type(error).__name__}: {error}".partition("\n")[0]

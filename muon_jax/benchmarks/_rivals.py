@@ -15,8 +15,12 @@ from muon_jax.benchmarks._timing import JaxProgram, Program
 _IN_TORCH = {
     "torch.compile": "torch",
     "gram_newton_schulz": "gram_newton_schulz",
-    "gram_newton_schulz, compiled": "gram_newton_schulz",
+    "gram_newton_schulz, standard": "gram_newton_schulz",
+    "dion": "dion",
+    "dion, aol": "dion",
 }
+# Those that have coefficients of their own; the others compute what `newton_schulz_in_jnp` does.
+COEFFICIENTS = {"dion": "dion", "dion, aol": "aol"}
 
 
 def newton_schulz_in_jnp(x: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
-"""Newton–Schulz in torch on CUDA: Keller Jordan's code, and the package gram_newton_schulz."""
+"""Newton–Schulz in torch on CUDA: Keller Jordan's, and that of gram_newton_schulz and of dion."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable
 
@@ -14,14 +15,19 @@ from muon_jax.benchmarks._timing import Clock
 
 @dataclasses.dataclass(frozen=True)
 class TorchProgram:
-    """A function of one tensor, with it.
+    """What makes a function of one tensor, and the tensor.
 
     Its clocks are `wall`, the wall clock of calls that are enqueued together, and `device`, the
     time between CUDA events around them: it includes the gaps where the GPU waits for launches.
     """
 
-    function: Callable
+    make: Callable[[], Callable]
     argument: torch.Tensor
+
+    @functools.cached_property
+    def function(self) -> Callable:
+        """Made when it is first run, for what fails then to be the program's failure."""
+        return self.make()
 
     def result(self) -> jax.Array:
         """Runs once and returns the result, as an array of JAX."""
@@ -62,25 +68,32 @@ def zeropower_via_newtonschulz5(x: torch.Tensor) -> torch.Tensor:
     return x.mT if transposed else x
 
 
-def _gram_newton_schulz() -> Callable:
-    from gram_newton_schulz import (  # pyright: ignore[reportMissingImports] (optional)
-        GramNewtonSchulz,
-    )
+def _gram_newton_schulz(name: str) -> Callable:
+    """Either class of the package, which compiles with CUDA graphs."""
+    import gram_newton_schulz  # pyright: ignore[reportMissingImports] (optional)
 
-    return GramNewtonSchulz(ns_coefficients=[*_coefficients.NAMED["standard"]] * 5)
+    make = getattr(gram_newton_schulz, name)
+    return make(ns_coefficients=[*_coefficients.NAMED["standard"]] * 5)
+
+
+def _dion(name: str) -> Callable:
+    from dion import newton_schulz_triton  # pyright: ignore[reportMissingImports] (optional)
+
+    return getattr(newton_schulz_triton, name)
 
 
 _MAKE = {
     "torch.compile": lambda: torch.compile(
         zeropower_via_newtonschulz5, fullgraph=True, dynamic=False
     ),
-    "gram_newton_schulz": _gram_newton_schulz,
-    # The package compiles the attribute, which Python does not look up for a plain call.
-    "gram_newton_schulz, compiled": lambda: _gram_newton_schulz().__call__,
+    "gram_newton_schulz": lambda: _gram_newton_schulz("GramNewtonSchulz"),
+    "gram_newton_schulz, standard": lambda: _gram_newton_schulz("StandardNewtonSchulz"),
+    "dion": lambda: _dion("newton_schulz_triton"),
+    "dion, aol": lambda: _dion("newton_schulz_triton_fast"),
 }
 
 
 def programs(x: jax.Array, names: Iterable[str]) -> dict[str, TorchProgram]:
     """Returns the rivals of these names, each on a copy of `x`, which it may overwrite."""
     torch.compiler.reset()  # torch stops compiling a function after eight shapes
-    return {name: TorchProgram(_MAKE[name](), torch.from_dlpack(x).clone()) for name in names}
+    return {name: TorchProgram(_MAKE[name], torch.from_dlpack(x).clone()) for name in names}
