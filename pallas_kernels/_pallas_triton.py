@@ -5,6 +5,9 @@ transposed into the upper triangle. A tile on the diagonal is stored once, so no
 result has two writers. Of A·Aᵀ that tile is symmetric as it comes: the elements (i, j) and (j, i)
 add the same products in the same order. Of A·Bᵀ it is not, and its lower half is mirrored.
 
+Tiny A·Aᵀ, where a launch is most of the time, compute the tiles above the diagonal as well, which
+for the same reason are mirror images, rather than wait for a transposition.
+
 JAX has deprecated this lowering (no removal date is announced as of 0.12.0). Nothing else in the
 package imports from this file but the dispatch table, so it can be deleted whole.
 """
@@ -108,6 +111,11 @@ def _programs(batch, m: int, tile: int) -> int:
     return math.prod(batch) * _triangle.num_tiles(pl.cdiv(m, tile))
 
 
+def _tiles(m: int, config: Config, mirrors: bool) -> int:
+    across = pl.cdiv(m, config.tile)
+    return _triangle.num_tiles(across) if mirrors else across**2
+
+
 def syrkx(
     a_matrix: jax.Array,
     b_matrix: jax.Array | None,
@@ -147,12 +155,15 @@ def _launch(
 ):
     batch, m, _ = a_matrix.shape
     config = config or default_config(a_matrix.shape, a_matrix.dtype)
+    mirrors = config.tile > 16 or b_matrix is not None or bool(c_matrices)
     out_shape = jax.ShapeDtypeStruct(
         (batch, m, m), a_matrix.dtype, manual_axis_type=jax.typeof(a_matrix).manual_axis_type
     )
     return pl.pallas_call(
-        functools.partial(_kernel, config=config, mirrored_on_diagonal=mirrored_on_diagonal),
-        grid=(batch * _triangle.num_tiles(pl.cdiv(m, config.tile)),),
+        functools.partial(
+            _kernel, config=config, mirrors=mirrors, mirrored_on_diagonal=mirrored_on_diagonal
+        ),
+        grid=(batch * _tiles(m, config, mirrors),),
         out_shape=(out_shape,) * (1 + residual),
         compiler_params=plt.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
@@ -163,14 +174,24 @@ def _launch(
 
 
 def _kernel(
-    coefficients_gmem, a_gmem, b_gmem, c_gmems, *out_gmems, config: Config, mirrored_on_diagonal
+    coefficients_gmem,
+    a_gmem,
+    b_gmem,
+    c_gmems,
+    *out_gmems,
+    config: Config,
+    mirrors: bool,
+    mirrored_on_diagonal: bool,
 ):
     _, m, n = a_gmem.shape
     tile, tile_k = config.tile, config.tile_k
-    tiles_per_matrix = _triangle.num_tiles(pl.cdiv(m, tile))
     program = pl.program_id(0)
-    batch = program // tiles_per_matrix
-    tile_row, tile_col = _triangle.row_col(program % tiles_per_matrix)
+    tiles_per_matrix = _tiles(m, config, mirrors)
+    batch, index = program // tiles_per_matrix, program % tiles_per_matrix
+    if mirrors:
+        tile_row, tile_col = _triangle.row_col(index)
+    else:
+        tile_row, tile_col = index // pl.cdiv(m, tile), index % pl.cdiv(m, tile)
     rows, cols = pl.ds(tile_row * tile, tile), pl.ds(tile_col * tile, tile)
     row_ids = tile_row * tile + jnp.arange(tile)
     col_ids = tile_col * tile + jnp.arange(tile)
@@ -211,6 +232,6 @@ def _kernel(
             out = jnp.where(row_ids[:, None] >= col_ids[None, :], out, out.T)
         plt.store(out_gmem.at[batch, rows, cols], out, mask=in_bounds(row_ids, col_ids, m))
 
-        @pl.when(tile_row != tile_col)
+        @pl.when(mirrors and tile_row != tile_col)
         def _(out_gmem=out_gmem, out=out):
             plt.store(out_gmem.at[batch, cols, rows], out.T, mask=in_bounds(col_ids, row_ids, m))

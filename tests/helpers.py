@@ -87,11 +87,9 @@ def _interpreted(
     return results if residual else results[0]
 
 
-def interpreted_triton(*operands, **kwargs):
+def interpreted_triton(*operands, config=INTERPRETED, **kwargs):
     """`syrkx(implementation="triton")`, run by the interpreter on the CPU."""
-    return _interpreted(
-        _pallas_triton.syrkx, *operands, config=INTERPRETED, interpret=True, **kwargs
-    )
+    return _interpreted(_pallas_triton.syrkx, *operands, config=config, interpret=True, **kwargs)
 
 
 def interpreted_mosaic(

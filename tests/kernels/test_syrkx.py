@@ -1,5 +1,6 @@
 """One body of tests for every implementation of `syrkx`, against float64."""
 
+import dataclasses
 import functools
 
 import chex
@@ -57,6 +58,19 @@ def test_the_residual_is_what_rounding_left(implementation, dtype):
     chex.assert_trees_all_equal(high, exact.astype(dtype))
     chex.assert_trees_all_equal(low, (exact - np.asarray(high, np.float64)).astype(dtype))
     assert jnp.any(low != 0) or dtype == jnp.float32
+
+
+@pytest.mark.parametrize("addend", [False, True])
+def test_triton_computes_both_triangles_of_tiny_matrices(addend):
+    tiny = dataclasses.replace(helpers.INTERPRETED, tile=16)
+    run = functools.partial(helpers.interpreted_triton, config=tiny, alpha=2.0, diagonal=3.0)
+    rng = np.random.default_rng(10)
+    a = helpers.integers(rng, (2, 40, 20), jnp.bfloat16)
+    c = helpers.symmetric(helpers.integers(rng, (2, 40, 40), jnp.bfloat16)) if addend else None
+    expected = helpers.exact_syrkx(a, None, c, alpha=2.0, beta=1.0, diagonal=3.0)
+    chex.assert_trees_all_equal(run(a, None, c, beta=1.0), expected.astype(jnp.bfloat16))
+    programs = 2 * (6 if addend else 9)  # an addend is read in the lower triangle alone
+    assert f"grid=({programs},)" in str(jax.make_jaxpr(lambda a: run(a, None, c, beta=1.0))(a))
 
 
 @each_implementation_and_dtype
