@@ -14,6 +14,7 @@ import argparse
 import math
 import re
 import sysconfig
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -159,8 +160,11 @@ def batches(steps: int) -> Iterator[np.ndarray]:
 
 def train(
     model: Transformer, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, steps: int
-) -> list[float]:
-    """Trains on the mesh, and returns the cross-entropy of each batch in nats per byte."""
+) -> tuple[list[float], float]:
+    """Trains on the mesh; returns each batch's cross-entropy in nats per byte, and seconds a step.
+
+    Seconds are the median, from the batch to its loss on the host.
+    """
     graph, params = nnx.split(model)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(params))
     params = jax.tree.map(jax.device_put, params, shardings)
@@ -177,12 +181,14 @@ def train(
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, cross_entropy
 
-    losses = []
+    losses, seconds = [], []
     for windows in batches(steps):
+        start = time.perf_counter()
         windows = jax.device_put(windows, NamedSharding(mesh, PartitionSpec(AXES)))
         params, state, cross_entropy = step(params, state, windows)
         losses.append(float(cross_entropy))
-    return losses
+        seconds.append(time.perf_counter() - start)
+    return losses, float(np.median(seconds))
 
 
 def mesh_sizes(text: str) -> tuple[int, ...]:
@@ -229,9 +235,10 @@ def main(words: Sequence[str] | None = None) -> None:
     print(f"\nLoss in nats per byte, on {len(devices)} devices ({devices[0].platform}):")
     for name in args.optimizer:
         optimizer = make_optimizer(name, args.method, specs_of(params))
-        losses = train(model, optimizer, mesh, args.steps)
+        losses, seconds = train(model, optimizer, mesh, args.steps)
         shown = np.linspace(0, args.steps - 1, min(args.steps, 6)).astype(int)
-        print(f"{name:5}", *(f"{step + 1}: {losses[step]:.3f}" for step in shown), sep="  ")
+        columns = [f"{step + 1}: {losses[step]:.3f}" for step in shown]
+        print(f"{name:5}", *columns, f"({1e3 * seconds:.1f} ms a step)", sep="  ")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ transposed into the upper triangle. A tile on the diagonal is stored once, so no
 result has two writers. Of A·Aᵀ that tile is symmetric as it comes: the elements (i, j) and (j, i)
 add the same products in the same order. Of A·Bᵀ it is not, and its lower half is mirrored.
 
-Tiny A·Aᵀ, where a launch is most of the time, compute the tiles above the diagonal as well, which
-for the same reason are mirror images, rather than wait for a transposition.
+Of a tiny A·Aᵀ the tiles above the diagonal, mirror images for the same reason, are computed, too:
+that takes less time than to transpose.
 
 JAX has deprecated this lowering (no removal date is announced as of 0.12.0). Nothing else in the
 package imports from this file but the dispatch table, so it can be deleted whole.
@@ -155,7 +155,9 @@ def _launch(
 ):
     batch, m, _ = a_matrix.shape
     config = config or default_config(a_matrix.shape, a_matrix.dtype)
-    mirrors = config.tile > 16 or b_matrix is not None or bool(c_matrices)
+    # Measured on an H200: 64 programs are faster so (64×64: 1.15 µs against 1.27), 512 slower.
+    is_tiny = config.tile == 16 and batch * pl.cdiv(m, config.tile) ** 2 <= 132
+    mirrors = not is_tiny or b_matrix is not None or bool(c_matrices)
     out_shape = jax.ShapeDtypeStruct(
         (batch, m, m), a_matrix.dtype, manual_axis_type=jax.typeof(a_matrix).manual_axis_type
     )

@@ -60,17 +60,18 @@ def test_the_residual_is_what_rounding_left(implementation, dtype):
     assert jnp.any(low != 0) or dtype == jnp.float32
 
 
-@pytest.mark.parametrize("addend", [False, True])
-def test_triton_computes_both_triangles_of_tiny_matrices(addend):
+@pytest.mark.parametrize(
+    ("batch", "addend", "tiles"), [(2, False, 9), (2, True, 6), (20, False, 6)]
+)
+def test_triton_computes_both_triangles_of_tiny_matrices(batch, addend, tiles):
     tiny = dataclasses.replace(helpers.INTERPRETED, tile=16)
     run = functools.partial(helpers.interpreted_triton, config=tiny, alpha=2.0, diagonal=3.0)
     rng = np.random.default_rng(10)
-    a = helpers.integers(rng, (2, 40, 20), jnp.bfloat16)
-    c = helpers.symmetric(helpers.integers(rng, (2, 40, 40), jnp.bfloat16)) if addend else None
+    a = helpers.integers(rng, (batch, 40, 20), jnp.bfloat16)
+    c = helpers.symmetric(helpers.integers(rng, (batch, 40, 40), jnp.bfloat16)) if addend else None
     expected = helpers.exact_syrkx(a, None, c, alpha=2.0, beta=1.0, diagonal=3.0)
     chex.assert_trees_all_equal(run(a, None, c, beta=1.0), expected.astype(jnp.bfloat16))
-    programs = 2 * (6 if addend else 9)  # an addend is read in the lower triangle alone
-    assert f"grid=({programs},)" in str(jax.make_jaxpr(lambda a: run(a, None, c, beta=1.0))(a))
+    assert f"grid=({batch * tiles},)" in str(jax.make_jaxpr(lambda a: run(a, None, c, beta=1.0))(a))
 
 
 @each_implementation_and_dtype
