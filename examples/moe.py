@@ -134,12 +134,14 @@ def specs_of(params: Params) -> Params:
     return jax.tree.map_with_path(spec, params)
 
 
-def make_optimizer(name: str, method: str | None, specs: Params) -> optax.GradientTransformation:
+def make_optimizer(
+    name: str, learning_rate: float, method: str | None, specs: Params
+) -> optax.GradientTransformation:
     """Either of the optimizers in `LEARNING_RATES`; both begin slowly."""
-    learning_rate = optax.warmup_constant_schedule(0.0, LEARNING_RATES[name], 10)
+    schedule = optax.warmup_constant_schedule(0.0, learning_rate, 10)
     if name == "adamw":
-        return optax.adamw(learning_rate, b2=0.95, weight_decay=0.01)
-    return muon(learning_rate, **muon_arguments(method), shardings=specs)
+        return optax.adamw(schedule, b2=0.95, weight_decay=0.01)
+    return muon(schedule, **muon_arguments(method), shardings=specs)
 
 
 def muon_arguments(method: str | None) -> dict[str, Any]:
@@ -207,6 +209,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--mesh", type=mesh_sizes, default="expert=4", help="expert=2,fsdp=2")
     parser.add_argument("--optimizer", nargs="+", choices=LEARNING_RATES, default=["muon"])
+    parser.add_argument("--learning-rate", type=float, help=f"default: {LEARNING_RATES}")
     parser.add_argument("--method", choices=["standard", "gram"], help="form of the iteration")
     args = parser.parse_args(words)
     expert, fsdp = args.mesh
@@ -234,7 +237,8 @@ def main(words: Sequence[str] | None = None) -> None:
     explain(params, specs_of(params), mesh, **muon_arguments(args.method))
     print(f"\nLoss in nats per byte, on {len(devices)} devices ({devices[0].platform}):")
     for name in args.optimizer:
-        optimizer = make_optimizer(name, args.method, specs_of(params))
+        learning_rate = args.learning_rate or LEARNING_RATES[name]
+        optimizer = make_optimizer(name, learning_rate, args.method, specs_of(params))
         losses, seconds = train(model, optimizer, mesh, args.steps)
         shown = np.linspace(0, args.steps - 1, min(args.steps, 6)).astype(int)
         columns = [f"{step + 1}: {losses[step]:.3f}" for step in shown]

@@ -136,6 +136,15 @@ def test_times_of_the_iteration_are_those_of_the_results():
         assert row(measurement, *cells) in README
 
 
+def test_times_of_packages_for_torch_are_those_of_the_results():
+    for measurement, times in measurements("peers"):
+        gram = min(times["gram_newton_schulz"], times["gram_newton_schulz, standard"])
+        peers = [times["torch.compile"], times["dion"], gram]
+        ours = min(times["polar_express"], times.get("polar_express, gram", float("inf")))
+        cells = [*map(figure, [*peers, times["None"], ours]), f"{min(peers) / ours:.2f}×"]
+        assert row(measurement, *cells).removesuffix(" |") in README
+
+
 def test_times_of_the_products_are_those_of_the_results():
     expected = set()
     for measurement, times in measurements("syrk"):
@@ -169,14 +178,15 @@ def test_sharded_updates_are_those_of_the_results():
     for m in json.loads((RESULTS / "sharded_h200.json").read_text())["measurements"]:
         times = {name: clocks["wall"][1] / 1000 for name, clocks in m["microseconds"].items()}
         exchange = m.get("timeline", {}).get("None")
+        shown = ("optax", "None", "balanced")
         cells = [
             m["model"],
             ", ".join(f"{name}={size}" for name, size in m["mesh"].items()),
             *(f"{times[name]:.3g}" for name in ("optax", "None")),
             f"{times['optax'] / times['None']:.2f}×",
             f"{times['balanced']:.3g}",
-            " / ".join(str(sum(counts.values())) for counts in m["collectives"].values()),
-            " / ".join(f"{size / 2**20:.0f}" for size in m["temp_bytes"].values()),
+            " / ".join(str(sum(m["collectives"][name].values())) for name in shown),
+            " / ".join(f"{m['temp_bytes'][name] / 2**20:.0f}" for name in shown),
             "{exchanging:.1f}, {exposed:.1f}".format(**{k: t / 1000 for k, t in exchange.items()})
             if exchange
             else "none",

@@ -31,7 +31,7 @@ def mesh_of(*sizes):
 
 
 def test_it_learns_the_same_on_four_devices_as_on_one(model, capsys):
-    optimizer = moe.make_optimizer("muon", None, moe.specs_of(nnx.state(model)))
+    optimizer = moe.make_optimizer("muon", 0.02, None, moe.specs_of(nnx.state(model)))
     alone, _ = moe.train(model, optimizer, mesh_of(1, 1), 30)
     assert alone[0] > 5.5 and np.mean(alone[-5:]) < 0.7 * alone[0]  # ln 256 = 5.55
     moe.main("--steps 8 --width 16 --experts 4 --mesh expert=2,fsdp=2".split())
