@@ -364,22 +364,27 @@ def test_both_optimizers_take_the_models(name):
 
 
 def test_the_headline_shows_the_results(tmp_path, capsys):
-    files = [f"{name}.json" for name in ("newton_schulz_h200", "muon_h200", "accuracy_cpu")]
-    paths = [str(Path(benchmarks.__file__).parent / "results" / file) for file in files]
+    names = ("newton_schulz_h200", "muon_h200", "accuracy_cpu", "peers_h200")
+    paths = [str(Path(benchmarks.__file__).parent / "results" / f"{name}.json") for name in names]
     png = tmp_path / "headline.png"
     benchmarks.main(["report", *paths, "--headline", "--png", str(png)])
     assert png.read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
 
-    iteration, updates, accuracy = _headline.figure(
-        [json.loads(Path(p).read_text()) for p in paths]
-    ).axes
-    shapes = len(json.loads(Path(paths[0]).read_text())["measurements"])
-    assert len(iteration.patches) == 2 * shapes
-    clocks = json.loads(Path(paths[1]).read_text())["measurements"][0]["microseconds"]
-    speedup = clocks["optax"]["device"][1] / clocks["balanced"]["device"][1]
-    assert updates.patches[1].get_width() == pytest.approx(speedup)
+    reports = [json.loads(Path(path).read_text()) for path in paths]
+    iteration, packages, updates, accuracy = _headline.figure(reports).axes
+    assert len(iteration.patches) == 2 * len(reports[0]["measurements"])
+
+    def speedup(report, baseline, name):
+        clocks = report["measurements"][0]["microseconds"]
+        return pytest.approx(clocks[baseline]["device"][1] / clocks[name]["device"][1])
+
+    assert updates.patches[1].get_width() == speedup(reports[1], "optax", "balanced")
+    dion, gram, five_steps, *_ = (bar.get_width() for bar in packages.patches)
+    assert dion == speedup(reports[3], "torch.compile", "dion")
+    assert gram == speedup(reports[3], "torch.compile", "gram_newton_schulz")
+    assert five_steps == speedup(reports[3], "torch.compile", "polar_express")
     names = {text.get_text() for text in accuracy.texts}
     assert {"standard", "balanced", "accurate"} < names
     with pytest.raises(ValueError, match="needs a file of the benchmark muon or sharded"):
-        _headline.figure([json.loads(Path(paths[0]).read_text())])
+        _headline.figure(reports[:1])

@@ -1,6 +1,7 @@
-"""What the measurements say in one figure: speed of the iteration, of updates, and accuracy."""
+"""What the measurements say in one figure: speed, beside other packages too, and accuracy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -8,14 +9,31 @@ from muon_jax._schedules import SCHEDULES
 from muon_jax.benchmarks import _plots, _reading
 from muon_jax.benchmarks._reading import Measurement, Report
 
-_OURS = {"None": "default", "balanced": '"balanced"'}
-_COLORS = {"None": "C0", "balanced": "C3"}
+
+class Bar(NamedTuple):
+    """A color for the fastest of some variants."""
+
+    color: str
+    variants: tuple[str, ...]
+
+
+_OURS = {
+    "five steps": Bar("C0", ("None",)),
+    '"balanced"': Bar("C3", ("balanced", "balanced, gram")),
+}
+# Five steps by packages for torch, and by ours.
+_PACKAGES = {
+    "Dion": Bar("0.75", ("dion",)),
+    "gram_newton_schulz": Bar("0.5", ("gram_newton_schulz", "gram_newton_schulz, standard")),
+    "five steps": Bar("C0", ("None", "polar_express", "polar_express, gram")),
+    '"balanced"': _OURS['"balanced"'],
+}
 _ASPECT = 4  # n/m of most perceptrons
 _SETS = ("standard", "polar_express", "dion", "aol", "deepseek_v4", "fast", "balanced", "accurate")
 
 
 def figure(reports: Sequence[Report]):
-    """Returns a matplotlib figure of the iteration, whole updates, and accuracy, side by side.
+    """Returns a matplotlib figure of the iteration, twice, whole updates, and accuracy.
 
     Raises:
         ValueError: one of these is not among the reports.
@@ -31,31 +49,38 @@ def figure(reports: Sequence[Report]):
             )
         return found
 
-    result = Figure(figsize=(13.5, 4.5), layout="constrained")
-    iteration, update, accuracy = result.subplots(1, 3)
-    _speedups(iteration, measured("newton_schulz"))
-    _speedups(update, measured("muon", "sharded"))
+    result = Figure(figsize=(13.5, 8), layout="constrained")
+    (iteration, packages), (update, accuracy) = result.subplots(2, 2)
+    beside, alone = [], []
+    for measurement in measured("newton_schulz"):
+        (beside if "dion" in measurement["microseconds"] else alone).append(measurement)
+    _speedups(iteration, alone, _OURS, "jnp")
+    _speedups(packages, beside, _PACKAGES, "torch.compile")
+    _speedups(update, measured("muon", "sharded"), _OURS, "optax")
     _accuracy(accuracy, measured("accuracy"))
     iteration.set_title("newton_schulz, over five steps in jnp", fontsize=10)
+    packages.set_title("newton_schulz, over five steps by torch.compile", fontsize=10)
     update.set_title("whole update, over optax.contrib.muon", fontsize=10)
     accuracy.set_title(f"distance to the polar factor, n = {_ASPECT}m", fontsize=10)
-    handles = [Patch(color=_COLORS[name], label=label) for name, label in _OURS.items()]
+    handles = [Patch(color=bar.color, label=label) for label, bar in _PACKAGES.items()]
     result.legend(handles=handles, loc="outside lower left", ncols=len(handles))
     result.draw_without_rendering()  # the layout, which decides what overlaps
     _plots.arrange_names(accuracy)
     return result
 
 
-def _speedups(axes, measurements: Sequence[Measurement]) -> None:
-    """How many times faster ours are than the first variant, each in its faster form."""
-    labels = []
+def _speedups(
+    axes, measurements: Sequence[Measurement], bars: Mapping[str, Bar], baseline: str
+) -> None:
+    """How many times faster than the baseline, the fastest of the variants of each bar."""
+    labels, height = [], 0.8 / len(bars)
     for i, measurement in enumerate(measurements):
         times = _reading.medians(measurement, _reading.clock([measurement]))
-        baseline = next(iter(times.values()))
-        for j, name in enumerate(_OURS):
-            time = min(times[name], times.get(f"{name}, gram", np.inf))
-            bar = axes.barh(i + 0.4 * j - 0.2, baseline / time, 0.4, color=_COLORS[name])
-            axes.bar_label(bar, fmt="%.1f×", padding=2, fontsize=7)
+        for j, bar in enumerate(bars.values()):
+            if found := [times[name] for name in bar.variants if name in times]:
+                place = i + height * (j + 0.5) - 0.4
+                drawn = axes.barh(place, times[baseline] / min(found), height, color=bar.color)
+                axes.bar_label(drawn, fmt="%.1f×", padding=2, fontsize=7)
         labels.append(_reading.label(measurement).replace(", ", "\n"))
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.axvline(1.0, color="black", linewidth=1)
