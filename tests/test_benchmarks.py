@@ -1,4 +1,5 @@
 import collections
+import functools
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ import optax.contrib
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from muon_jax import muon
+from muon_jax import muon, newton_schulz
 from muon_jax.benchmarks import __main__ as benchmarks
 from muon_jax.benchmarks import (
     _headline,
@@ -216,13 +217,21 @@ def test_a_rival_that_fails_is_reported_and_not_timed(monkeypatch, measure, caps
         "wrong": SimpleNamespace(result=lambda: jnp.zeros((16, 16))),
         "broken": SimpleNamespace(result=broken),
     }
-    monkeypatch.setattr(_rivals, "programs", lambda x: rivals)
-    monkeypatch.setitem(CASES, "newton_schulz", ["--shapes", "16x16"])
+
+    def programs(x):  # one with coefficients of its own, and one that should not have them
+        for name in ("dion", "gram_newton_schulz"):
+            orthogonalize = functools.partial(newton_schulz, ns_coeffs="dion", dtype=None)
+            rivals[name] = _timing.JaxProgram.compile(orthogonalize, x)
+        return rivals
+
+    monkeypatch.setattr(_rivals, "programs", programs)
+    monkeypatch.setitem(CASES, "newton_schulz", ["--shapes", "16x16", "--coefficients"])
     file = measure("newton_schulz")
     assert "failed: wrong at 16×16 (the relative error is 1.00e+00" in capsys.readouterr().out
     (measurement,) = json.loads(file.read_text())["measurements"]
     assert measurement["failed"]["broken"] == "RuntimeError: no kernel"
-    assert set(measurement["microseconds"]) == {"jnp", "None", *_measure.COEFFICIENTS}
+    assert set(measurement["failed"]) == {"wrong", "broken", "gram_newton_schulz"}
+    assert set(measurement["microseconds"]) == {"jnp", "None", "dion"}
     benchmarks.main(["report", str(file)])
     out = capsys.readouterr().out
     assert "| failed | failed |" in out and "- failed: broken at 16×16 (RuntimeError" in out

@@ -21,7 +21,7 @@ ALLOWED = {
         "scipy",
         "sklearn",
     }
-    | {"torch", "gram_newton_schulz"},  # rivals in the benchmarks, where installed
+    | {"torch", "gram_newton_schulz", "dion"},  # rivals in the benchmarks, where installed
 }
 
 
