@@ -237,7 +237,9 @@ def main(words: Sequence[str] | None = None) -> None:
     explain(params, specs_of(params), mesh, **muon_arguments(args.method))
     print(f"\nLoss in nats per byte, on {len(devices)} devices ({devices[0].platform}):")
     for name in args.optimizer:
-        learning_rate = args.learning_rate or LEARNING_RATES[name]
+        learning_rate = args.learning_rate
+        if learning_rate is None:
+            learning_rate = LEARNING_RATES[name]
         optimizer = make_optimizer(name, learning_rate, args.method, specs_of(params))
         losses, seconds = train(model, optimizer, mesh, args.steps)
         shown = np.linspace(0, args.steps - 1, min(args.steps, 6)).astype(int)

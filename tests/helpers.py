@@ -64,6 +64,12 @@ def on_one_device(grads, **kwargs):
     return compiled_update({k: jnp.asarray(np.asarray(v)) for k, v in grads.items()}, **kwargs)[1]
 
 
+def assert_close(updates, expected, atol=2e-6):
+    """Updates that are sums in another order."""
+    for key, update in expected.items():
+        np.testing.assert_allclose(updates[key], update, atol=atol, err_msg=key)
+
+
 def _interpreted(
     syrkx,
     a_matrix,

@@ -397,3 +397,5 @@ def test_the_headline_shows_the_results(tmp_path, capsys):
     assert {"standard", "balanced", "accurate"} < names
     with pytest.raises(ValueError, match="needs a file of the benchmark muon or sharded"):
         _headline.figure(reports[:1])
+    with pytest.raises(ValueError, match="of the benchmark newton_schulz with the package dion"):
+        _headline.figure(reports[:3])

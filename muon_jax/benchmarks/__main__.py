@@ -82,16 +82,15 @@ def measure(arguments: argparse.Namespace) -> None:
         cases = arguments.models
     else:
         cases = dict.fromkeys(itertools.chain.from_iterable(arguments.shapes))
+    function = MEASURES[arguments.command]
     report: dict[str, Any] = {"benchmark": arguments.command}
     if arguments.command == "newton_schulz":
+        function = functools.partial(function, coefficients=arguments.coefficients)
         _rivals.leave_memory_to_torch()
         report |= {"absent": _rivals.absent(), **_rivals.torch_versions()}
     report |= environment()
     report |= {"dtype": arguments.dtype, "input": "standard normal", "measurements": []}
     print("\n".join([_report.heading(report), *_report.absent(report)]))
-    function = MEASURES[arguments.command]
-    if arguments.command == "newton_schulz":
-        function = functools.partial(function, coefficients=arguments.coefficients)
     if arguments.command == "sharded":
         mesh_shape = dict(arguments.mesh or [("fsdp", jax.device_count())])
         function = functools.partial(function, mesh_shape=mesh_shape)

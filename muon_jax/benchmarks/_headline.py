@@ -41,23 +41,27 @@ def figure(reports: Sequence[Report]):
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    def measured(*benchmarks: str) -> list[Measurement]:
-        found = [m for r in reports if r["benchmark"] in benchmarks for m in r["measurements"]]
+    def measured(*benchmarks: str, with_dion: bool = False) -> list[Measurement]:
+        found = [
+            m
+            for report in reports
+            if report["benchmark"] in benchmarks
+            for m in report["measurements"]
+            if ("dion" in m.get("microseconds", ())) == with_dion
+        ]
         if not found:
             raise ValueError(
                 f"the headline needs a file of the benchmark {' or '.join(benchmarks)}"
+                + (" with the package dion" if with_dion else "")
             )
         return found
 
     result = Figure(figsize=(13.5, 8), layout="constrained")
     (iteration, packages), (update, accuracy) = result.subplots(2, 2)
-    beside, alone = [], []
-    for measurement in measured("newton_schulz"):
-        (beside if "dion" in measurement["microseconds"] else alone).append(measurement)
-    _speedups(iteration, alone, _OURS, "jnp")
-    _speedups(packages, beside, _PACKAGES, "torch.compile")
+    _speedups(iteration, measured("newton_schulz"), _OURS, "jnp")
     _speedups(update, measured("muon", "sharded"), _OURS, "optax")
     _accuracy(accuracy, measured("accuracy"))
+    _speedups(packages, measured("newton_schulz", with_dion=True), _PACKAGES, "torch.compile")
     iteration.set_title("newton_schulz, over five steps in jnp", fontsize=10)
     packages.set_title("newton_schulz, over five steps by torch.compile", fontsize=10)
     update.set_title("whole update, over optax.contrib.muon", fontsize=10)

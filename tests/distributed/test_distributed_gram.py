@@ -31,11 +31,6 @@ def sharded(axis_type, sizes, **parameters):
     }
 
 
-def assert_close(updates, expected, atol=2e-6):
-    for key, update in expected.items():
-        np.testing.assert_allclose(updates[key], update, atol=atol, err_msg=key)
-
-
 @pytest.mark.parametrize(
     ("sizes", "shape", "spec", "exchanges"),
     [
@@ -57,7 +52,7 @@ def test_one_matrix(sizes, shape, spec, exchanges):
         compiled, updates = helpers.compiled_update(grads, shardings=stated, distributed_gram=True)
         moved = {"all-to-all": exchanges} if exchanges else {}
         assert collectives(compiled) == {"all-reduce": 2, **moved}  # the largest entry, XXᵀ
-        assert_close(updates, expected)
+        helpers.assert_close(updates, expected)
         zeros = jax.tree.map(jnp.zeros_like, grads)
         assert not np.any(compiled(zeros, scale_by_muon().init(zeros))[0]["w"])
 
@@ -78,7 +73,7 @@ def test_several_matrices_have_owners(axis_type):
     }
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", compiled.as_text())
     assert gathered == ["3,16,16"]
-    assert_close(updates, helpers.on_one_device(grads, ns_method="gram", **kwargs))
+    helpers.assert_close(updates, helpers.on_one_device(grads, ns_method="gram", **kwargs))
 
 
 def test_more_matrices_than_owners_go_in_rounds():
@@ -87,7 +82,7 @@ def test_more_matrices_than_owners_go_in_rounds():
     kwargs = {"weight_dimension_numbers": {"w": MATRICES}}
     compiled, updates = helpers.compiled_update(grads, distributed_gram=True, **kwargs)
     assert collectives(compiled)["reduce-scatter"] == 1
-    assert_close(updates, helpers.on_one_device(grads, ns_method="gram", **kwargs))
+    helpers.assert_close(updates, helpers.on_one_device(grads, ns_method="gram", **kwargs))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -108,7 +103,7 @@ def test_inside_the_caller_s_shard_map(check_vma):
             check_vma=check_vma,
         )
     )(grads)
-    assert_close(updates, helpers.on_one_device(grads, ns_method="gram", **kwargs))
+    helpers.assert_close(updates, helpers.on_one_device(grads, ns_method="gram", **kwargs))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """Every layout: how many collectives, the results of one device, the sharding of the parameters."""
 
+import math
 import re
 
 import helpers
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,9 +95,17 @@ LAYOUTS = {
 
 
 def problem(name, axis_type):
+    return placed(*LAYOUTS[name][:2], axis_type)
+
+
+def placed(sizes, parameters, axis_type):
     """Gradients on a mesh, their specs and views."""
-    sizes, parameters, _ = LAYOUTS[name]
-    mesh = jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(axis_type,) * len(sizes))
+    mesh = jax.make_mesh(
+        (*sizes.values(),),
+        (*sizes,),
+        axis_types=(axis_type,) * len(sizes),
+        devices=jax.devices()[: math.prod(sizes.values())],
+    )
     rng = np.random.default_rng(0)
     grads, specs, views = {}, {}, {}
     for key, (shape, spec, *view) in parameters.items():
@@ -105,11 +116,6 @@ def problem(name, axis_type):
         x = rng.standard_normal(shape).astype(np.float32)
         grads[key] = jax.device_put(x, NamedSharding(mesh, specs[key]))
     return grads, specs, views
-
-
-def assert_close(updates, expected, atol=2e-6):
-    for key, update in expected.items():
-        np.testing.assert_allclose(updates[key], update, atol=atol, err_msg=key)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -127,7 +133,7 @@ def test_layouts(name):
             grads, weight_dimension_numbers=views, shardings=stated
         )
         assert collectives(compiled) == ({"all-to-all": exchanges} if exchanges else {})
-        assert_close(updates, expected)
+        helpers.assert_close(updates, expected)
 
 
 @pytest.mark.parametrize(("max_group_bytes", "buckets"), [(4 * 16 * (16 + 24), 3), (1, 4)])
@@ -139,7 +145,7 @@ def test_buckets(max_group_bytes, buckets):
         grads, weight_dimension_numbers=views, max_group_bytes=max_group_bytes
     )
     assert collectives(compiled) == {"all-to-all": 2 * buckets}
-    assert_close(updates, expected)
+    helpers.assert_close(updates, expected)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +165,7 @@ def test_what_is_on_the_wire(kwargs, wire, atol):
     text = jax.jit(optimizer.update).lower(grads, optimizer.init(grads)).as_text()
     exchanged = re.findall(r"all_to_all\".*tensor<\d+x\d+x(\w+)>\) -> ", text)
     assert exchanged == [wire] * 2
-    assert_close(
+    helpers.assert_close(
         helpers.compiled_update(grads, **kwargs)[1], helpers.on_one_device(grads, **kwargs), atol
     )
 
@@ -178,3 +184,52 @@ def test_a_nan_stays_in_its_matrix():
         bad = {name: np.isnan(update) for name, update in updates.items()}
         assert bad.pop("up 1").all()
         assert not any(b.any() for b in bad.values())
+
+
+MESHES = [
+    {"x": 8},
+    {"x": 2, "y": 4},
+    {"x": 4, "y": 2},
+    {"x": 2, "y": 2, "z": 2},
+    {"x": 2, "y": 3},
+    {"x": 5},
+    {"x": 1, "y": 2},
+]
+
+
+@st.composite
+def layouts(draw, sizes):
+    """A shape, the spec of axes that divide it, on any dimensions, and a view, as in `LAYOUTS`."""
+    batch = draw(st.lists(st.sampled_from([1, 2, 3, 4, 8]), max_size=2))
+    shape = (*batch, draw(st.sampled_from([24, 40, 48])), draw(st.sampled_from([24, 120, 240])))
+    spec = [() for _ in shape]
+    for axis in draw(st.permutations([*sizes])):
+        dimension = draw(st.integers(-1, len(shape) - 1))
+        entry = (*spec[dimension], axis)
+        if dimension >= 0 and shape[dimension] % math.prod(sizes[name] for name in entry) == 0:
+            spec[dimension] = entry
+    *reduced, output = draw(st.permutations(range(len(shape))))
+    views = [(-2, -1), (-1, -2), (reduced[0], output), (tuple(reduced), output)]
+    return shape, spec, draw(st.sampled_from(views))
+
+
+@hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
+@hypothesis.given(st.data())
+def test_random_layouts(data):
+    sizes = data.draw(st.sampled_from(MESHES))
+    drawn = data.draw(st.lists(layouts(sizes), min_size=1, max_size=5))
+    parameters = {str(i): layout for i, layout in enumerate(drawn)}
+    axis_type, is_stated = data.draw(
+        st.sampled_from([(AxisType.Auto, True), (AxisType.Auto, False), (AxisType.Explicit, False)])
+    )
+    kwargs = {
+        "max_group_bytes": data.draw(st.sampled_from([None, 1, 2**15])),
+        "distributed_gram": data.draw(st.sampled_from([None, False])),
+    }
+    grads, specs, views = placed(sizes, parameters, axis_type)
+    expected = helpers.on_one_device(grads, weight_dimension_numbers=views)
+    shardings = specs if is_stated else None
+    _, updates = helpers.compiled_update(
+        grads, weight_dimension_numbers=views, shardings=shardings, **kwargs
+    )
+    helpers.assert_close(updates, expected, atol=4e-6)
