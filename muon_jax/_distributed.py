@@ -35,7 +35,7 @@ from muon_jax._cost import by_owners
 
 # The most that a device sends at once, in bytes: large enough for the bandwidth of NVLink, small
 # enough that exchange and computation of different buckets overlap.
-MAX_BUCKET_BYTES = 2**27
+MAX_BUCKET_BYTES = 2**28
 
 # Part of the key of compiled programs in JAX's cache: another one for another plan or execution.
 _VERSION = 3

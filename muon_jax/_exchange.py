@@ -85,25 +85,74 @@ def _run(bucket, sent, mapped) -> jax.Array:
 def _pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
     """The pieces of all chunks, in the dtype of the wire: (owner, elements).
 
+    Each parameter is written to its place by the kernel that computes it: to concatenate dozens of
+    them takes XLA twice as long.
+
     Those in float16 come with the exponents of the powers of two that each was multiplied by, which
     makes its largest entry 2¹⁵: no more is lost than where a whole matrix is cast.
     """
-    packed, exponents = [], []
-    for chunk in bucket.chunks:
+    slots = [chunk.slots for chunk in bucket.chunks]
+    sizes = [chunk.slots * bucket.elements(chunk) for chunk in bucket.chunks]
+    columns, last = itertools.accumulate(sizes, initial=0), sum(sizes)
+    is_scaled = bucket.dtype == jnp.float16
+    tail = sum(slots) + -sum(slots) % 64 if is_scaled else 0  # aligns the next row
+    packed = jax.lax.empty((bucket.owners, last + tail), bucket.dtype)
+    for column, chunk in zip(columns, bucket.chunks, strict=False):
         parts = [
-            to_matrices(shards[leaf.index], _unit_axes(leaf))[start:stop]
+            to_matrices(shards[leaf.index], _unit_axes(leaf))[start:stop, :, 0]
             for leaf, start, stop in chunk.parts
         ]
-        units = jnp.concatenate(parts).mT  # (unit, 1, elements)
-        if bucket.dtype == jnp.float16:
-            first, second = powers_of_two(largest_entry(units), -15)
-            units = units * first[:, None, None] * second[:, None, None]
-            exponents.append(_by_owner(chunk, bucket, jnp.frexp(first * second)[1] - 1))
-        packed.append(_by_owner(chunk, bucket, units))
-    if exponents:  # then as many zeros as keep the next row aligned
-        slots = sum(chunk.slots for chunk in bucket.chunks)
-        exponents.append(jnp.zeros((bucket.owners, -slots % 64)))
-    return _flat(packed + exponents, bucket)
+        absent = chunk.slots * bucket.owners - chunk.count
+        begins = [*itertools.accumulate(map(len, parts), initial=0)]
+        if is_scaled:
+            rows = [shards[leaf.index].shape[-1] for leaf, _, _ in chunk.parts]
+            factors = powers_of_two(_largest(parts, rows), -15)
+            exponents = jnp.pad(jnp.frexp(math.prod(factors))[1] - 1, (0, absent))
+            packed = _write(packed, chunk, last, 0, exponents[:, None])
+            last += chunk.slots
+            first, second = (jnp.split(f[:, None], begins[1:-1]) for f in factors)
+            parts = [x * f * g for x, f, g in zip(parts, first, second, strict=True)]
+        parts.append(jnp.zeros((absent, bucket.elements(chunk))))
+        for begin, units in zip(begins, parts, strict=True):
+            packed = _write(packed, chunk, column, begin, units)
+    return packed
+
+
+def _largest(parts: Sequence[jax.Array], rows: Sequence[int]) -> jax.Array:
+    """The largest entry of each unit.
+
+    First of each row of a parameter, which XLA finds while it computes the momentum, then of all
+    parameters of as many rows at once.
+    """
+    by_row = [
+        largest_entry(units.reshape(len(units), -1, 1, math.gcd(units.shape[1], row)))
+        for units, row in zip(parts, rows, strict=True)
+    ]
+    groups = itertools.groupby(by_row, key=lambda x: x.shape[1])
+    return jnp.concatenate([jnp.max(jnp.concatenate([*group]), 1) for _, group in groups])
+
+
+def _write(packed: jax.Array, chunk: Chunk, column: int, begin: int, units: jax.Array) -> jax.Array:
+    """Writes the units (unit, elements) from `begin` on to (owner, slot, elements).
+
+    That is `packed`, flat, from `column` on.
+    """
+    owners, size, end = len(packed), units.shape[1], begin + len(units)
+    # The end of one slot, whole slots, the beginning of another.
+    whole = min(-(-begin // owners) * owners, end)
+    for start, stop in itertools.pairwise((begin, whole, max(end // owners * owners, whole), end)):
+        if start == stop:
+            continue
+        slot, owner = divmod(start, owners)
+        num_slots = -(-(stop - start) // owners)
+        block = units[start - begin : stop - begin].astype(packed.dtype)
+        block = block.reshape(num_slots, -1, size).swapaxes(0, 1).reshape(-1, num_slots * size)
+        owner += chunk.first
+        cut = max(0, owners - owner)  # from there on, the first owners' turn is next
+        for rows, at in ((block[:cut], owner), (block[cut:], (owner + cut) % owners)):
+            if len(rows):
+                packed = jax.lax.dynamic_update_slice(packed, rows, (at, column + slot * size))
+    return packed
 
 
 def _unpack(bucket: Bucket, flat: jax.Array) -> list[jax.Array]:
@@ -121,15 +170,6 @@ def _unpack(bucket: Bucket, flat: jax.Array) -> list[jax.Array]:
 
 def _flat(arrays: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
     return jnp.concatenate([x.astype(bucket.dtype).reshape(len(x), -1) for x in arrays], 1)
-
-
-def _by_owner(chunk: Chunk, bucket: Bucket, units: jax.Array) -> jax.Array:
-    """Units (unit, …), padded, as (owner, slot, elements)."""
-    padded = jnp.pad(
-        units.reshape(len(units), -1), [(0, chunk.slots * bucket.owners - len(units)), (0, 0)]
-    )
-    slots = padded.reshape(chunk.slots, bucket.owners, -1)
-    return jnp.roll(slots, chunk.first, 1).swapaxes(0, 1)
 
 
 def _parts(chunk: Chunk, pieces: jax.Array) -> Iterator[tuple[Leaf, jax.Array]]:

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
@@ -58,6 +57,11 @@ class Leaf:
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
         """Shapes `(batch, m, n)` of the matrices of a unit, m ≤ n."""
         return tuple((b, min(rows, cols), max(rows, cols)) for b, rows, cols in self.stacks)
+
+    @property
+    def kind(self) -> tuple[np.dtype, tuple[tuple[int, int, int], ...]]:
+        """What two leaves have in common whose units one iteration can take."""
+        return self.dtype, self.matrices
 
     @property
     def layout(self) -> str:
@@ -120,6 +124,11 @@ class Bucket:
     def bytes_of(self, chunk: Chunk) -> int:
         """The bytes of a chunk on each device, padding included."""
         return chunk.slots * self.owners * self.elements(chunk) * self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all chunks on each device."""
+        return sum(map(self.bytes_of, self.chunks))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,27 +209,22 @@ def plan(
         axes = tuple((axis, size) for axis, size in mesh.items() if axis in sum(item.axes, ()))
         if axes:
             kinds = groups.setdefault((axes, jnp.dtype(wire)), {})
-            kinds.setdefault((item.dtype, item.matrices), []).append(item)
+            kinds.setdefault(item.kind, []).append(item)
         else:
             local.append(item)
     buckets, grams = [], []
     for (axes, dtype), kinds in groups.items():
-        whole, moved = Bucket(axes, dtype, ()), []
+        owners, moved = math.prod(size for _, size in axes), []
         for kind in kinds.values():
-            (chunk,) = _chunks([kind], whole.owners)
+            (chunk,) = _chunks([kind], owners)
             if stays(Bucket(axes, dtype, (chunk,))):
                 for slot in range(chunk.slots):
-                    part = _slice(chunk, slot, slot + 1, whole.owners)
+                    part = _slice(chunk, slot, slot + 1, owners)
                     grams.append(Bucket(axes, dtype, (part,)))
             else:
                 moved.append(kind)
-        chunks = _chunks(moved, whole.owners)
-        slots = [chunk.slots for chunk in chunks]
-        sizes = [whole.bytes_of(chunk) // chunk.slots for chunk in chunks]
-        for cut in _cut(slots, sizes, max_bucket_bytes) if chunks else ():
-            parts = [_slice(chunks[i], start, stop, whole.owners) for i, start, stop in cut]
-            buckets.append(Bucket(axes, dtype, tuple(parts)))
-    return Plan(tuple(local), tuple(buckets), tuple(grams))
+        buckets += [Bucket(axes, dtype, (chunk,)) for chunk in _chunks(moved, owners)]
+    return Plan(tuple(local), tuple(_cut(buckets, max_bucket_bytes)), tuple(grams))
 
 
 def _chunks(kinds: Sequence[Sequence[Leaf]], owners: int) -> list[Chunk]:
@@ -247,51 +251,49 @@ def _slice(chunk: Chunk, first_slot: int, last_slot: int, owners: int) -> Chunk:
     return Chunk(tuple(parts), last_slot - first_slot, 0 if is_full else chunk.first)
 
 
-def _cut(
-    totals: Sequence[int], sizes: Sequence[int], limit: int
-) -> list[list[tuple[int, int, int]]]:
-    """Cuts kinds of so many slots, of these sizes in bytes, into buckets of at most `limit`.
+def _cut(kinds: Sequence[Bucket], limit: int) -> list[Bucket]:
+    """Cuts buckets of a kind each into such of at most `limit` bytes, and unites small ones.
 
-    Returns for each bucket the kinds in it, with the slots [start, stop) of each. A kind is cut
-    into equal parts, because every other number of matrices is another program to compile. The kind
-    with the most bytes has also a smaller part at each end of the sequence: what the first and the
-    last bucket hold is on the wire while nothing is computed.
+    What the first and the last bucket hold is on the wire while nothing is computed: they hold at
+    most a quarter of the limit, of one kind.
     """
-    everything = [(i, 0, total) for i, total in enumerate(totals)]
-    if sum(map(operator.mul, totals, sizes)) <= limit:
-        return [everything]
-    most = [max(1, limit // size) for size in sizes]
-    outer = max(range(len(totals)), key=lambda i: totals[i] * sizes[i])
-    small, part = _ends(totals[outer], most[outer])
-    start, stop = small, totals[outer] - small
-    between = [(outer, at, min(at + part, stop)) for at in range(start, stop, part)]
-    for i, _, total in everything[:outer] + everything[outer + 1 :]:
-        part = _part(total, most[i])
-        between += [(i, at, min(at + part, total)) for at in range(0, total, part)]
-    buckets, used = [], limit
-    for i, start, stop in between:
-        used += (stop - start) * sizes[i]
-        if used > limit:
-            buckets.append([])
-            used = (stop - start) * sizes[i]
-        buckets[-1].append((i, start, stop))
-    first, last = (outer, 0, small), (outer, totals[outer] - small, totals[outer])
-    return [[first], *buckets, [last]] if small else buckets
+    small = limit // 4
+    if sum(kind.bytes for kind in kinds) <= small:
+        return _united(kinds, small)
+    outer = max(kinds, key=lambda kind: (min(kind.bytes, small), kind.chunks[0].slots))
+    first, *others = _parts(outer, min(outer.bytes // 2, small))
+    between = [part for kind in kinds if kind is not outer for part in _parts(kind, limit)]
+    return [first, *_united(between + others[:-1], small), *others[-1:]]
 
 
-def _part(total: int, most: int) -> int:
-    """The largest divisor of a number of slots, if that is no less than half of what is allowed."""
-    largest = max(part for part in range(1, min(total, most) + 1) if total % part == 0)
-    return largest if 2 * largest > min(total, most) else -(-total // -(-total // most))
+def _parts(kind: Bucket, limit: int) -> list[Bucket]:
+    """Cuts a kind in parts of at most `limit` bytes, but at least a slot.
+
+    They are equal, because every other number of matrices is another program to compile, unless
+    that makes them smaller than half of what is allowed.
+    """
+    (chunk,) = kind.chunks
+    most = max(1, min(chunk.slots, limit * chunk.slots // max(1, kind.bytes)))
+    size = max(size for size in range(1, most + 1) if chunk.slots % size == 0)
+    if 2 * size <= most:
+        size = -(-chunk.slots // -(-chunk.slots // most))
+    ends = [*range(0, chunk.slots, size), chunk.slots]
+    cut = [_slice(chunk, start, stop, kind.owners) for start, stop in itertools.pairwise(ends)]
+    return [dataclasses.replace(kind, chunks=(part,)) for part in cut]
 
 
-def _ends(total: int, most: int) -> tuple[int, int]:
-    """The slots at each end and those of each part between: few parts, ends of a half or less."""
-    cuts = [
-        ((total - both) // part, abs(2 * both - part), both // 2, part)
-        for part in range(1, min(total, most) + 1)
-        for both in range(total % part, min(max(part, 2), total) + 1, part)
-        if both and both % 2 == 0
-    ]
-    *_, small, part = min(cuts, default=(0, 0, 0, _part(total, most)))
-    return small, part
+def _united(parts: Sequence[Bucket], limit: int) -> list[Bucket]:
+    """Unites neighbours of different kinds, where one exchange can take both."""
+    buckets: list[Bucket] = []
+    for part in parts:
+        last = buckets[-1] if buckets else None
+        if (
+            last is not None
+            and (last.axes, last.dtype) == (part.axes, part.dtype)
+            and last.chunks[-1].parts[0][0].kind != part.chunks[0].parts[0][0].kind
+            and last.bytes + part.bytes <= limit
+        ):
+            buckets[-1] = dataclasses.replace(last, chunks=last.chunks + part.chunks)
+        else:
+            buckets.append(part)
+    return buckets

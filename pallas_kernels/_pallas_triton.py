@@ -88,15 +88,17 @@ def default_config(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Confi
     of tile 128 with 4 warps or 1 with 8. The small tile wins as long as all programs fit at once,
     but for wide operands that fill the GPU with large ones (2048×8192: 87 µs against 95, it reads
     twice as much); of the large ones the variant whose rounds take less time, 13.2 and 7.5 ns per
-    column of A. Tiny matrices want many programs with few steps (128×128: 1.41 µs, tile 32 1.65).
+    column of A. Tiny matrices want as many programs as there are multiprocessors, with few steps.
     """
     *batch, m, n = shape
     programs = _programs(batch, m, tile=128)
     if jnp.dtype(dtype).itemsize == 4:
         return Config(tile=64, tile_k=32, num_warps=4, num_stages=3)
-    if m <= 128 and _programs(batch, m, tile=16) <= 528:
-        tile_k = 64 if n <= 64 else 128
-        return Config(tile=16, tile_k=tile_k, num_warps=tile_k // 32, num_stages=4)
+    for tile in (16, 32, 64):
+        if _is_tiny(batch, m, tile):
+            tile_k = 64 if n <= 64 else 128
+            num_warps = 2 if (tile, tile_k) == (16, 64) else 4
+            return Config(tile=tile, tile_k=tile_k, num_warps=num_warps, num_stages=4)
     if m <= 256 and _programs(batch, m, tile=32) <= 528:
         return Config(tile=32, tile_k=128, num_warps=4, num_stages=4)
     if _programs(batch, m, tile=64) <= 528 and not (n >= 4 * m and programs >= 132):
@@ -105,6 +107,15 @@ def default_config(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Confi
     if is_hopper and 7.5 * pl.cdiv(programs, 132) < 13.2 * pl.cdiv(programs, 264):
         return Config(tile=128, tile_k=64, num_warps=8, num_stages=4)
     return Config(tile=128, tile_k=64, num_warps=4, num_stages=3)
+
+
+def _is_tiny(batch, m: int, tile: int) -> bool:
+    """Whether programs for both triangles fit at once, one on each multiprocessor.
+
+    Measured on an H200: then they are faster than half as many that store each tile twice
+    (64×64: 1.15 µs against 1.27, 32×128×128: 2.03 against 2.19), and four times as many slower.
+    """
+    return m <= 128 and _programs(batch, m, tile, mirrors=False) <= 132
 
 
 def _programs(batch, m: int, tile: int, mirrors: bool = True) -> int:
@@ -151,8 +162,7 @@ def _launch(
 ):
     batch, m, _ = a_matrix.shape
     config = config or default_config(a_matrix.shape, a_matrix.dtype)
-    # Measured on an H200: 64 programs are faster so (64×64: 1.15 µs against 1.27), 512 slower.
-    is_tiny = config.tile == 16 and _programs([batch], m, config.tile, mirrors=False) <= 132
+    is_tiny = _is_tiny([batch], m, config.tile)
     mirrors = not is_tiny or b_matrix is not None or bool(c_matrices)
     out_shape = jax.ShapeDtypeStruct(
         (batch, m, m), a_matrix.dtype, manual_axis_type=jax.typeof(a_matrix).manual_axis_type

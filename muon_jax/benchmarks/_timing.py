@@ -55,8 +55,10 @@ class JaxProgram:
         return {"wall": self._wall} | ({"device": self._device} if on_gpu else {})
 
     def _wall(self, calls: int) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready([self.result() for _ in range(calls)])
+        start, result = time.perf_counter(), None
+        for _ in range(calls):
+            result = self.result()  # frees the last one, while the next is computed
+        jax.block_until_ready(result)
         return (time.perf_counter() - start) / calls
 
     def launches(self) -> int | None:
@@ -75,8 +77,14 @@ class JaxProgram:
         return float(np.mean(milliseconds)) * 1e-3
 
 
-def time_interleaved(programs: Mapping[str, Program]) -> dict[str, dict[str, list[float]]]:
+def time_interleaved(
+    programs: Mapping[str, Program], seconds: float = 0.02
+) -> dict[str, dict[str, list[float]]]:
     """Times the programs in turns, `ROUNDS` times after a warm-up.
+
+    Args:
+        programs: by name.
+        seconds: how long a program runs in each turn, about; 3 to 50 runs.
 
     Returns:
         For each program and each of its clocks the quartiles (25%, median, 75%), in µs per run.
@@ -86,7 +94,7 @@ def time_interleaved(programs: Mapping[str, Program]) -> dict[str, dict[str, lis
     for name, by_clock in clocks.items():
         wall = by_clock["wall"]
         wall(1)
-        calls[name] = int(np.clip(0.02 / wall(3), 3, 50))
+        calls[name] = int(np.clip(seconds / wall(3), 3, 50))
     samples = {name: {clock: [] for clock in by_clock} for name, by_clock in clocks.items()}
     for clock in ("wall", "device"):  # in this order: CUPTI slows launches down
         for _ in range(ROUNDS):

@@ -227,19 +227,19 @@ def test_the_iteration_on_hopper_is_its_products_and_two_passes(shape):
     ("hosts", "shardings"), [(1, "None"), (1, "PartitionSpec(None, 'x')"), (8, "None")]
 )
 def test_exchanges_are_in_bfloat16_while_kernels_run(hosts, shardings):
-    """Five slots of 1 MiB for each of eight owners a host, in buckets of 1, 2, 1 and 1.
+    """Five slots of 1 MiB for each of eight owners a host, in five buckets.
 
     At most three buckets are in memory beside the results in 16 bits.
     """
     text = output_of(UPDATE.format(hosts=hosts, shardings=shardings), "NVIDIA H200")
-    assert int(text[: text.index("\n")]) <= (5 + 3 * 2) * 2**20
+    assert int(text[: text.index("\n")]) <= (5 + 3) * 2**20 + 2**14
     entry = text[text.index("ENTRY") :]
     assert not re.search(r" (all-gather|all-reduce|collective-permute)", text)
-    starts = re.findall(r"= \(\((\w+)\[.* all-to-all-start\(", entry)
-    assert starts == ["bf16"] * 8
+    exchanged = re.findall(r"= \(*(\w+)\[.* all-to-all(?:-start)?\(", entry)
+    assert exchanged == ["bf16"] * 10
     between = re.findall(r" all-to-all-start\(.*?(?= all-to-all-done\()", entry, re.DOTALL)
     hidden = ["mosaic_gpu" in window for window in between]
-    assert sum(hidden) >= (5 if hosts == 1 else 4) and not hidden[0] and not hidden[-1]
+    assert sum(hidden) >= 4 and not hidden[0] and not hidden[-1]
 
 
 @needs_compiler

@@ -14,6 +14,8 @@ from pallas_kernels._pallas_triton import Config, default_config
     [
         ((64, 64), 16, 2),
         ((128, 128), 16, 4),
+        ((8, 128, 128), 32, 4),  # 16 programs each for both triangles, one a multiprocessor
+        ((32, 128, 128), 64, 4),
         ((256, 256), 32, 4),
         ((1024, 4096), 64, 4),
         ((2048, 2048), 64, 4),
