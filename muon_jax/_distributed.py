@@ -33,7 +33,7 @@ from muon_jax import (
 )
 from muon_jax._cost import by_owners
 
-# The most that a device sends at once, in bytes: large enough for the bandwidth of NVLink, small
+# The most that a device sends at once, in bytes: large enough for matrices that fill a GPU, small
 # enough that exchange and computation of different buckets overlap.
 MAX_BUCKET_BYTES = 2**28
 

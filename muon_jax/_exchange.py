@@ -145,8 +145,10 @@ def _write(packed: jax.Array, chunk: Chunk, column: int, begin: int, units: jax.
             continue
         slot, owner = divmod(start, owners)
         num_slots = -(-(stop - start) // owners)
+        num_owners = (stop - start) // num_slots
         block = units[start - begin : stop - begin].astype(packed.dtype)
-        block = block.reshape(num_slots, -1, size).swapaxes(0, 1).reshape(-1, num_slots * size)
+        block = block.reshape(num_slots, num_owners, size).swapaxes(0, 1)
+        block = block.reshape(num_owners, num_slots * size)
         owner += chunk.first
         cut = max(0, owners - owner)  # from there on, the first owners' turn is next
         for rows, at in ((block[:cut], owner), (block[cut:], (owner + cut) % owners)):

@@ -7,6 +7,8 @@ import pytest
 hypothesis.settings.register_profile("thorough")  # where a test can draw more, it does
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Most of the time of the tests is LLVM's. Kernels for GPUs are compiled in processes of their own.
+jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
 
 
 def pytest_collection_modifyitems(items):
