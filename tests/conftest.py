@@ -7,8 +7,6 @@ import pytest
 hypothesis.settings.register_profile("thorough")  # where a test can draw more, it does
 
 jax.config.update("jax_num_cpu_devices", 8)
-# Most of the time of the tests is LLVM's. Kernels for GPUs are compiled in processes of their own.
-jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
 
 
 def pytest_collection_modifyitems(items):
@@ -16,3 +14,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_runtest_setup(item):
+    """In folders programs are compiled a third sooner: most of that time is LLVM's."""
+    is_in_folder = item.path.parent.name != "tests"
+    is_sooner = is_in_folder and jax.default_backend() == "cpu"
+    jax.config.update("jax_disable_most_optimizations", is_sooner)
