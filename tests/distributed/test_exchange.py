@@ -9,7 +9,7 @@ from muon_jax._exchange import _write
 from muon_jax._placement import Chunk
 
 
-@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
 @hypothesis.given(
     st.integers(1, 8), st.lists(st.integers(0, 17), min_size=1, max_size=4), st.data()
 )
