@@ -66,8 +66,12 @@ def map_matrices(
     """
     mesh, kind, specs, shapes = _sharding.resolve(tree, shardings)
     if kind is None:
-        stacks, unflatten = _views.flatten(views, tree)
-        return unflatten(_grouping.map_by_shape(function, stacks, max_group_bytes))
+
+        def of_whole(tree):
+            stacks, unflatten = _views.flatten(views, tree)
+            return unflatten(_grouping.map_by_shape(function, stacks, max_group_bytes))
+
+        return _sharding.by_device(of_whole, tree)
     leaves, treedef = jax.tree.flatten(tree)
     units = units_of(views, tree, shapes)
     forms = [forms_of(leaf, function.keywords) for leaf in units]

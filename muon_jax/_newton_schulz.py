@@ -6,8 +6,9 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from muon_jax import _coefficients, _form, _iteration, _options
+from muon_jax import _coefficients, _form, _iteration, _options, _sharding
 from muon_jax._form import Method, ProductsDType
 from muon_jax._normalization import EpsMode, largest_entry
 from muon_jax._pieces import Whole
@@ -70,7 +71,8 @@ def newton_schulz(
 
     Args:
         x: matrices of shape `(..., m, n)` and any float dtype. Where m > n the iteration runs on
-            Xᵀ, whose XXᵀ is the smaller; shapes alone decide that.
+            Xᵀ, whose XXᵀ is the smaller; shapes alone decide that. Explicit mesh axes may divide a
+            stack: then each device has its own matrices.
         ns_coeffs: one triple for every step, a table of one triple for each step, or a name. Of one
             triple: `"standard"` (Keller Jordan's), `"standard_1.02"`. Of a published table:
             `"dion"`, `"polar_express"`, `"polar_express_nanogpt"`, `"polar_express_nvidia"`,
@@ -106,7 +108,7 @@ def newton_schulz(
         The approximate polar factors, in the shape and dtype of `x`.
 
     Raises:
-        ValueError: `x` is no float matrix, an argument is none of the values above, or `dtype` is
+        ValueError: `x` is no float matrix, or one that is sharded; an argument is none of the values above, or `dtype` is
             one of 8 bits, in which composed schedules are unsafe. Or the gram form does not exist
             for the other arguments, or is unsafe: in bfloat16 composed schedules and `"aol"`.
         NotImplementedError: the named implementation cannot run here.
@@ -123,17 +125,24 @@ def newton_schulz(
         raise ValueError(
             f"x must have a float dtype and shape (..., m, n), got {x.dtype}{list(x.shape)}"
         )
-    (result,) = orthogonalize(
-        [x],
-        ns_coeffs,
-        ns_steps,
-        eps,
+    mesh, spec = (sharding := jax.typeof(x).sharding).mesh, sharding.spec
+    if any(mesh.shape[name] > 1 for entry in spec[-2:] for name in _sharding.names(entry)):
+        raise ValueError(
+            f"x must not be divided within its matrices, got {spec} on {dict(mesh.shape)}: reshard it"
+            f" (jax.reshard) to {PartitionSpec(*spec[:-2])}, or use scale_by_muon"
+        )
+    run = functools.partial(
+        orthogonalize,
+        ns_coeffs=ns_coeffs,
+        ns_steps=ns_steps,
+        eps=eps,
         eps_mode=eps_mode,
         dtype=dtype,
         preconditioning=preconditioning,
         method=method,
         implementation=implementation,
     )
+    (result,) = _sharding.by_device(run, [x])
     return result
 
 

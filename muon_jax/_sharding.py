@@ -76,6 +76,26 @@ def resolve(tree: Any, shardings: Shardings) -> Placed:
     return Placed(mesh, kinds[0] if kinds else None, specs, shapes)
 
 
+def by_device(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Returns `function(tree)`, sharded as the tree is, of which each device computes its part.
+
+    Types say how arrays are divided along explicit mesh axes, even along those of one device, and
+    not every operation takes such arrays.
+
+    Args:
+        function: results are of the shapes of its arguments.
+        tree: arrays, of which those axes divide nothing that `function` needs whole.
+    """
+
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
+    if not any(names(entry) for spec in jax.tree.leaves(specs) for entry in spec):
+        return function(tree)
+    in_force = jax.sharding.get_abstract_mesh()  # `vmap` takes axes from it
+    mesh = _mesh(jax.tree.leaves(tree), []) if in_force.empty else in_force
+    run = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+    return jax.jit(run)(tree)
+
+
 def of_leaves(shardings: Shardings, tree: Any) -> list[PartitionSpec | NamedSharding]:
     """Returns the sharding of each leaf of `tree`.
 

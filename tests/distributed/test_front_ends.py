@@ -1,5 +1,6 @@
 """Who says how parameters are sharded: optimizers at work in whole training steps."""
 
+import functools
 import os
 import re
 import socket
@@ -8,15 +9,16 @@ import sys
 
 import chex
 import flax.linen as nn
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
+from muon_jax import MuonDimensionNumbers, muon, newton_schulz, scale_by_muon
 from muon_jax._views import Split
 from muon_jax.benchmarks._sharded import collectives
 
@@ -212,6 +214,47 @@ def test_a_mesh_of_one_device_and_none_run_as_before():
             text = str(jax.make_jaxpr(transform.update)(params, transform.init(params)))
             assert "orthogonalize" in text
             assert "shard_map" not in text and "custom_partitioning" not in text
+
+
+@pytest.mark.parametrize("spec", [("fsdp",), (None, "fsdp"), (None, ("fsdp", "tensor"))])
+def test_explicit_axes_of_one_device(spec):
+    """They are part of the types of arrays that nothing divides."""
+    mesh = jax.make_mesh(
+        (1, 1), ("fsdp", "tensor"), (AxisType.Explicit,) * 2, devices=jax.devices()[:1]
+    )
+    here = {k: parameters()[k] for k in ("qkv", "out")}
+    there = jax.device_put(here, NamedSharding(mesh, PartitionSpec(*spec)))
+    transform = scale_by_muon(weight_dimension_numbers={k: VIEWS[k] for k in here})
+    expected, _ = transform.update(here, transform.init(here))
+    for update in (transform.update, jax.jit(transform.update)):
+        updates, _ = update(there, transform.init(there))
+        chex.assert_trees_all_equal(jax.device_get(updates), expected)
+        assert all(jax.typeof(updates[k]) == jax.typeof(there[k]) for k in there)
+    np.testing.assert_array_equal(newton_schulz(there["out"]), newton_schulz(here["out"]))
+
+
+def test_explicit_axes_that_divide_a_stack_or_a_matrix():
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), (AxisType.Explicit,) * 2)
+    x = np.random.default_rng(0).standard_normal((8, 16, 32)).astype(np.float32)
+    stack = jax.device_put(x, NamedSharding(mesh, PartitionSpec(("data", "tensor"))))
+    result = newton_schulz(stack, dtype="float32")
+    assert jax.typeof(result) == jax.typeof(stack)
+    np.testing.assert_allclose(result, newton_schulz(x, dtype="float32"), atol=2e-6)
+    divided = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data", None, "tensor")))
+    with pytest.raises(ValueError, match=r"\(jax.reshard\) to P\('data',\), or use"):
+        newton_schulz(divided)
+    gathered = jax.reshard(divided, NamedSharding(mesh, PartitionSpec("data")))
+    np.testing.assert_allclose(newton_schulz(gathered, dtype="float32"), result, atol=2e-6)
+
+
+def test_kernels_on_explicit_axes_of_one_device():
+    mesh = AbstractMesh((1,), ("fsdp",), (AxisType.Explicit,), abstract_device=helpers.GPUS["H200"])
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.float32, sharding=sharding)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(functools.partial(newton_schulz, implementation="mosaic_gpu")).trace(x)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
 
 
 def test_adamw_alone_under_a_mesh():
