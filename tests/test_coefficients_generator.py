@@ -51,6 +51,7 @@ each_design = pytest.mark.parametrize(("name", "dtype"), _fit.DESIGNS)
 
 
 # The command makes all of them; the others take longer.
+@pytest.mark.optimized
 def test_fast_is_what_is_generated():
     steps = _fit.fit(_fit.DESIGNS["fast", "float16"])
     shipped = SCHEDULES["fast"].steps_in("float16")

@@ -11,9 +11,9 @@ from muon_jax.benchmarks import __main__ as benchmarks
 from muon_jax.benchmarks import _report, _text, _training, _training_report
 from muon_jax.benchmarks._gpt import GPT
 
-MODEL = GPT(layers=2, width=32, heads=2, context=32)
-TRAINING = _training.Training(steps=150, batch_size=8)
-SIZES = "--steps 150 --batch-size 8 --layers 2 --width 32 --heads 2 --context 32"
+MODEL = GPT(layers=1, width=32, heads=2, context=32)
+TRAINING = _training.Training(steps=80, batch_size=8)
+SIZES = "--steps 80 --batch-size 8 --layers 1 --width 32 --heads 2 --context 32"
 
 
 @pytest.fixture(scope="module")

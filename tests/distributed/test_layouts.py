@@ -213,7 +213,7 @@ def layouts(draw, sizes):
     return shape, spec, draw(st.sampled_from(views))
 
 
-@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
 @hypothesis.given(st.data())
 def test_random_layouts(data):
     sizes = data.draw(st.sampled_from(MESHES))
