@@ -189,53 +189,57 @@ class Program:
 
     def _store(self, product, tile, alpha, diagonal, *betas):
         row_ids, col_ids = self._ids(ROWS)
-        above_diagonal = col_ids - row_ids  # by how many elements
         blocks = self._blocks(product, tile, alpha, betas)
         if self.config.in_turns and self.cs:
             # At once, to leave the ring to the next tile; the barrier keeps sums from waiting.
             blocks = [(*place, lax.optimization_barrier(block)) for *place, block in blocks]
-        buffers = itertools.cycle(range(self.config.num_buffers))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for row, col, block in blocks:
+        for i, (row, col, block) in enumerate(blocks):
             is_stored = (row < self.outs[0].shape[1]) & (col < row + ROWS)
-            block = jnp.where(above_diagonal == row - col, block + diagonal, block)
-            for out in self.outs:
-                rounded = block.astype(out.dtype)
-                block -= rounded.astype(jnp.float32)
-                store = functools.partial(
-                    self._store_block,
-                    rounded,
-                    out.at[tile.batch],
-                    row,
-                    col,
-                    (self.warpgroup, next(buffers)),
-                    above_diagonal,
-                )
-                plgpu.wait_smem_to_gmem(self.config.num_buffers - 1, wait_read_only=True)
-                pl.when(is_stored)(store)
-                plgpu.commit_smem_to_gmem_group()  # of nothing, where the block is skipped
+
+            @pl.when(is_stored)
+            def _(i=i, row=row, col=col, block=block):
+                block = jnp.where(row_ids + row == col_ids + col, block + diagonal, block)
+                below_diagonal = row_ids + row >= col_ids + col
+                for index, out in enumerate(self.outs, i * len(self.outs)):
+                    rounded = block.astype(out.dtype)
+                    block -= rounded.astype(jnp.float32)
+                    self._store_block(rounded, out, tile.batch, row, col, index, below_diagonal)
+
+            @pl.when(~is_stored)  # the next blocks count what is on its way as if it were
+            def _():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _ids(self, num_rows):
         """The rows and the columns of a block's elements."""
         shape, layout = (num_rows, self.config.block_n), plgpu.Layout.WGMMA
         return (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in (0, 1))
 
-    def _store_block(self, block, out, row, col, buffer, above_diagonal):
-        """Stores the block, and where it is off the diagonal its transpose, through buffers."""
+    def _store_block(self, block, out, batch, row, col, index, below_diagonal):
+        """Stores the block, and where it is off the diagonal its transpose, through buffers.
+
+        `index` counts what the tile stores.
+        """
+        num_buffers = self.config.num_buffers
+        if index >= num_buffers:
+            plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
+        buffer = (self.warpgroup, index % num_buffers)
         direct, mirror = self.out_buffers.at[buffer], self.mirror_buffers.at[buffer]
         mirror.transpose((1, 0))[...] = block
         if self.mirrored_on_diagonal:
             plgpu.commit_smem()  # all threads have written it
             mirrored = plgpu.load(mirror, layout=plgpu.Layout.WGMMA)
-            block = jnp.where(above_diagonal <= row - col, block, mirrored)
+            block = jnp.where(below_diagonal, block, mirrored)
         direct[...] = block
         plgpu.commit_smem()
         rows, cols = pl.ds(row, ROWS), pl.ds(col, self.config.block_n)
-        plgpu.copy_smem_to_gmem(direct, out.at[rows, cols], commit_group=False)
+        plgpu.copy_smem_to_gmem(direct, out.at[batch, rows, cols], commit_group=False)
 
         @pl.when(col < row)
         def _():
-            plgpu.copy_smem_to_gmem(mirror, out.at[cols, rows], commit_group=False)
+            plgpu.copy_smem_to_gmem(mirror, out.at[batch, cols, rows], commit_group=False)
+
+        plgpu.commit_smem_to_gmem_group()
 
     def _blocks(self, product, tile, alpha, betas):
         """Yields (row, col, block) for each block of α·product + Σ β·C."""
