@@ -118,8 +118,8 @@ def _polynomial(segment, gram, low, s, factor, implementation):
 
 def _full(q, high, *low):
     """Q·(high + low), a full product."""
-    product = jnp.matmul(q, high, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
-    return sum((q @ term for term in low), product).astype(q.dtype)
+    # On a GPU the sum is the last product's, which rounds it once.
+    return sum((q @ term for term in low), q @ high)
 
 
 def _has_residual(segment, dtype):
