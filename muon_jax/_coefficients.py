@@ -130,7 +130,7 @@ def canonicalize(ns_coeffs) -> Any:
         return ns_coeffs
     if is_traced(ns_coeffs):
         return jnp.asarray(ns_coeffs)
-    values = np.asarray(ns_coeffs, np.float64).tolist()
+    values = np.atleast_1d(np.asarray(ns_coeffs, np.float64)).tolist()
     return tuple(map(tuple, values)) if np.ndim(ns_coeffs) == 2 else tuple(values)
 
 
@@ -149,13 +149,15 @@ def resolve(
             preconditioning for a composed schedule, which brings its own.
     """
     if not is_traced(ns_steps):
-        ns_steps = int(ns_steps)
-        if ns_steps < 1:
-            raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
+        given, ns_steps = ns_steps, int(ns_steps)
+        if ns_steps < 1 or ns_steps != given:
+            raise ValueError(f"ns_steps must be an integer, at least 1, got {given!r}")
     if not isinstance(ns_coeffs, str):
         shape = np.shape(ns_coeffs)
         if len(shape) not in (1, 2) or shape[-1] != 3 or shape[0] == 0:
-            raise ValueError(f"ns_coeffs must have shape (3,) or (steps, 3), got {shape}")
+            raise ValueError(
+                f"ns_coeffs must be a name, or have shape (3,) or (steps, 3), got {shape}"
+            )
         if len(shape) == 2:
             return Quintics(ns_coeffs, 0, shape[0])
         return Quintics((ns_coeffs,), 0, ns_steps)

@@ -118,8 +118,8 @@ def _polynomial(segment, gram, low, s, factor, implementation):
 
 def _full(q, high, *low):
     """Q·(high + low), a full product."""
-    # On a GPU the sum is the last product's, which rounds it once.
-    return sum((q @ term for term in low), q @ high)
+    # The largest first: XLA has cuBLAS add the other to it, before it is rounded.
+    return functools.reduce(jnp.add, [q @ term for term in (high, *low)])
 
 
 def _has_residual(segment, dtype):

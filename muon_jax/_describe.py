@@ -158,7 +158,7 @@ def _group(stacks, given):
         method=form.method,
         dtype=str(form.dtype),
         implementation=given["implementation"] or select_implementation(operand).implementation,
-        flops=batch * m**3 * form.products.units(n / m),
+        flops=batch * m**3 * form.products.units(n / max(m, 1)),
     )
 
 

@@ -251,6 +251,13 @@ def _when_partitioned(planned, leaves, arrays, settings):
 
 def _even(x, mesh):
     """The spec of an operand, without the mesh axes that would cut it unevenly."""
+    if x.sharding.is_fully_replicated:  # and of no mesh, perhaps, where no argument is on one
+        return PartitionSpec()
+    if not isinstance(x.sharding, NamedSharding):
+        raise ValueError(
+            f"the mesh that a parameter of shape {x.shape} is sharded over, {x.sharding}, cannot be"
+            " known, as no argument of the program is on it: pass shardings=, or put one there"
+        )
 
     def cuts(entry):
         return math.prod(mesh.shape[name] for name in _sharding.names(entry))

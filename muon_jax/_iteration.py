@@ -86,8 +86,13 @@ def split(x: jax.Array, stacks: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def transposed(x: jax.Array) -> jax.Array:
-    """Xᵀ, where X lies in memory row by row: else XLA transposes all that X is computed from."""
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))).mT
+    """Xᵀ, where X lies in memory row by row: else XLA transposes all that X is computed from.
+
+    On GPUs alone: `jax.export` does not take programs with constraints of layouts.
+    """
+    if _device.platform() == "gpu":
+        x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return x.mT
 
 
 def _log2(n):

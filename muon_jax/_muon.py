@@ -184,7 +184,7 @@ def muon(
         distributed_gram=distributed_gram,
     )
     if normuon_b2 is not None:
-        normuon = _normuon.scale_by_normuon(normuon_b2, 1e-8, views, normuon_averaged)
+        normuon = _normuon.scale_by_normuon(normuon_b2, 1e-8, views, normuon_averaged, shardings)
         orthogonal = optax.chain(orthogonal, normuon)
     on_matrices = _weight_decay.chain(
         orthogonal,

@@ -108,9 +108,10 @@ def newton_schulz(
         The approximate polar factors, in the shape and dtype of `x`.
 
     Raises:
-        ValueError: `x` is no float matrix, or one that is sharded; an argument is none of the values above, or `dtype` is
-            one of 8 bits, in which composed schedules are unsafe. Or the gram form does not exist
-            for the other arguments, or is unsafe: in bfloat16 composed schedules and `"aol"`.
+        ValueError: `x` is no float matrix, or a sharded one, an argument is none of the values
+            above, or `dtype` is one of 8 bits, in which composed schedules are unsafe. Or the gram
+            form does not exist for the other arguments, or is unsafe: in bfloat16 composed
+            schedules and `"aol"`.
         NotImplementedError: the named implementation cannot run here.
 
     References:
@@ -125,11 +126,12 @@ def newton_schulz(
         raise ValueError(
             f"x must have a float dtype and shape (..., m, n), got {x.dtype}{list(x.shape)}"
         )
-    mesh, spec = (sharding := jax.typeof(x).sharding).mesh, sharding.spec
+    sharding = jax.typeof(x).sharding
+    mesh, spec = sharding.mesh, sharding.spec
     if any(mesh.shape[name] > 1 for entry in spec[-2:] for name in _sharding.names(entry)):
         raise ValueError(
-            f"x must not be divided within its matrices, got {spec} on {dict(mesh.shape)}: reshard it"
-            f" (jax.reshard) to {PartitionSpec(*spec[:-2])}, or use scale_by_muon"
+            f"x must not be divided within its matrices, got {spec} on {dict(mesh.shape)}: reshard"
+            f" it (jax.reshard) to {PartitionSpec(*spec[:-2])}, or use scale_by_muon"
         )
     run = functools.partial(
         orthogonalize,

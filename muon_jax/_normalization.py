@@ -10,7 +10,7 @@ type EpsMode = Literal["add", "max"]
 
 def largest_entry(x: jax.Array) -> jax.Array:
     """max |X| of each matrix of a stack, of the batch's shape; not finite where X is not."""
-    return jnp.max(jnp.abs(x), axis=(-2, -1)).astype(accumulator(x))
+    return jnp.max(jnp.abs(x), axis=(-2, -1), initial=0).astype(accumulator(x))
 
 
 def powers_of_two(largest: jax.Array, exponent: int) -> tuple[jax.Array, jax.Array]:
@@ -21,7 +21,7 @@ def powers_of_two(largest: jax.Array, exponent: int) -> tuple[jax.Array, jax.Arr
     """
     _, k = jnp.frexp(largest)
     k = jnp.maximum(k + exponent, -126)
-    one = jnp.where(jnp.isfinite(largest), jnp.ones_like(largest), jnp.nan)
+    one = 1 + 0 * largest
     return jnp.ldexp(one, -(k // 2)), jnp.ldexp(one, k // 2 - k)
 
 

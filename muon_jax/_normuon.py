@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax import _options, _views
+from muon_jax import _options, _sharding, _views
 from muon_jax._normalization import frobenius_norm, over, wide
 
 type Averaged = Literal["fan_in", "shorter"]
@@ -28,6 +28,7 @@ def scale_by_normuon(
     eps: float | jax.Array = 1e-8,
     weight_dimension_numbers: _views.Views = None,
     averaged: Averaged = "fan_in",
+    shardings: _sharding.Shardings = None,
 ) -> optax.GradientTransformation:
     """Normalizes the neurons of each orthogonalized update by their second moments.
 
@@ -52,9 +53,11 @@ def scale_by_normuon(
         weight_dimension_numbers: as for `scale_by_muon`.
         averaged: the axis of the mean, `"fan_in"` or the `"shorter"` one: fan_out where that is
             less, with one number for each input.
+        shardings: as for `scale_by_muon`; needed in a shard_map alone.
 
     Raises:
-        ValueError: a parameter is no matrix, or an unknown axis.
+        ValueError: a parameter is no matrix, an unknown axis, or `shardings` is missing or wrong.
+        NotImplementedError: in a shard_map that divides a matrix.
 
     References:
         Li et al., `NorMuon: Making Muon more efficient and scalable
@@ -83,6 +86,7 @@ def scale_by_normuon(
             scale = over(frobenius_norm(o), frobenius_norm(normalized))
             return (scale * normalized).astype(update.dtype), moment.astype(jnp.float32)
 
+        _sharding.check_whole(weight_dimension_numbers, updates, shardings)
         stacks, unflatten = _views.flatten(weight_dimension_numbers, updates)
         moments, treedef = jax.tree.flatten(state.nu)
         pairs = [normalize(*pair) for pair in zip(stacks, moments, strict=True)]

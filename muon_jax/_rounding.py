@@ -10,8 +10,20 @@ type Rounding = Literal["nearest", "stochastic"]
 
 
 def widen(tree: Any, rounding: Rounding) -> Any:
-    """Returns `tree` in the dtype to compute in: float32 before stochastic rounding."""
-    return optax.tree.cast(tree, jnp.float32) if rounding == "stochastic" else tree
+    """Returns `tree` in the dtype to compute in: float32 before stochastic rounding.
+
+    Raises:
+        ValueError: stochastic rounding of complex numbers.
+    """
+    if rounding == "nearest":
+        return tree
+    for path, x in jax.tree.leaves_with_path(tree):
+        if jnp.iscomplexobj(x):
+            raise ValueError(
+                f"mu_rounding='stochastic' rounds real numbers, but the gradient or momentum"
+                f" {jax.tree_util.keystr(path)} is {x.dtype}: set mu_rounding='nearest'"
+            )
+    return optax.tree.cast(tree, jnp.float32)
 
 
 def cast_like(tree: Any, like: Any, rounding: Rounding, count: jax.Array) -> Any:

@@ -137,7 +137,8 @@ def scale_by_muon(
             of_group, weight_dimension_numbers, u, shardings, max_group_bytes, distributed_gram
         )
         if adaptive:
-            orthogonal = jax.tree.map(lambda o, u: jnp.sum(u.conj() * o) * o, orthogonal, u)
+            dual_norms = _sharding.inner_products(u, orthogonal, shardings)
+            orthogonal = jax.tree.map(jnp.multiply, dual_norms, orthogonal)
         orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)
         mu = _rounding.cast_like(mu, state.mu, mu_rounding, count)
         return orthogonal, MuonState(count, mu)

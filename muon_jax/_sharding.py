@@ -52,21 +52,26 @@ def resolve(tree: Any, shardings: Shardings) -> Placed:
     leaves = jax.tree.leaves(tree)
     stated = None if shardings is None else of_leaves(shardings, tree)
     mesh = _mesh(leaves, stated or [])
-    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    pairs = [*zip(mesh.axis_names, mesh.axis_types, strict=True)]
     types = {name: kind for name, kind in pairs if mesh.shape[name] > 1} if leaves else {}
     kinds = [kind for kind in AxisType if kind in types.values()]
     specs = [s.spec if isinstance(s, NamedSharding) else s for s in stated or []]
-    if AxisType.Manual in kinds and len(kinds) > 1:
+    if AxisType.Manual in mesh.axis_types and {*kinds} - {AxisType.Manual}:
         raise NotImplementedError(
-            f"in a shard_map over some axes of a mesh, {types}: call the optimizer outside it, or"
-            " in a shard_map over all axes"
+            f"in a shard_map over some axes of a mesh, {dict(pairs)}: call the optimizer outside"
+            " it, or in a shard_map over all axes"
         )
+    typed = [jax.typeof(x).sharding.spec for x in leaves]
     if stated is None and kinds == [AxisType.Explicit]:
-        specs = [jax.typeof(x).sharding.spec for x in leaves]
-    elif stated is None and kinds not in ([], [AxisType.Auto]):
+        specs = typed
+    elif stated is None and (
+        kinds not in ([], [AxisType.Auto])
+        or (kinds and any(names(entry) for spec in typed for entry in spec))  # of one device
+    ):
         raise ValueError(
-            f"the sharding of the parameters cannot be known on mesh axes {types}: pass shardings=,"
-            " the PartitionSpec of each parameter"
+            f"the sharding of the parameters cannot be known on mesh axes {dict(pairs)}: pass"
+            " shardings=, the PartitionSpec of each parameter; PartitionSpec() where devices have"
+            " them whole, as under jax.pmap"
         )
     elif stated is not None and kinds and kinds != [AxisType.Manual]:
         kinds = [AxisType.Explicit]
@@ -141,6 +146,41 @@ def by_element(
     if kind != AxisType.Manual:
         return [*values]
     return [_local(value, spec) for value, spec in zip(values, specs, strict=True)]
+
+
+def inner_products(x: Any, y: Any, shardings: Shardings) -> Any:
+    """Returns ⟨x, y⟩ of the whole arrays at each leaf, also where these are shards of them.
+
+    Raises:
+        ValueError: the sharding is not known, or does not fit the parameters.
+        NotImplementedError: some mesh axes are manual, others are not.
+    """
+    _, kind, specs, _ = resolve(x, shardings)
+    products, treedef = jax.tree.flatten(jax.tree.map(lambda x, y: jnp.sum(x.conj() * y), x, y))
+    if kind == AxisType.Manual:
+        axes = [sum(map(names, spec), ()) for spec in specs]
+        products = [jax.lax.psum(*pair) for pair in zip(products, axes, strict=True)]
+    return treedef.unflatten(products)
+
+
+def check_whole(views: _views.Views, tree: Any, shardings: Shardings) -> None:
+    """Checks that in a shard_map all matrices of `tree` are whole on a device.
+
+    Raises:
+        ValueError: the sharding is not known, or does not fit the parameters.
+        NotImplementedError: a matrix is divided, or some mesh axes are manual, others are not.
+    """
+    _, kind, specs, _ = resolve(tree, shardings)
+    if kind != AxisType.Manual:
+        return
+    viewed = zip(jax.tree.leaves(tree), _views.of_leaves(views, tree), specs, strict=True)
+    for x, (name, view), spec in viewed:
+        batch = _views.batch_axes(view, x.ndim)
+        if any(names(entry) for axis, entry in enumerate(spec) if axis not in batch):
+            raise NotImplementedError(
+                f"NorMuon in a shard_map needs whole matrices, but the parameter {name} is sharded"
+                f" as {spec}: call the optimizer outside it, on a mesh with automatic axes"
+            )
 
 
 def _mesh(leaves, shardings):

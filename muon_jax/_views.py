@@ -240,7 +240,14 @@ def flatten(
 def _broadcast(views, tree):
     """The view, or None, that stands at or above each leaf of `tree`."""
     views = views(tree) if callable(views) else views
-    return jax.tree.leaves(jax.tree.broadcast(views, tree, is_leaf=is_view), is_leaf=is_view)
+    found = []
+    jax.tree.map(
+        lambda view, subtree: found.extend([view] * len(jax.tree.leaves(subtree))),
+        views,
+        tree,
+        is_leaf=is_view,
+    )
+    return found
 
 
 def _size(shape, view):

@@ -124,6 +124,39 @@ def test_inside_the_caller_s_shard_map(check_vma):
     chex.assert_trees_all_close(compiled(parameters()), update(parameters()), atol=1e-5)
 
 
+@pytest.mark.parametrize("spec", [("fsdp",), (None, "fsdp"), ()])
+def test_dual_norms_are_those_of_whole_parameters(spec):
+    spec, params = PartitionSpec(*spec), {"out": parameters()["out"]}
+    transform = scale_by_muon(adaptive=True, ns_dtype="float32", shardings=spec)
+
+    def update(params):
+        return transform.update(params, transform.init(params))[0]
+
+    mesh = mesh_of(AxisType.Auto)
+    run = jax.shard_map(update, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    chex.assert_trees_all_close(jax.jit(run)(params), update(params), atol=1e-4)
+
+
+def test_normuon_in_a_shard_map_needs_whole_matrices():
+    mesh = mesh_of(AxisType.Auto)
+    params = {"stack": jnp.asarray(np.random.default_rng(0).standard_normal((8, 16, 32)), "f")}
+    views = MuonDimensionNumbers(-2, -1)
+
+    def run(spec):
+        kwargs = {"ns_dtype": "float32", "normuon_b2": 0.9, "shardings": spec}
+        transform = muon(1.0, muon_weight_dimension_numbers=views, **kwargs)
+
+        def update(params):
+            return transform.update(params, transform.init(params), params)[0]
+
+        return update, jax.jit(jax.shard_map(update, mesh=mesh, in_specs=spec, out_specs=spec))
+
+    update, sharded = run(PartitionSpec("fsdp"))
+    chex.assert_trees_all_close(sharded(params), update(params), atol=1e-5)
+    with pytest.raises(NotImplementedError, match=r"\['stack'\] is sharded as .*'fsdp'"):
+        run(PartitionSpec(None, "fsdp"))[1](params)
+
+
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -269,13 +302,13 @@ def update(params, **kwargs):
     return jax.jit(transform.update)(params, transform.init(params))
 
 
-def matrix(*axis_types):
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=axis_types)
+def matrix(*axis_types, sizes=(4, 2)):
+    mesh = jax.make_mesh(sizes, ("x", "y"), axis_types=axis_types)
     return {"w": jax.device_put(jnp.ones((16, 16)), NamedSharding(mesh, PartitionSpec("x")))}
 
 
-def in_shard_map(names, **kwargs):
-    mesh = mesh_of(AxisType.Auto, (4, 2), ("x", "y"))
+def in_shard_map(names, sizes=(4, 2), **kwargs):
+    mesh = mesh_of(AxisType.Auto, sizes, ("x", "y"))
     spec = PartitionSpec("x")
     run = jax.shard_map(
         lambda params: update(params, **kwargs)[0],
@@ -295,6 +328,16 @@ def in_shard_map(names, **kwargs):
             lambda: in_shard_map({"x"}, shardings=PartitionSpec("x")),
             NotImplementedError,
             r"shard_map over some axes.*call the optimizer outside it",
+        ),
+        (
+            lambda: in_shard_map({"x"}, (1, 8), shardings=PartitionSpec("x")),
+            NotImplementedError,
+            r"shard_map over some axes.*call the optimizer outside it",
+        ),
+        (
+            lambda: update(matrix(AxisType.Explicit, AxisType.Auto, sizes=(1, 8))),
+            ValueError,
+            r"'x': Explicit, 'y': Auto\}: pass shardings=",
         ),
         (
             lambda: update(matrix(AxisType.Auto, AxisType.Explicit)),
@@ -324,6 +367,21 @@ def test_a_mixed_mesh_with_specs():
     updates, _ = update(params, shardings=PartitionSpec("x"))
     expected, _ = update({"w": jnp.asarray(np.asarray(params["w"]))})
     chex.assert_trees_all_close(jax.device_get(updates), expected, atol=1e-3)
+
+
+def test_a_mesh_in_force_on_which_no_argument_is():
+    transform, params = scale_by_muon(), {"out": parameters()["out"]}
+    state = transform.init(params)
+    expected, _ = transform.update(params, state)
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        updates, _ = jax.jit(transform.update)(params, state)
+        chex.assert_trees_all_close(updates, expected, atol=1e-3)
+
+        def sharded(params):
+            return transform.update(jax.lax.with_sharding_constraint(params, SPECS["qkv"]), state)
+
+        with pytest.raises(jax.errors.JaxRuntimeError, match="pass shardings=, or put one there"):
+            jax.jit(sharded)(params)
 
 
 PROCESS = """

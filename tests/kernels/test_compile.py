@@ -97,7 +97,7 @@ for config in _mosaic_gpu_config.CONFIGS:
 """
 
 NEWTON_SCHULZ = """
-iteration = functools.partial(newton_schulz, implementation="mosaic_gpu")
+iteration = functools.partial(newton_schulz, implementation="mosaic_gpu", **{kwargs})
 print(compiled(iteration, {shape}))
 """
 
@@ -198,7 +198,7 @@ def test_no_config_of_the_hopper_kernel_spills_registers(has_b, num_cs, residual
 @pytest.mark.parametrize("shape", [(4096, 4096), (4096, 1024), (4, 1024, 2048)], ids=str)
 def test_the_iteration_on_hopper_is_its_products_and_two_passes(shape):
     """Two passes over X, which find its largest element, and scale (and transpose) it."""
-    text = output_of(NEWTON_SCHULZ.format(shape=shape), "NVIDIA H200")
+    text = output_of(NEWTON_SCHULZ.format(shape=shape, kwargs={}), "NVIDIA H200")
     *called, entry = re.split(r"^(?=%|ENTRY )", text, flags=re.MULTILINE)
     # The products of X: fusions until a GPU has shown that cuBLAS is faster.
     assert len(re.findall(r" dot\(|\"__cublas\$", text)) == 5
@@ -220,6 +220,18 @@ def test_the_iteration_on_hopper_is_its_products_and_two_passes(shape):
     largest, scaled = sorted(passes, key=lambda whole: "multiply" in whole)
     assert "abs" in largest
     assert "multiply" in scaled and ("transpose" in scaled) == (shape == (4096, 1024))
+
+
+@needs_compiler
+def test_joined_steps_on_hopper_have_no_conversions():
+    """Q·R_low is added to Q·R_high by cuBLAS, in float16."""
+    kwargs = {"ns_coeffs": "fast", "method": "gram"}
+    program = NEWTON_SCHULZ.format(shape=(24, 1024, 4096), kwargs=kwargs)
+    flags = "--xla_gpu_enable_triton_gemm=false"
+    *_, entry = output_of(program, "NVIDIA H200", XLA_FLAGS=flags).partition("ENTRY ")
+    products = [line for line in entry.splitlines() if '"__cublas$' in line]
+    assert [line.count('"beta":1') for line in products] == [0, 1, 0, 0]
+    assert "f32[24,1024,1024]" not in entry
 
 
 @needs_compiler

@@ -274,6 +274,18 @@ def test_scale_by_shape(shape, numbers, consistent_rms, factor):
     chex.assert_trees_all_close(scaled, factor * update, rtol=1e-6)
 
 
+def test_none_in_the_parameters_is_none_in_the_updates():
+    views = {"w": MuonDimensionNumbers(), "activation": None, "b": None}
+    params = {"w": jnp.ones((4, 6)), "activation": None, "b": jnp.ones(4)}
+    expected = {k: v for k, v in params.items() if v is not None}
+    for numbers in (None, views, lambda params: views):
+        optimizer = muon(0.1, muon_weight_dimension_numbers=numbers)
+        updates, _ = optimizer.update(params, optimizer.init(params), params)
+        alone = muon(0.1)
+        known, _ = alone.update(expected, alone.init(expected), expected)
+        chex.assert_trees_all_equal(updates, known | {"activation": None})
+
+
 def test_zero_gradients_give_zero_updates():
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
         params = {"w": jnp.zeros((8, 12), dtype)}
@@ -309,6 +321,7 @@ def test_eps_reaches_every_preconditioning(preconditioning):
         (lambda: muon(0.1, ns_coeffs="muon"), r"one of \[.*'dion'.*\], got 'muon'"),
         (lambda: muon(0.1, ns_coeffs="dion", ns_steps=10), r"has 5 steps, got ns_steps=10"),
         (lambda: muon(0.1, ns_coeffs=[1.0, 2.0]), r"shape \(3,\) or \(steps, 3\), got \(2,\)"),
+        (lambda: muon(0.1, ns_coeffs=None), r"a name, or have shape"),
         (lambda: muon(0.1, ns_steps=0), r"at least 1, got 0"),
         (lambda: muon(0.1, ns_coeffs="fast", ns_steps=3), r"'fast' has 2 steps.*ns_steps=3"),
         (lambda: muon(0.1, "fast", preconditioning="aol"), r"'fast'.*preconditioning='aol'"),

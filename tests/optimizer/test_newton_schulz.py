@@ -168,6 +168,23 @@ def test_zero_gives_zero(dtype, preconditioning, eps):
     chex.assert_trees_all_equal(out, x)
 
 
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (2, 0, 3), (0, 3, 2)])
+@pytest.mark.parametrize("ns_coeffs", ["standard", "balanced"])
+def test_nothing_gives_nothing(ns_coeffs, shape):
+    assert newton_schulz(jnp.zeros(shape), ns_coeffs).shape == shape
+
+
+def test_nan_is_not_computed_on_the_way():
+    with jax.debug_nans(True), jax.disable_jit():
+        assert newton_schulz(normal((8, 12))).shape == (8, 12)
+
+
+def test_tall_and_wide_matrices_are_exported():
+    for shape in ((12, 8), (8, 12)):
+        exported = jax.export.export(jax.jit(newton_schulz))(jnp.zeros(shape))
+        chex.assert_trees_all_equal(exported.call(normal(shape)), newton_schulz(normal(shape)))
+
+
 def test_one_row_and_one_column_are_normalized():
     x = normal((1, 50))
     slope = float(helpers.exact_newton_schulz(np.ones((1, 1)), [STANDARD] * 5)[0, 0])
@@ -250,7 +267,9 @@ def test_the_implementation_is_obeyed_or_refused():
         (lambda x: newton_schulz(x, "muon"), r"one of \[.*'dion'.*\], got 'muon'"),
         (lambda x: newton_schulz(x, (1.0, 2.0)), r"shape \(3,\) or \(steps, 3\), got \(2,\)"),
         (lambda x: newton_schulz(x, "dion", 6), r"'dion' has 5 steps, got ns_steps=6"),
+        (lambda x: newton_schulz(x, None), r"a name, or have shape \(3,\).*got \(\)"),
         (lambda x: newton_schulz(x, ns_steps=0), r"at least 1, got 0"),
+        (lambda x: newton_schulz(x, ns_steps=2.5), r"ns_steps must be an integer.*got 2\.5"),
         (lambda x: newton_schulz(x, preconditioning="svd"), r"preconditioning must be.*got 'svd'"),
         (lambda x: newton_schulz(x, implementation="cuda"), r"implementation must be.*got 'cuda'"),
     ],
