@@ -91,7 +91,6 @@ def by_device(function: Callable[[Any], Any], tree: Any) -> Any:
         function: results are of the shapes of its arguments.
         tree: arrays, of which those axes divide nothing that `function` needs whole.
     """
-
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
     if not any(names(entry) for spec in jax.tree.leaves(specs) for entry in spec):
         return function(tree)
