@@ -106,25 +106,20 @@ def of_leaves(shardings: Shardings, tree: Any) -> list[PartitionSpec | NamedShar
     Raises:
         ValueError: one is neither a PartitionSpec nor a NamedSharding nor None.
     """
-    found = []
 
-    def find(path, sharding, subtree):
+    def checked(path, sharding):
         sharding = PartitionSpec() if sharding is None else sharding
         if not isinstance(sharding, PartitionSpec | NamedSharding):
             raise ValueError(
                 f"shardings{jax.tree_util.keystr(path)} must be a PartitionSpec, a"
                 f" NamedSharding or None, got {sharding!r}"
             )
-        found.extend([sharding] * len(jax.tree.leaves(subtree)))
+        return sharding
 
-    shardings = shardings(tree) if callable(shardings) else shardings
-    jax.tree.map_with_path(
-        find,
-        shardings,
-        tree,
-        is_leaf=lambda node: node is None or isinstance(node, PartitionSpec | NamedSharding),
-    )
-    return found
+    def is_sharding(node):
+        return node is None or isinstance(node, PartitionSpec | NamedSharding)
+
+    return _views.broadcast(checked, shardings, tree, is_sharding)
 
 
 def by_element(
@@ -160,26 +155,6 @@ def inner_products(x: Any, y: Any, shardings: Shardings) -> Any:
         axes = [sum(map(names, spec), ()) for spec in specs]
         products = [jax.lax.psum(*pair) for pair in zip(products, axes, strict=True)]
     return treedef.unflatten(products)
-
-
-def check_whole(views: _views.Views, tree: Any, shardings: Shardings) -> None:
-    """Checks that in a shard_map all matrices of `tree` are whole on a device.
-
-    Raises:
-        ValueError: the sharding is not known, or does not fit the parameters.
-        NotImplementedError: a matrix is divided, or some mesh axes are manual, others are not.
-    """
-    _, kind, specs, _ = resolve(tree, shardings)
-    if kind != AxisType.Manual:
-        return
-    viewed = zip(jax.tree.leaves(tree), _views.of_leaves(views, tree), specs, strict=True)
-    for x, (name, view), spec in viewed:
-        batch = _views.batch_axes(view, x.ndim)
-        if any(names(entry) for axis, entry in enumerate(spec) if axis not in batch):
-            raise NotImplementedError(
-                f"NorMuon in a shard_map needs whole matrices, but the parameter {name} is sharded"
-                f" as {spec}: call the optimizer outside it, on a mesh with automatic axes"
-            )
 
 
 def _mesh(leaves, shardings):

@@ -177,6 +177,27 @@ def by_matrix(
     return np.full([1] * len(shape), function(rows, cols))
 
 
+def broadcast(
+    convert: Callable[[Any, Any], Any], prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]
+) -> list[Any]:
+    """Returns for each leaf of `tree` what stands at or above it in `prefix`.
+
+    Args:
+        convert: of what stands in `prefix`, from its path and itself.
+        prefix: a prefix of `tree`, or a callable that makes one from it.
+        tree: a tree in which None is no leaf.
+        is_leaf: of the leaves of `prefix`.
+    """
+    found = []
+
+    def find(path, value, subtree):
+        found.extend([convert(path, value)] * len(jax.tree.leaves(subtree)))
+
+    prefix = prefix(tree) if callable(prefix) else prefix
+    jax.tree.map_with_path(find, prefix, tree, is_leaf=is_leaf)
+    return found
+
+
 def of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
     """Returns the path and the view of each leaf of `tree`.
 
@@ -238,16 +259,7 @@ def flatten(
 
 
 def _broadcast(views, tree):
-    """The view, or None, that stands at or above each leaf of `tree`."""
-    views = views(tree) if callable(views) else views
-    found = []
-    jax.tree.map(
-        lambda view, subtree: found.extend([view] * len(jax.tree.leaves(subtree))),
-        views,
-        tree,
-        is_leaf=is_view,
-    )
-    return found
+    return broadcast(lambda _, view: view, views, tree, is_view)
 
 
 def _size(shape, view):

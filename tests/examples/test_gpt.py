@@ -47,13 +47,6 @@ def saved(folder):
         return jax.tree.leaves(checkpoints.restore(step, args=args)["state"]), step
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """A run of Muon without interruption: its folder, and what it printed."""
