@@ -106,11 +106,14 @@ def run(
 
 def _polynomial(segment, gram, low, s, factor, implementation):
     """factor·s times the polynomial of all steps of the segment, at R = s²·(gram + low)."""
-    square = functools.partial(syrk, symmetrize_output=False, implementation=implementation)
+    square, product_of = (
+        functools.partial(f, symmetrize_output=False, implementation=implementation)
+        for f in (syrk, syrkx)
+    )
     first, *others = segment
     q = product = first.polynomial(square, gram, s, s if others else s * factor)
     for step in others:
-        gram, low = syrkx(q, _full(q, gram, *low), implementation=implementation), []
+        gram, low = product_of(q, _full(q, gram, *low)), []
         q = step.polynomial(square, gram, factor=factor if step is others[-1] else 1.0)
         product = q @ product
     return product

@@ -98,17 +98,15 @@ def _no_gram_form(recipe, preconditioning, dtype):
         return "traced coefficients or steps have the standard form only"
     elif preconditioning == "spectral":
         return "preconditioning='spectral' needs more than the Gram matrix"
-    elif preconditioning == "aol" and dtype == jnp.bfloat16:
-        return "preconditioning='aol' is unsafe in bfloat16, singular values can exceed 1.5"
     return None
 
 
 def _products(recipe, method, dtype) -> Products:
     if isinstance(recipe, Schedule):
         return _composed.products(recipe, method, dtype)
-    num_steps = recipe.last - recipe.first
     if method == "gram":
-        return _gram.products(dtype, num_steps)
+        return _gram.products(recipe, dtype)
+    num_steps = recipe.last - recipe.first
     return Products(grams=num_steps, squares=num_steps, applications=num_steps)
 
 

@@ -16,6 +16,7 @@ from muon_jax import _coefficients, _composed, _gram
 from muon_jax._form import Method
 from muon_jax._normalization import (
     EpsMode,
+    gram_gain,
     inverse_norm,
     inverse_row_norms,
     powers_of_two,
@@ -74,8 +75,9 @@ def iterate(
         elif method == "gram":
             x = _gram.run(x, recipe, eps, eps_mode, scale, preconditioning, _log2(n), held)
         else:
-            implementation = held.implementation
-            x = _run_quintics(implementation, x, recipe, eps, eps_mode, scale, preconditioning)
+            x = _run_quintics(
+                held.implementation, x, recipe, eps, eps_mode, scale, preconditioning, _log2(n)
+            )
     return x[..., :rows, :cols]
 
 
@@ -100,8 +102,11 @@ def _log2(n):
     return (n - 1).bit_length()
 
 
-def _run_quintics(implementation, x, quintics, eps, eps_mode, scale, preconditioning):
-    """Steps of a triple each; entries of X are at most 1/√n, so that those of XXᵀ are at most 1."""
+def _run_quintics(implementation, x, quintics, eps, eps_mode, scale, preconditioning, log2_n):
+    """Steps of a triple each; entries of X are at most 1/√n, so that those of XXᵀ are at most 1.
+
+    Before AOL preconditioning they are at most n^-¼.
+    """
     rows, first, last = quintics
     product = functools.partial(syrk, symmetrize_output=False, implementation=implementation)
 
@@ -118,12 +123,14 @@ def _run_quintics(implementation, x, quintics, eps, eps_mode, scale, preconditio
     def body(step, x):
         return apply(step, x, product(x), 1.0)
 
-    gram = product(x)
     if preconditioning == "aol":
-        d = inverse_row_norms(gram, times_square(eps, scale))
-        x, gram = (x * d).astype(x.dtype), (gram * d * d.mT).astype(gram.dtype)
+        gain = gram_gain(log2_n)
+        gram = product(x, alpha=gain**2)
+        d = inverse_row_norms(gram, times_square(eps, gain * scale))
+        x, gram = (gain * x * d).astype(x.dtype), (gram * d * d.mT).astype(gram.dtype)
         s = jnp.ones(x.shape[:-2])
     else:
+        gram = product(x)
         s = inverse_norm(x, gram, eps, eps_mode, scale, preconditioning)
     x = apply(first, x, gram, s)
     if _coefficients.is_traced((first, last)):

@@ -110,8 +110,8 @@ def newton_schulz(
     Raises:
         ValueError: `x` is no float matrix, or a sharded one, an argument is none of the values
             above, or `dtype` is one of 8 bits, in which composed schedules are unsafe. Or the gram
-            form does not exist for the other arguments, or is unsafe: in bfloat16 composed
-            schedules and `"aol"`.
+            form does not exist for the other arguments, or is unsafe, that of composed schedules
+            in bfloat16.
         NotImplementedError: the named implementation cannot run here.
 
     References:
@@ -174,7 +174,8 @@ def orthogonalize(
     largest = _joined([largest_entry(x) for x in stacks])
     shape = (*largest.shape, m, n)
     form = _form.choose(recipe, method, preconditioning, dtype, shape, in_dtype)
-    root = 4 if isinstance(recipe, Schedule) or form.method == "gram" else 2
+    is_quintic = not isinstance(recipe, Schedule)
+    root = 2 if is_quintic and form.method == "standard" and preconditioning != "aol" else 4
     scaled, scale = _iteration.scale_down(stacks, largest, n, root, form.dtype)
     x = _joined([_iteration.transposed(x) if x.shape[-2] > x.shape[-1] else x for x in scaled])
     held = Whole(implementation)

@@ -68,9 +68,13 @@ def times_square(eps: jax.typing.ArrayLike, scale: jax.typing.ArrayLike) -> jax.
 def inverse_row_norms(gram: jax.Array, least: jax.Array) -> jax.Array:
     """The diagonal of D, as a column, with D⁻² = max(Σⱼ|Aᵢⱼ|, least): the AOL preconditioner.
 
-    DX has singular values up to 1, and the Gram matrix DAD. A row of zeros stays one.
+    DX has singular values up to 1, and the Gram matrix DAD. A row of zeros stays one. A is of
+    `gram_gain`; in float16 sums below 2⁻¹¹, of numbers that are subnormal there, count as 2⁻¹¹, or
+    their rounding would be as large as the rest of DAD.
     """
     sums = jnp.sum(jnp.abs(gram).astype(accumulator(gram)), axis=-1, keepdims=True)
+    if gram.dtype == jnp.float16:
+        least = jnp.maximum(least, 2.0**-11)
     return jnp.where(sums == 0, 0, jax.lax.rsqrt(jnp.maximum(sums, least[..., None, None])))
 
 
