@@ -5,13 +5,18 @@ on a stack, is a handful of kernels in place of thousands: less to compile, and 
 the device.
 """
 
+import collections
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 
-# What fills a device many times over; more needs more memory, and is no faster.
-MAX_GROUP_BYTES = 2**28
+# By default, the bytes of the Gram matrices of a group, and of its matrices: what fills a device
+# many times over; more needs more memory, and is no faster. Shapes with as many rows then go in as
+# large groups, whose products of Gram matrices are one program to compile.
+GRAM_BYTES, MATRIX_BYTES = 2**28, 2**30
 
 
 def map_by_shape(
@@ -24,8 +29,8 @@ def map_by_shape(
     Args:
         function: maps stacks of equal matrices, each matrix by itself.
         stacks: shapes `(batch, rows, cols)`; matrices with rows and cols exchanged are equal.
-        max_group_bytes: the most that goes together, in bytes, None for `MAX_GROUP_BYTES`. A stack
-            that is larger goes alone.
+        max_group_bytes: the most that goes together, in bytes, None for `GRAM_BYTES` of Gram
+            matrices and `MATRIX_BYTES`. A stack that is larger goes alone.
     """
     results: dict[int, jax.Array] = {}
     for group in groups(stacks, max_group_bytes):
@@ -41,14 +46,40 @@ def groups(
     def kind(i):
         return (*sorted(stacks[i].shape[1:]), stacks[i].dtype.name)
 
+    def limit(m, n, dtype):
+        rows, matrix = (max(1, m * size * jnp.dtype(dtype).itemsize) for size in (m, n))
+        if max_group_bytes is None:
+            return max(1, min(GRAM_BYTES // rows, MATRIX_BYTES // matrix))
+        return max(1, max_group_bytes // matrix)
+
+    counts = collections.Counter[tuple]()
+    for i, stack in enumerate(stacks):
+        counts[kind(i)] += stack.shape[0]
     found = []
-    for _, members in itertools.groupby(sorted(range(len(stacks)), key=kind), key=kind):
-        free = -1  # bytes in the last group
+    for (m, n, dtype), members in itertools.groupby(sorted(range(len(stacks)), key=kind), key=kind):
+        most = limit(m, n, dtype)
+        alike = [c for k, c in counts.items() if (k[0], k[2]) == (m, dtype) and c > limit(*k)]
+        size = even(counts[m, n, dtype], most, alike)
+        free = -1  # matrices, in the last group
         for i in members:
-            num_bytes = stacks[i].size * stacks[i].dtype.itemsize
-            if num_bytes > free:
+            if stacks[i].shape[0] > free:
                 found.append([])
-                free = MAX_GROUP_BYTES if max_group_bytes is None else max_group_bytes
+                free = size
             found[-1].append(i)
-            free -= num_bytes
+            free -= stacks[i].shape[0]
     return found
+
+
+def even(count: int, most: int, alike: Sequence[int] = ()) -> int:
+    """Returns the size of the parts that so many matrices are cut in, at most `most`.
+
+    Every other number of matrices is another program to compile. So parts are equal, for this count
+    and for those that are `alike`, or for this one, unless they would be half of `most` or less.
+    """
+    if count <= most:
+        return count
+    for common in (math.gcd(count, *alike), count):
+        size = max(size for size in range(1, most + 1) if common % size == 0)
+        if 2 * size > most:
+            return size
+    return -(-count // -(-count // most))

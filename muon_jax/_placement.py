@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax import _sharding, _views
+from muon_jax import _grouping, _sharding, _views
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,14 +269,11 @@ def _cut(kinds: Sequence[Bucket], limit: int) -> list[Bucket]:
 def _parts(kind: Bucket, limit: int) -> list[Bucket]:
     """Cuts a kind in parts of at most `limit` bytes, but at least a slot.
 
-    They are equal, because every other number of matrices is another program to compile, unless
-    that makes them smaller than half of what is allowed.
+    They are equal, unless that makes them smaller than half of what is allowed.
     """
     (chunk,) = kind.chunks
     most = max(1, min(chunk.slots, limit * chunk.slots // max(1, kind.bytes)))
-    size = max(size for size in range(1, most + 1) if chunk.slots % size == 0)
-    if 2 * size <= most:
-        size = -(-chunk.slots // -(-chunk.slots // most))
+    size = _grouping.even(chunk.slots, most)
     ends = [*range(0, chunk.slots, size), chunk.slots]
     cut = [_slice(chunk, start, stop, kind.owners) for start, stop in itertools.pairwise(ends)]
     return [dataclasses.replace(kind, chunks=(part,)) for part in cut]

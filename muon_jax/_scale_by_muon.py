@@ -72,8 +72,8 @@ def scale_by_muon(
         implementation: of the symmetric products, `"xla"`, `"triton"`, `"mosaic_gpu"` or None for
             the fastest; see `pallas_kernels.syrk`.
         max_group_bytes: matrices of one shape, or its transpose, are orthogonalized together, in
-            groups of at most so many bytes of momentum, None for 256 MiB, and exchanged in such as
-            well. 0 takes each parameter by itself.
+            groups of at most so many bytes of momentum, and exchanged in such as well. None is
+            1 GiB, or less for 256 MiB of Gram matrices. 0 takes each parameter by itself.
         shardings: `jax.sharding.PartitionSpec` or `NamedSharding` of each parameter, as a tree that
             may be a prefix of the parameters', or a callable that makes one from them, such as
             `get_partition_spec` of Flax. None finds out, except in a `shard_map`. Sharded matrices

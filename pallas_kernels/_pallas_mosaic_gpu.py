@@ -68,7 +68,9 @@ def syrkx(
         rows, cols = ((0, -size % 64) for size in x.shape[-2:])
         return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])
 
-    a, b, cs = jax.tree.map(padded, (a_matrix, b_matrix, c_matrices))  # None stays None
+    # Of A·Aᵀ too A is passed twice, so that it is the same program as A·Bᵀ.
+    b_matrix = a_matrix if b_matrix is None else b_matrix
+    a, b, cs = jax.tree.map(padded, (a_matrix, b_matrix, c_matrices))
     results = call_on_stacks(kernel, "mosaic_gpu", a, b, cs, coefficients)
     m = a_matrix.shape[-2]
     return tuple(out[..., :m, :m] for out in results)
@@ -98,8 +100,7 @@ def _launch(
         swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
         return plgpu.SMEM(shape, a.dtype, transforms=(tiled, swizzled))
 
-    def body(tiles, coefficients, a_gmem, *refs, **scratch):
-        num_inputs = len(refs) - len(out_type)
+    def body(tiles, coefficients, a_gmem, b_gmem, *refs, **scratch):
         Program(
             warpgroup=lax.axis_index("warpgroup"),
             index=lax.axis_index("program"),
@@ -109,9 +110,9 @@ def _launch(
             tiles=tiles,
             coefficients=coefficients,
             a=a_gmem,
-            b=a_gmem if b is None else refs[0],
-            cs=refs[num_inputs - len(cs) : num_inputs],
-            outs=refs[num_inputs:],
+            b=b_gmem,
+            cs=refs[: len(cs)],
+            outs=refs[len(cs) :],
             **scratch,
         ).run()
 
@@ -135,4 +136,4 @@ def _launch(
         },
         interpret=interpret,
         kernel_name="syrkx",
-    )(jnp.asarray(tiles), coefficients, a, *(() if b is None else (b,)), *cs)
+    )(jnp.asarray(tiles), coefficients, a, b, *cs)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
-from muon_jax._grouping import map_by_shape
+from muon_jax._grouping import groups, map_by_shape
 
 SHAPES = {
     **{f"layer {i}/up": (16, 40) for i in range(6)},
@@ -49,7 +49,7 @@ def test_a_nan_stays_in_its_matrix():
     [
         (2**30, 2),  # 15 of 16 × 40, 6 of 16 × 16
         (0, 19),
-        (4 * 16 * 40 * 4, 4 + 1),  # four of 16 × 40 each
+        (4 * 16 * 40 * 4, 5 + 1),  # 15 of 16 × 40 in equal parts of at most four
     ],
 )
 def test_groups_are_bounded(max_group_bytes, groups):
@@ -57,6 +57,26 @@ def test_groups_are_bounded(max_group_bytes, groups):
     state = optimizer.init(gradients())
     text = str(jax.make_jaxpr(optimizer.update)(gradients(), state))
     assert text.count("name=orthogonalize") == groups
+
+
+@pytest.mark.parametrize(
+    ("counts", "sizes"),
+    [
+        ({(2048, 2048): 96, (8192, 2048): 48}, [16] * 6 + [16] * 3),
+        ({(2048, 2048): 48, (2048, 8192): 72}, [12] * 4 + [12] * 6),
+        ({(2048, 2048): 17}, [9, 8]),
+        ({(1024, 65536): 10}, [4, 4, 2]),  # of 256 MiB each
+        ({(4096, 4096): 16, (4096, 65536): 16}, [4] * 4 + [1] * 16),
+    ],
+    ids=str,
+)
+def test_groups_of_as_many_rows_are_equally_large(counts, sizes):
+    stacks = [
+        jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+        for shape, count in counts.items()
+        for _ in range(count)
+    ]
+    assert [len(group) for group in groups(stacks, None)] == sizes
 
 
 def test_groups_keep_order_shape_and_dtype():
