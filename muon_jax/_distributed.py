@@ -38,7 +38,7 @@ from muon_jax._cost import by_owners
 MAX_BUCKET_BYTES = 2**28
 
 # Part of the key of compiled programs in JAX's cache: another one for another plan or execution.
-_VERSION = 4
+_VERSION = 5
 
 
 def map_matrices(

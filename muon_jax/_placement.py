@@ -261,19 +261,21 @@ def _cut(kinds: Sequence[Bucket], limit: int) -> list[Bucket]:
     if sum(kind.bytes for kind in kinds) <= small:
         return _united(kinds, small)
     outer = max(kinds, key=lambda kind: (min(kind.bytes, small), kind.chunks[0].slots))
-    first, *others = _parts(outer, min(outer.bytes // 2, small))
-    between = [part for kind in kinds if kind is not outer for part in _parts(kind, limit)]
+    first, *others = _parts(outer, min(outer.bytes // 2, small), kinds)
+    between = [part for kind in kinds if kind is not outer for part in _parts(kind, limit, kinds)]
     return [first, *_united(between + others[:-1], small), *others[-1:]]
 
 
-def _parts(kind: Bucket, limit: int) -> list[Bucket]:
-    """Cuts a kind in parts of at most `limit` bytes, but at least a slot.
+def _parts(kind: Bucket, limit: int, kinds: Sequence[Bucket]) -> list[Bucket]:
+    """Cuts a kind in `even` parts of at most `limit` bytes, but at least a slot."""
 
-    They are equal, unless that makes them smaller than half of what is allowed.
-    """
+    def rows(kind):
+        return kind.dtype, [shape[:2] for shape in kind.chunks[0].parts[0][0].matrices]
+
     (chunk,) = kind.chunks
+    alike = [other.chunks[0].slots for other in kinds if rows(other) == rows(kind)]
     most = max(1, min(chunk.slots, limit * chunk.slots // max(1, kind.bytes)))
-    size = _grouping.even(chunk.slots, most)
+    size = _grouping.even(chunk.slots, most, alike)
     ends = [*range(0, chunk.slots, size), chunk.slots]
     cut = [_slice(chunk, start, stop, kind.owners) for start, stop in itertools.pairwise(ends)]
     return [dataclasses.replace(kind, chunks=(part,)) for part in cut]

@@ -120,6 +120,18 @@ def test_buckets_of_few_sizes_and_small_ones_at_the_ends(counts, expected):
     assert slots == expected
 
 
+def test_kinds_with_as_many_rows_have_buckets_of_as_many_matrices():
+    """24 and 12 slots of which 8 fit in a bucket, of wide ones, or in a small bucket."""
+    mesh = {"x": 8}
+    sharded = [
+        ((8 * slots, 16, n), PartitionSpec(None, "x"), MATRICES)
+        for slots, n in ((24, 16), (12, 64))
+    ]
+    plan = plan_of(leaves_of(sharded, mesh), mesh, 8 * 16 * 64 * 4)
+    slots = [{c.parts[0][0].index: c.slots for c in bucket.chunks} for bucket in plan.buckets]
+    assert slots == [{0: 6}, {1: 6}, {1: 6}, {0: 6}, {0: 6}, {0: 6}]
+
+
 def test_remainders_go_to_different_owners():
     mesh = {"x": 8}
     shapes = [(16, 16), (16, 24), (16, 32), (24, 24)]
