@@ -2,12 +2,13 @@
 
 import optax
 
-from muon_jax import _views
+from muon_jax import _sharding, _views
 from muon_jax._normalization import frobenius_norm, over, wide
 
 
 def scale_to_param_norm(
     weight_dimension_numbers: _views.Views = None,
+    shardings: _sharding.Shardings = None,
 ) -> optax.GradientTransformation:
     """Scales the update u of each matrix p to the matrix's own norm: u <- u·‖p‖/‖u‖ (Frobenius).
 
@@ -25,20 +26,26 @@ def scale_to_param_norm(
 
     Args:
         weight_dimension_numbers: as for `scale_by_muon`.
+        shardings: as for `scale_by_muon`; needed in a shard_map alone.
 
     Raises:
-        ValueError: `update` got no `params`, or a parameter is no matrix.
+        ValueError: `update` got no `params`, a parameter is no matrix, or `shardings` is missing or
+            wrong.
+        NotImplementedError: in a shard_map that divides a matrix.
 
     References:
         MuonH in `levanter <https://github.com/marin-community/marin>`_.
     """
-    return _of_pairs(
-        lambda u, p: over(frobenius_norm(p), frobenius_norm(u)) * u, weight_dimension_numbers
-    )
+
+    def update(u, p):
+        return over(frobenius_norm(p), frobenius_norm(u)) * u
+
+    return _of_pairs(update, "scale_to_param_norm", weight_dimension_numbers, shardings)
 
 
 def keep_param_norm(
     weight_dimension_numbers: _views.Views = None,
+    shardings: _sharding.Shardings = None,
 ) -> optax.GradientTransformation:
     """Changes updates so that each matrix keeps its Frobenius norm: p + u <- (p + u)·‖p‖/‖p + u‖.
 
@@ -46,23 +53,27 @@ def keep_param_norm(
 
     Args:
         weight_dimension_numbers: as for `scale_by_muon`.
+        shardings: as for `scale_by_muon`; needed in a shard_map alone.
 
     Raises:
-        ValueError: `update` got no `params`, or a parameter is no matrix.
+        ValueError: `update` got no `params`, a parameter is no matrix, or `shardings` is missing or
+            wrong.
+        NotImplementedError: in a shard_map that divides a matrix.
     """
 
     def update(u, p):
         return over(frobenius_norm(p), frobenius_norm(p + u)) * (p + u) - p
 
-    return _of_pairs(update, weight_dimension_numbers)
+    return _of_pairs(update, "keep_param_norm", weight_dimension_numbers, shardings)
 
 
-def _of_pairs(function, views):
+def _of_pairs(function, name, views, shardings):
     """A transformation that maps each stack of updates and that of parameters to new updates."""
 
     def update_fn(updates, state, params=None):
         if params is None:
             raise ValueError("norms need the parameters: call update(updates, state, params)")
+        _sharding.check_whole(name, views, updates, shardings)
         stacks, unflatten = _views.flatten(views, updates)
         weights, _ = _views.flatten(views, params)
 

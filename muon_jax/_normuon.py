@@ -5,7 +5,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType
 
 from muon_jax import _options, _sharding, _views
 from muon_jax._normalization import frobenius_norm, over, wide
@@ -87,25 +86,10 @@ def scale_by_normuon(
             scale = over(frobenius_norm(o), frobenius_norm(normalized))
             return (scale * normalized).astype(update.dtype), moment.astype(jnp.float32)
 
-        _check_whole(weight_dimension_numbers, updates, shardings)
+        _sharding.check_whole("NorMuon", weight_dimension_numbers, updates, shardings)
         stacks, unflatten = _views.flatten(weight_dimension_numbers, updates)
         moments, treedef = jax.tree.flatten(state.nu)
         pairs = [normalize(*pair) for pair in zip(stacks, moments, strict=True)]
         return unflatten(o for o, _ in pairs), NorMuonState(treedef.unflatten(v for _, v in pairs))
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _check_whole(views, tree, shardings):
-    """Checks that in a shard_map all matrices of `tree` are whole on a device."""
-    _, kind, specs, _ = _sharding.resolve(tree, shardings)
-    if kind != AxisType.Manual:
-        return
-    viewed = zip(jax.tree.leaves(tree), _views.of_leaves(views, tree), specs, strict=True)
-    for x, (name, view), spec in viewed:
-        batch = _views.batch_axes(view, x.ndim)
-        if any(_sharding.names(entry) for axis, entry in enumerate(spec) if axis not in batch):
-            raise NotImplementedError(
-                f"NorMuon in a shard_map needs whole matrices, but the parameter {name} is sharded"
-                f" as {spec}: call the optimizer outside it, on a mesh with automatic axes"
-            )

@@ -157,6 +157,26 @@ def inner_products(x: Any, y: Any, shardings: Shardings) -> Any:
     return treedef.unflatten(products)
 
 
+def check_whole(what: str, views: _views.Views, tree: Any, shardings: Shardings) -> None:
+    """Checks that in a shard_map all matrices of `tree` are whole on a device, which `what` needs.
+
+    Raises:
+        ValueError: the sharding is not known, or does not fit the parameters.
+        NotImplementedError: a matrix is divided, or some mesh axes are manual, others are not.
+    """
+    _, kind, specs, _ = resolve(tree, shardings)
+    if kind != AxisType.Manual:
+        return
+    viewed = zip(jax.tree.leaves(tree), _views.of_leaves(views, tree), specs, strict=True)
+    for x, (name, view), spec in viewed:
+        batch = _views.batch_axes(view, x.ndim)
+        if any(names(entry) for axis, entry in enumerate(spec) if axis not in batch):
+            raise NotImplementedError(
+                f"{what} in a shard_map needs whole matrices, but the parameter {name} is sharded"
+                f" as {spec}: call the optimizer outside it, on a mesh with automatic axes"
+            )
+
+
 def _mesh(leaves, shardings):
     """The mesh of the arrays, else that in force, else that of the shardings."""
     meshes = [jax.typeof(x).sharding.mesh for x in leaves] + [jax.sharding.get_abstract_mesh()]

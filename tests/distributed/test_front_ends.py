@@ -18,7 +18,14 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, muon, newton_schulz, scale_by_muon
+from muon_jax import (
+    MuonDimensionNumbers,
+    keep_param_norm,
+    muon,
+    newton_schulz,
+    scale_by_muon,
+    scale_by_normuon,
+)
 from muon_jax._views import Split
 from muon_jax.benchmarks._sharded import collectives
 
@@ -137,14 +144,16 @@ def test_dual_norms_are_those_of_whole_parameters(spec):
     chex.assert_trees_all_close(jax.jit(run)(params), update(params), atol=1e-4)
 
 
-def test_normuon_in_a_shard_map_needs_whole_matrices():
+@pytest.mark.parametrize("what", ["NorMuon", "keep_param_norm"])
+def test_norms_in_a_shard_map_need_whole_matrices(what):
     mesh = mesh_of(AxisType.Auto)
     params = {"stack": jnp.asarray(np.random.default_rng(0).standard_normal((8, 16, 32)), "f")}
     views = MuonDimensionNumbers(-2, -1)
 
     def run(spec):
-        kwargs = {"ns_dtype": "float32", "normuon_b2": 0.9, "shardings": spec}
-        transform = muon(1.0, muon_weight_dimension_numbers=views, **kwargs)
+        kwargs = {"weight_dimension_numbers": views, "shardings": spec}
+        norms = {"NorMuon": scale_by_normuon, "keep_param_norm": keep_param_norm}[what](**kwargs)
+        transform = optax.chain(scale_by_muon(ns_dtype="float32", **kwargs), norms)
 
         def update(params):
             return transform.update(params, transform.init(params), params)[0]
@@ -153,7 +162,7 @@ def test_normuon_in_a_shard_map_needs_whole_matrices():
 
     update, sharded = run(PartitionSpec("fsdp"))
     chex.assert_trees_all_close(sharded(params), update(params), atol=1e-5)
-    with pytest.raises(NotImplementedError, match=r"\['stack'\] is sharded as .*'fsdp'"):
+    with pytest.raises(NotImplementedError, match=rf"{what}.*\['stack'\] is sharded as .*'fsdp'"):
         run(PartitionSpec(None, "fsdp"))[1](params)
 
 

@@ -213,7 +213,12 @@ def layouts(draw, sizes):
     return shape, spec, draw(st.sampled_from(views))
 
 
-@hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
+# `pytest --hypothesis-profile thorough -k random_layouts` draws 60, in a few minutes.
+EXAMPLES = 60 if hypothesis.settings.get_current_profile_name() == "thorough" else 10
+
+
+@pytest.mark.timeout(1800)
+@hypothesis.settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
 @hypothesis.given(st.data())
 def test_random_layouts(data):
     sizes = data.draw(st.sampled_from(MESHES))

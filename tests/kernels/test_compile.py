@@ -66,8 +66,10 @@ def compiled(function, *shapes, dtype=jnp.bfloat16):
 """
 
 TRITON = """
-for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
-    for n in (256, 4096, 100):
+# Of every config that there is.
+sizes = {jnp.bfloat16: (100, 256, 1024, 3072, 4096), jnp.float16: (100, 1024), jnp.float32: (100,)}
+for dtype in sizes:
+    for n in sizes[dtype]:
         text = compiled(
             lambda a, c: syrk(a, c, beta=1.0, diagonal=2.0, implementation="triton"),
             (n, n), (n, n), dtype=dtype,
