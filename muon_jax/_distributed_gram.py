@@ -107,7 +107,7 @@ def _orthogonalize(
         implementation, tuple(name for name, _ in bucket.axes), bucket.owners, chunk.count
     )
     largest = jax.lax.pmax(jnp.concatenate([*map(largest_entry, stacks)]), held.axes)
-    scaled, scale = _iteration.scale_down(stacks, largest, n, 4, form.dtype)
+    scaled, scale = _iteration.scale_down(stacks, largest, n, form.dtype)
     x = jnp.concatenate([*map(_with_whole_rows, scaled, leaves)])
     x = _iteration.iterate(
         x, recipe, "gram", eps, eps_mode, held.own(scale), preconditioning, n, held

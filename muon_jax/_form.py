@@ -119,6 +119,8 @@ def _products_dtype(recipe, method, dtype, in_dtype):
         if _device.platform() == "tpu":  # whose matrix units lack float16
             dtype = "bfloat16"
     dtype = jnp.dtype(in_dtype if dtype is None else dtype)
+    if not isinstance(recipe, Schedule) and jnp.finfo(dtype).bits < 16:
+        raise ValueError(f"dtype must have 16 bits or more, got {dtype}: pass dtype='auto'")
     if jnp.issubdtype(in_dtype, jnp.complexfloating):
         dtype = jnp.promote_types(dtype, jnp.complex64)
     return dtype

@@ -93,7 +93,7 @@ def run(
         )
         s, factor = 2.0**-7, 1.0
     else:
-        s = inverse_norm(x, gram, eps, eps_mode, gain * scale, preconditioning)
+        s = inverse_norm(gain * x, gram, eps, eps_mode, gain * scale, preconditioning)
         factor = gain * s
     square, product = (
         functools.partial(f, implementation=held.implementation) for f in (syrk, syrkx)

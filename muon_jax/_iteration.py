@@ -28,18 +28,17 @@ from pallas_kernels import _device, select_implementation, syrk
 
 
 def scale_down(
-    stacks: Sequence[jax.Array], largest: jax.Array, n: int, root: int, dtype: jnp.dtype
+    stacks: Sequence[jax.Array], largest: jax.Array, n: int, dtype: jnp.dtype
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Returns the stacks in `dtype`, with entries of at most n^(-1/root), and what they are times.
+    """Returns the stacks in `dtype`, with entries of at most n^-¼, and what they are times.
 
     Args:
         stacks: as for `orthogonalize`.
         largest: the largest entry of each of their matrices.
         n: the larger size of the matrices.
-        root: 2 or 4.
         dtype: of the products.
     """
-    first, second = powers_of_two(largest, -(-_log2(n) // root))
+    first, second = powers_of_two(largest, -(-_log2(n) // 4))
     # Each stack by itself, for XLA to make it part of the pass that computes the stack.
     factors = (split(f[..., None, None], stacks) for f in (first, second))
     scaled = [(x * f * g).astype(dtype) for x, f, g in zip(stacks, *factors, strict=True)]
@@ -103,10 +102,7 @@ def _log2(n):
 
 
 def _run_quintics(implementation, x, quintics, eps, eps_mode, scale, preconditioning, log2_n):
-    """Steps of a triple each; entries of X are at most 1/√n, so that those of XXᵀ are at most 1.
-
-    Before AOL preconditioning they are at most n^-¼.
-    """
+    """Steps of a triple each; the first has its Gram matrix of `gram_gain`."""
     rows, first, last = quintics
     product = functools.partial(syrk, symmetrize_output=False, implementation=implementation)
 
@@ -115,24 +111,24 @@ def _run_quintics(implementation, x, quintics, eps, eps_mode, scale, preconditio
             return rows[0]
         return (jnp.asarray(rows) if _coefficients.is_traced(step) else rows)[step]
 
-    def apply(step, x, gram, s):
-        """(a·s·I + b·s³·A + c·s⁵·A²)·X: one step on s·X, without forming it."""
-        a, b, c = triple(step)
-        return product(gram, gram, alpha=c * s**5, beta=b * s**3, diagonal=a * s) @ x
+    def apply(step, x, gram, s, factor):
+        """factor·(a·I + b·R + c·R²)·X, one step on factor·X, with R = s²·gram."""
+        a, b, c = (factor * coefficient for coefficient in triple(step))
+        return product(gram, gram, alpha=c * s**4, beta=b * s**2, diagonal=a) @ x
 
     def body(step, x):
-        return apply(step, x, product(x), 1.0)
+        return apply(step, x, product(x), 1.0, 1.0)
 
+    gain = gram_gain(log2_n)
+    gram = product(x, alpha=gain**2)
     if preconditioning == "aol":
-        gain = gram_gain(log2_n)
-        gram = product(x, alpha=gain**2)
         d = inverse_row_norms(gram, times_square(eps, gain * scale))
         x, gram = (gain * x * d).astype(x.dtype), (gram * d * d.mT).astype(gram.dtype)
-        s = jnp.ones(x.shape[:-2])
+        s = factor = jnp.ones(x.shape[:-2])
     else:
-        gram = product(x)
-        s = inverse_norm(x, gram, eps, eps_mode, scale, preconditioning)
-    x = apply(first, x, gram, s)
+        s = inverse_norm(gain * x, gram, eps, eps_mode, gain * scale, preconditioning)
+        factor = gain * s
+    x = apply(first, x, gram, s, factor)
     if _coefficients.is_traced((first, last)):
         return jax.lax.fori_loop(first + 1, last, body, x)
     for step in range(int(first) + 1, int(last)):

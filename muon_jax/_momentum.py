@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -47,8 +48,11 @@ def accumulate(
         return jax.tree.map(mix, mu, gradients) if nesterov else mu, mu
     if not nesterov:
         return optax.tree.bias_correction(mu, beta, count), mu
-    ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
-    return jax.tree.map(mix, ahead, optax.tree.bias_correction(gradients, beta, count)), mu
+    of_mu = beta / (1 - beta ** jnp.asarray(optax.safe_increment(count)))
+    of_gradient = (1 - beta) / (1 - beta**count)  # at most 1: it cannot overflow
+    return jax.tree.map(
+        lambda m, g: of_mu.astype(m.dtype) * m + of_gradient.astype(g.dtype) * g, mu, gradients
+    ), mu
 
 
 def fill_missing(updates: optax.Updates, like: Any) -> optax.Updates:

@@ -12,7 +12,6 @@ from muon_jax import _coefficients, _form, _iteration, _options, _sharding
 from muon_jax._form import Method, ProductsDType
 from muon_jax._normalization import EpsMode, largest_entry
 from muon_jax._pieces import Whole
-from muon_jax._schedules import Schedule
 
 type Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
@@ -70,9 +69,9 @@ def newton_schulz(
     matrix with a NaN or an infinity gives NaN throughout.
 
     Args:
-        x: matrices of shape `(..., m, n)` and any float dtype. Where m > n the iteration runs on
-            Xᵀ, whose XXᵀ is the smaller; shapes alone decide that. Explicit mesh axes may divide a
-            stack: then each device has its own matrices.
+        x: matrices of shape `(..., m, n)` and a float dtype of 16 bits or more. Where m > n the
+            iteration runs on Xᵀ, whose XXᵀ is the smaller; shapes alone decide that. Explicit mesh
+            axes may divide a stack: then each device has its own matrices.
         ns_coeffs: one triple for every step, a table of one triple for each step, or a name. Of one
             triple: `"standard"` (Keller Jordan's), `"standard_1.02"`. Of a published table:
             `"dion"`, `"polar_express"`, `"polar_express_nanogpt"`, `"polar_express_nvidia"`,
@@ -109,7 +108,7 @@ def newton_schulz(
 
     Raises:
         ValueError: `x` is no float matrix, or a sharded one, an argument is none of the values
-            above, or `dtype` is one of 8 bits, in which composed schedules are unsafe. Or the gram
+            above, or `dtype` is one of 8 bits, in which nothing here is safe. Or the gram
             form does not exist for the other arguments, or is unsafe, that of composed schedules
             in bfloat16.
         NotImplementedError: the named implementation cannot run here.
@@ -122,9 +121,10 @@ def newton_schulz(
         <https://arxiv.org/abs/2506.10935>`_, 2025 (`"schatten"`, `"cans"`). Amsel et al., `The
         Polar Express <https://arxiv.org/abs/2505.16932>`_, 2025 (composition, `"polar_express"`).
     """
-    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.inexact):
+    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.inexact) or jnp.finfo(x.dtype).bits < 16:
         raise ValueError(
-            f"x must have a float dtype and shape (..., m, n), got {x.dtype}{list(x.shape)}"
+            "x must have a float dtype of 16 bits or more and shape (..., m, n), got"
+            f" {x.dtype}{list(x.shape)}"
         )
     sharding = jax.typeof(x).sharding
     mesh, spec = sharding.mesh, sharding.spec
@@ -174,9 +174,7 @@ def orthogonalize(
     largest = _joined([largest_entry(x) for x in stacks])
     shape = (*largest.shape, m, n)
     form = _form.choose(recipe, method, preconditioning, dtype, shape, in_dtype)
-    is_quintic = not isinstance(recipe, Schedule)
-    root = 2 if is_quintic and form.method == "standard" and preconditioning != "aol" else 4
-    scaled, scale = _iteration.scale_down(stacks, largest, n, root, form.dtype)
+    scaled, scale = _iteration.scale_down(stacks, largest, n, form.dtype)
     x = _joined([_iteration.transposed(x) if x.shape[-2] > x.shape[-1] else x for x in scaled])
     held = Whole(implementation)
     x = _iteration.iterate(x, recipe, form.method, eps, eps_mode, scale, preconditioning, n, held)

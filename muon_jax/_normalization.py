@@ -20,7 +20,7 @@ def powers_of_two(largest: jax.Array, exponent: int) -> tuple[jax.Array, jax.Arr
     range. NaN where `largest` is not finite.
     """
     _, k = jnp.frexp(largest)
-    k = jnp.maximum(k + exponent, -126)
+    k = jnp.maximum(k + exponent, int(jnp.finfo(largest.dtype).minexp))
     one = 1 + 0 * largest
     return jnp.ldexp(one, -(k // 2)), jnp.ldexp(one, k // 2 - k)
 
@@ -39,17 +39,19 @@ def inverse_norm(
     preconditioning: str,
 ) -> jax.Array:
     """1/(norm of X, with eps in it), and 0 for the zero matrix; X is `scale` times the caller's."""
+    if preconditioning != "schatten":
+        eps = jnp.where(jnp.equal(eps, 0), 0, jnp.multiply(eps, scale))  # scale may be infinite
     if preconditioning == "frobenius":
         *batch, m, _ = gram.shape
         diagonal = gram.reshape(*batch, m * m)[..., :: m + 1]  # jnp.diagonal is a kernel of its own
         norm = jnp.sqrt(jnp.sum(diagonal.real.astype(accumulator(gram)), axis=-1))
-        regularized = regularize(norm, eps * scale, eps_mode)
+        regularized = regularize(norm, eps, eps_mode)
     elif preconditioning == "schatten":
         norm = jnp.sqrt(jnp.sum(jnp.abs(gram).astype(accumulator(gram)) ** 2, axis=(-2, -1)))
         regularized = jnp.sqrt(jnp.maximum(norm, times_square(eps, scale)))
     else:
         norm = jnp.linalg.norm(wide(x), ord=2, axis=(-2, -1))
-        regularized = regularize(norm, eps * scale, eps_mode)
+        regularized = regularize(norm, eps, eps_mode)
     return jnp.where(norm == 0, 0, 1 / regularized)
 
 

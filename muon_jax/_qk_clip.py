@@ -89,7 +89,8 @@ def qk_clip(
             `"layers/0/attention/query/kernel"`, where those have heads.
 
     The update's `max_logits` is a tree of arrays `(heads,)`, or `(layers, heads)` for layers in a
-    stack, at the paths of subtrees of the parameters: each is that of the attention there.
+    stack, at the paths of subtrees of the parameters: each is that of the attention there. Heads
+    for which it is not finite stay as they are: compute logits in 32 bits.
 
     Raises:
         ValueError: `update` got no `params` or no `max_logits`; an expression matches no parameter,
@@ -121,7 +122,9 @@ def qk_clip(
                     f"the parameter {name} needs one pattern of heads and one array of max_logits"
                     f" at a path above it, got {matches} and {len(logits)}"
                 )
-            gammas = threshold / jnp.maximum(jnp.asarray(logits[0], jnp.float32), threshold)
+            largest = jnp.asarray(logits[0], jnp.float32)
+            largest = jnp.where(jnp.isfinite(largest), largest, threshold)
+            gammas = threshold / jnp.maximum(largest, threshold)
             try:
                 factors = _factors(heads[matches[0]], param.shape, gammas)
             except ValueError as error:

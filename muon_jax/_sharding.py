@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import _views
+from muon_jax._normalization import wide
 
 # At the leaves PartitionSpec, NamedSharding, or None for a parameter that is not sharded; a prefix
 # of the parameters' tree.
@@ -143,14 +144,16 @@ def by_element(
 
 
 def inner_products(x: Any, y: Any, shardings: Shardings) -> Any:
-    """Returns ⟨x, y⟩ of the whole arrays at each leaf, also where these are shards of them.
+    """Returns ⟨x, y⟩, in float32 or wider, of the whole arrays at each leaf or of their shards.
 
     Raises:
         ValueError: the sharding is not known, or does not fit the parameters.
         NotImplementedError: some mesh axes are manual, others are not.
     """
     _, kind, specs, _ = resolve(x, shardings)
-    products, treedef = jax.tree.flatten(jax.tree.map(lambda x, y: jnp.sum(x.conj() * y), x, y))
+    products, treedef = jax.tree.flatten(
+        jax.tree.map(lambda x, y: jnp.sum(wide(x).conj() * y), x, y)
+    )
     if kind == AxisType.Manual:
         axes = [sum(map(names, spec), ()) for spec in specs]
         products = [jax.lax.psum(*pair) for pair in zip(products, axes, strict=True)]

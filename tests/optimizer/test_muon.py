@@ -294,6 +294,17 @@ def test_zero_gradients_give_zero_updates():
         chex.assert_trees_all_equal(updates, params)
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"mu_dtype": "float32"}, {"adaptive": True}], ids=str)
+def test_gradients_near_the_end_of_float16(kwargs):
+    grads = {"w": jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (8, 16)), jnp.float16)}
+    transform = scale_by_muon(**kwargs)
+    large = jax.tree.map(lambda g: 4000 * g, grads)
+    expected, updates = (transform.update(g, transform.init(g))[0] for g in (grads, large))
+    scale = 4000 if kwargs.get("adaptive") else 1  # by a dual norm
+    difference = updates["w"].astype("f") / scale - expected["w"]
+    assert jnp.linalg.norm(difference) < 0.05 * jnp.linalg.norm(expected["w"].astype("f"))
+
+
 def test_huge_gradients_give_the_updates_of_ordinary_ones():
     params = {"w": tree()["wide"]}
     optimizer = muon(1e-2)

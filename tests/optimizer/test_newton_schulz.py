@@ -124,6 +124,36 @@ def test_the_result_does_not_depend_on_scale(dtype, magnitude):
     assert helpers.relative_error(out, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("magnitude", [1e-200, 1e-60, 1e200])
+@pytest.mark.parametrize("dtype", ["float16", None])
+def test_in_float64_it_does_not_either(dtype, magnitude):
+    with jax.enable_x64(True):
+        x = magnitude * np.random.default_rng(0).standard_normal((24, 40))
+        expected = helpers.exact_newton_schulz(x / magnitude, [STANDARD] * 5)
+        out = newton_schulz(jnp.asarray(x), dtype=dtype)
+        assert helpers.relative_error(out, expected) < 0.01
+
+
+@pytest.mark.parametrize("eps_mode", ["add", "max"])
+def test_eps_of_zero_is_zero_beside_the_smallest_numbers(eps_mode):
+    x = 1.2e-38 * jnp.sign(normal((16, 128)))
+    for method in ("standard", "gram"):
+        kwargs = {"eps_mode": eps_mode, "method": method, "dtype": "float16"}
+        assert jnp.max(jnp.abs(newton_schulz(x, eps=jnp.float32(0), **kwargs))) > 0.1
+
+
+@pytest.mark.parametrize("name", ["standard", "polar_express", "balanced"])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_one_large_entry_does_not_hide_the_others_in_float16(name, method):
+    """Entries of XXᵀ that are rounded to 0 would add up to σ₂²; of rank 2, with σ₁ = 2400."""
+    x = jnp.ones((512, 2048)).at[0, 0].set(2400)
+    u, sigma, vt = np.linalg.svd(np.asarray(x), full_matrices=False)
+    out = newton_schulz(x, name, dtype="float16", method=method)
+    along = u[:, :2].T @ np.asarray(out) @ vt[:2].T
+    assert sigma[2] < 1e-3 * sigma[1] and np.linalg.norm(out, 2) < 1.25
+    np.testing.assert_allclose(along, np.eye(2), atol=0.35)
+
+
 @pytest.mark.parametrize("preconditioning", ["frobenius", "spectral", "aol", "schatten"])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_preconditionings_do_not_depend_on_scale(preconditioning, scale):

@@ -158,7 +158,7 @@ def test_weights_of_latent_attention_are_scaled_as_in_kimi_k2():
     np.testing.assert_array_equal(values, updates["kv_b"].reshape(WIDTH, 4, 7)[..., 3:])
 
 
-@pytest.mark.parametrize("largest", [-jnp.inf, -3.0, 0.0, 99.0, 100.0])
+@pytest.mark.parametrize("largest", [-jnp.inf, -3.0, 0.0, 99.0, 100.0, jnp.inf, jnp.nan])
 def test_updates_within_the_threshold_stay_what_they_are(largest):
     shapes, heads, _ = ATTENTIONS["multi-head"]
     params, updates = normal(1, shapes), normal(2, shapes, 1e-3)
