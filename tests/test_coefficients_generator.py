@@ -9,10 +9,11 @@ from muon_jax._schedules import SCHEDULES
 from muon_jax.benchmarks import __main__ as benchmarks
 from muon_jax.benchmarks import _fit, _minimax
 
-# Units of the last published digit. The 8.20516 of "polar_express_nvidia" is published as 8.2051.
+# Float64's rounding, which differs between CPUs, or units of the last published digit. The 8.20516
+# of "polar_express_nvidia" is published as 8.2051.
 AS_PUBLISHED = {
-    "polar_express": 1e-14,
-    "polar_express_nanogpt": 1e-13,
+    "polar_express": 1e-12,
+    "polar_express_nanogpt": 1e-12,
     "polar_express_nvidia": 0.7e-4,
     "cans": 0.5e-4,
 }
