@@ -22,13 +22,7 @@ import numpy as np
 
 from muon_jax._coefficients import Quintics
 from muon_jax._cost import Products
-from muon_jax._normalization import (
-    EpsMode,
-    gram_gain,
-    inverse_norm,
-    inverse_row_norms,
-    times_square,
-)
+from muon_jax._normalization import EpsMode, gram_gain, normalize
 from muon_jax._pieces import Whole
 from pallas_kernels import syrk, syrkx
 
@@ -85,16 +79,9 @@ def run(
     """Returns the result of the steps on X over its norm; arguments as for `_composed.run`."""
     gain = gram_gain(log2_n)
     (gram,) = held.gram(x, gain**2)
-    if preconditioning == "aol":
-        d = inverse_row_norms(gram, times_square(eps, gain * scale))
-        x, gram = (
-            (gain * x * held.spread(d)).astype(x.dtype),
-            (gram * (2**7 * d) * (2**7 * d.mT)).astype(x.dtype),
-        )
-        s, factor = 2.0**-7, 1.0
-    else:
-        s = inverse_norm(gain * x, gram, eps, eps_mode, gain * scale, preconditioning)
-        factor = gain * s
+    x, gram, s, factor = normalize(
+        x, gram, gain, eps, eps_mode, scale, preconditioning, held.spread
+    )
     square, product = (
         functools.partial(f, implementation=held.implementation) for f in (syrk, syrkx)
     )

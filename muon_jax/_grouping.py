@@ -47,9 +47,9 @@ def groups(
         return (*sorted(stacks[i].shape[1:]), stacks[i].dtype.name)
 
     def limit(m, n, dtype):
-        rows, matrix = (max(1, m * size * jnp.dtype(dtype).itemsize) for size in (m, n))
+        gram, matrix = (max(1, m * size * jnp.dtype(dtype).itemsize) for size in (m, n))
         if max_group_bytes is None:
-            return max(1, min(GRAM_BYTES // rows, MATRIX_BYTES // matrix))
+            return max(1, min(GRAM_BYTES // gram, MATRIX_BYTES // matrix))
         return max(1, max_group_bytes // matrix)
 
     counts = collections.Counter[tuple]()

@@ -14,14 +14,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from muon_jax import _coefficients, _composed, _gram
 from muon_jax._form import Method
-from muon_jax._normalization import (
-    EpsMode,
-    gram_gain,
-    inverse_norm,
-    inverse_row_norms,
-    powers_of_two,
-    times_square,
-)
+from muon_jax._normalization import EpsMode, gram_gain, normalize, powers_of_two
 from muon_jax._pieces import Whole
 from muon_jax._schedules import Schedule
 from pallas_kernels import _device, select_implementation, syrk
@@ -74,9 +67,7 @@ def iterate(
         elif method == "gram":
             x = _gram.run(x, recipe, eps, eps_mode, scale, preconditioning, _log2(n), held)
         else:
-            x = _run_quintics(
-                held.implementation, x, recipe, eps, eps_mode, scale, preconditioning, _log2(n)
-            )
+            x = _run_quintics(x, recipe, eps, eps_mode, scale, preconditioning, _log2(n), held)
     return x[..., :rows, :cols]
 
 
@@ -101,10 +92,10 @@ def _log2(n):
     return (n - 1).bit_length()
 
 
-def _run_quintics(implementation, x, quintics, eps, eps_mode, scale, preconditioning, log2_n):
+def _run_quintics(x, quintics, eps, eps_mode, scale, preconditioning, log2_n, held):
     """Steps of a triple each; the first has its Gram matrix of `gram_gain`."""
     rows, first, last = quintics
-    product = functools.partial(syrk, symmetrize_output=False, implementation=implementation)
+    product = functools.partial(syrk, symmetrize_output=False, implementation=held.implementation)
 
     def triple(step):
         if len(rows) == 1:
@@ -121,13 +112,9 @@ def _run_quintics(implementation, x, quintics, eps, eps_mode, scale, preconditio
 
     gain = gram_gain(log2_n)
     gram = product(x, alpha=gain**2)
-    if preconditioning == "aol":
-        d = inverse_row_norms(gram, times_square(eps, gain * scale))
-        x, gram = (gain * x * d).astype(x.dtype), (gram * d * d.mT).astype(gram.dtype)
-        s = factor = jnp.ones(x.shape[:-2])
-    else:
-        s = inverse_norm(gain * x, gram, eps, eps_mode, gain * scale, preconditioning)
-        factor = gain * s
+    x, gram, s, factor = normalize(
+        x, gram, gain, eps, eps_mode, scale, preconditioning, held.spread
+    )
     x = apply(first, x, gram, s, factor)
     if _coefficients.is_traced((first, last)):
         return jax.lax.fori_loop(first + 1, last, body, x)

@@ -1,5 +1,6 @@
 """What X is divided by: powers of two, norms, row sums."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -39,20 +40,45 @@ def inverse_norm(
     preconditioning: str,
 ) -> jax.Array:
     """1/(norm of X, with eps in it), and 0 for the zero matrix; X is `scale` times the caller's."""
-    if preconditioning != "schatten":
-        eps = jnp.where(jnp.equal(eps, 0), 0, jnp.multiply(eps, scale))  # scale may be infinite
     if preconditioning == "frobenius":
         *batch, m, _ = gram.shape
         diagonal = gram.reshape(*batch, m * m)[..., :: m + 1]  # jnp.diagonal is a kernel of its own
         norm = jnp.sqrt(jnp.sum(diagonal.real.astype(accumulator(gram)), axis=-1))
-        regularized = regularize(norm, eps, eps_mode)
+        regularized = regularize(norm, times(eps, scale), eps_mode)
     elif preconditioning == "schatten":
         norm = jnp.sqrt(jnp.sum(jnp.abs(gram).astype(accumulator(gram)) ** 2, axis=(-2, -1)))
-        regularized = jnp.sqrt(jnp.maximum(norm, times_square(eps, scale)))
+        regularized = jnp.sqrt(jnp.maximum(norm, times(times(eps, scale), scale)))
     else:
         norm = jnp.linalg.norm(wide(x), ord=2, axis=(-2, -1))
-        regularized = regularize(norm, eps, eps_mode)
+        regularized = regularize(norm, times(eps, scale), eps_mode)
     return jnp.where(norm == 0, 0, 1 / regularized)
+
+
+def normalize(
+    x: jax.Array,
+    gram: jax.Array,
+    gain: float,
+    eps: float | jax.Array,
+    eps_mode: EpsMode,
+    scale: jax.Array,
+    preconditioning: str,
+    spread: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array, float | jax.Array, float | jax.Array]:
+    """Returns Y, A, s, f: the normalized X is f·Y, and its Gram matrix s²·A.
+
+    Args:
+        x: X, `scale` times the caller's.
+        gram: gain²·XXᵀ, with the `gram_gain`.
+        spread: makes what is for the matrices of `x` of what is for those of `gram`.
+        gain, eps, eps_mode, scale, preconditioning: as for `inverse_norm`, and AOL.
+    """
+    scale = gain * scale
+    if preconditioning != "aol":
+        s = inverse_norm(gain * x, gram, eps, eps_mode, scale, preconditioning)
+        return x, gram, s, gain * s
+    d = inverse_row_norms(gram, times(times(eps, scale), scale))
+    preconditioned = (gram * (2**7 * d) * (2**7 * d.mT)).astype(x.dtype)
+    return (gain * x * spread(d)).astype(x.dtype), preconditioned, 2.0**-7, 1.0
 
 
 def regularize(
@@ -62,9 +88,9 @@ def regularize(
     return jnp.add(norm, eps) if eps_mode == "add" else jnp.maximum(norm, eps)
 
 
-def times_square(eps: jax.typing.ArrayLike, scale: jax.typing.ArrayLike) -> jax.Array:
-    """eps·scale², and 0 for eps = 0 where XLA, which reorders products, makes that 0·∞."""
-    return jnp.where(jnp.equal(eps, 0), 0, jnp.multiply(eps, scale) * scale)
+def times(eps: jax.typing.ArrayLike, scale: jax.typing.ArrayLike) -> jax.Array:
+    """eps·scale, and 0 for eps = 0 where XLA, which reorders products, makes that 0·∞."""
+    return jnp.where(jnp.equal(eps, 0), 0, jnp.multiply(eps, scale))
 
 
 def inverse_row_norms(gram: jax.Array, least: jax.Array) -> jax.Array:

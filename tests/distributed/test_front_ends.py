@@ -24,7 +24,6 @@ from muon_jax import (
     muon,
     newton_schulz,
     scale_by_muon,
-    scale_by_normuon,
 )
 from muon_jax._views import Split
 from muon_jax.benchmarks._sharded import collectives
@@ -151,9 +150,14 @@ def test_norms_in_a_shard_map_need_whole_matrices(what):
     views = MuonDimensionNumbers(-2, -1)
 
     def run(spec):
-        kwargs = {"weight_dimension_numbers": views, "shardings": spec}
-        norms = {"NorMuon": scale_by_normuon, "keep_param_norm": keep_param_norm}[what](**kwargs)
-        transform = optax.chain(scale_by_muon(ns_dtype="float32", **kwargs), norms)
+        kwargs = {"ns_dtype": "float32", "shardings": spec}
+        if what == "NorMuon":
+            transform = muon(1.0, muon_weight_dimension_numbers=views, normuon_b2=0.9, **kwargs)
+        else:
+            transform = optax.chain(
+                scale_by_muon(weight_dimension_numbers=views, **kwargs),
+                keep_param_norm(views, spec),
+            )
 
         def update(params):
             return transform.update(params, transform.init(params), params)[0]

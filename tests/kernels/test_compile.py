@@ -66,10 +66,10 @@ def compiled(function, *shapes, dtype=jnp.bfloat16):
 """
 
 TRITON = """
-# Of every config that there is.
-sizes = {jnp.bfloat16: (100, 256, 1024, 3072, 4096), jnp.float16: (100, 1024), jnp.float32: (100,)}
-for dtype in sizes:
-    for n in sizes[dtype]:
+# Of every default config of single matrices.
+half = (64, 100, 256, 1024, 3072, 4096)
+for dtype, sizes in ((jnp.bfloat16, half), (jnp.float16, (100, 1024)), (jnp.float32, (100,))):
+    for n in sizes:
         text = compiled(
             lambda a, c: syrk(a, c, beta=1.0, diagonal=2.0, implementation="triton"),
             (n, n), (n, n), dtype=dtype,
