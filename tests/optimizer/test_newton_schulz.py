@@ -294,6 +294,11 @@ def test_the_implementation_is_obeyed_or_refused():
     [
         (lambda x: newton_schulz(x[0]), r"shape \(\.\.\., m, n\), got float32\[8\]"),
         (lambda x: newton_schulz(x.astype(int)), r"float dtype"),
+        (lambda x: newton_schulz(x.astype("float8_e4m3fn")), r"16 bits or more.*got float8_e4m3fn"),
+        (
+            lambda x: newton_schulz(x, dtype="float8_e5m2"),
+            r"16 bits or more, got float8_e5m2: pass",
+        ),
         (lambda x: newton_schulz(x, "muon"), r"one of \[.*'dion'.*\], got 'muon'"),
         (lambda x: newton_schulz(x, (1.0, 2.0)), r"shape \(3,\) or \(steps, 3\), got \(2,\)"),
         (lambda x: newton_schulz(x, "dion", 6), r"'dion' has 5 steps, got ns_steps=6"),
