@@ -22,7 +22,7 @@ from muon_jax import _coefficients, _form, _iteration
 from muon_jax._cost import Estimate, in_pieces
 from muon_jax._form import Form
 from muon_jax._matrix_axes import MatrixAxes, from_matrices, matrix_axes, to_matrices
-from muon_jax._normalization import largest_entry
+from muon_jax._normalization import largest_entries
 from muon_jax._pieces import Pieces
 from muon_jax._placement import Bucket, Leaf
 from muon_jax._views import MuonDimensionNumbers
@@ -106,7 +106,7 @@ def _orthogonalize(
     held = Pieces(
         implementation, tuple(name for name, _ in bucket.axes), bucket.owners, chunk.count
     )
-    largest = jax.lax.pmax(jnp.concatenate([*map(largest_entry, stacks)]), held.axes)
+    largest = jax.lax.pmax(largest_entries(stacks), held.axes)
     scaled, scale = _iteration.scale_down(stacks, largest, n, form.dtype)
     x = jnp.concatenate([*map(_with_whole_rows, scaled, leaves)])
     x = _iteration.iterate(

@@ -21,7 +21,7 @@ import numpy as np
 
 from muon_jax import _distributed_gram, _grouping, _views
 from muon_jax._matrix_axes import MatrixAxes, from_matrices, to_matrices
-from muon_jax._normalization import largest_entry, powers_of_two
+from muon_jax._normalization import largest_entries, powers_of_two
 from muon_jax._placement import Bucket, Chunk, Leaf, Plan
 
 
@@ -105,8 +105,12 @@ def _pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
         absent = chunk.slots * bucket.owners - chunk.count
         begins = [*itertools.accumulate(map(len, parts), initial=0)]
         if is_scaled:
-            rows = [shards[leaf.index].shape[-1] for leaf, _, _ in chunk.parts]
-            factors = powers_of_two(_largest(parts, rows), -15)
+            # By rows of the shards.
+            rows = [
+                x.reshape(len(x), -1, math.gcd(x.shape[1], shards[leaf.index].shape[-1]))
+                for x, (leaf, _, _) in zip(parts, chunk.parts, strict=True)
+            ]
+            factors = powers_of_two(largest_entries(rows), -15)
             exponents = jnp.pad(jnp.frexp(math.prod(factors))[1] - 1, (0, absent))
             packed = _write(packed, chunk, last, 0, exponents[:, None])
             last += chunk.slots
@@ -116,20 +120,6 @@ def _pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
         for begin, units in zip(begins, parts, strict=True):
             packed = _write(packed, chunk, column, begin, units)
     return packed
-
-
-def _largest(parts: Sequence[jax.Array], rows: Sequence[int]) -> jax.Array:
-    """The largest entry of each unit.
-
-    First of each row of a parameter, which XLA finds while it computes the momentum, then of all
-    parameters of as many rows at once.
-    """
-    by_row = [
-        largest_entry(units.reshape(len(units), -1, 1, math.gcd(units.shape[1], row)))
-        for units, row in zip(parts, rows, strict=True)
-    ]
-    groups = itertools.groupby(by_row, key=lambda x: x.shape[1])
-    return jnp.concatenate([jnp.max(jnp.concatenate([*group]), 1) for _, group in groups])
 
 
 def _write(packed: jax.Array, chunk: Chunk, column: int, begin: int, units: jax.Array) -> jax.Array:

@@ -34,23 +34,30 @@ _MOST_NOISE = 1.5
 
 
 def segments(quintics: Quintics, dtype: jax.typing.DTypeLike) -> list[list[_Triple]]:
-    """Returns the steps between restarts: as many at a time as is safe.
+    """Returns the steps between restarts: as few segments as are safe, with the least noise.
 
-    The rounding of R, u‖R‖, is amplified by the square of the segment's slope ∏a, so that
-    (∏a·σ)²·u is bounded, σ being the largest singular value where the segment begins.
+    The rounding of R, u‖R‖, is amplified by the square of a segment's slope ∏a. Its noise is
+    (∏a·σ)²·u, σ being the largest singular value where the segment begins.
     """
     rows, first, last = quintics
-    most = math.sqrt(2 * _MOST_NOISE / float(jnp.finfo(dtype).eps))
-    sigma, slope = np.linspace(0, 1, 1001), 1.0
-    result: list[list[_Triple]] = []
-    for a, b, c in rows * last if len(rows) == 1 else rows[first:last]:
-        slope *= abs(a)
-        if not result or slope > most:
-            result.append([])
-            slope = abs(a) * sigma.max()
-        result[-1].append((a, b, c))
+    steps = [*(rows * last if len(rows) == 1 else rows[first:last])]
+    sigma, largest = np.linspace(0, 1, 1001), []
+    for a, b, c in steps:
+        largest.append(sigma.max())
         sigma = abs(a * sigma + b * sigma**3 + c * sigma**5)
-    return result
+    u = float(jnp.finfo(dtype).eps) / 2
+    # For each number of steps the number of segments, their noise, and where they begin.
+    best: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
+    for stop in range(1, len(steps) + 1):
+        candidates = []
+        for start in range(stop):
+            noise = u * (largest[start] * math.prod(a for a, _, _ in steps[start:stop])) ** 2
+            if noise <= _MOST_NOISE or start == stop - 1:
+                count, others, starts = best[start]
+                candidates.append((count + 1, others + noise, (*starts, start)))
+        best.append(min(candidates))
+    starts = best[-1][2]
+    return [steps[i:j] for i, j in zip(starts, (*starts[1:], len(steps)), strict=True)]
 
 
 def products(quintics: Quintics, dtype: jax.typing.DTypeLike) -> Products:

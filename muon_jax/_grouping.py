@@ -41,7 +41,7 @@ def map_by_shape(
 def groups(
     stacks: Sequence[jax.Array | jax.ShapeDtypeStruct], max_group_bytes: int | None
 ) -> list[list[int]]:
-    """Returns the indices of the stacks that go together, in their order."""
+    """Returns the indices of the stacks that go together, those of tall matrices first."""
 
     def kind(i):
         return (*sorted(stacks[i].shape[1:]), stacks[i].dtype.name)
@@ -56,7 +56,8 @@ def groups(
     for i, stack in enumerate(stacks):
         counts[kind(i)] += stack.shape[0]
     found = []
-    for (m, n, dtype), members in itertools.groupby(sorted(range(len(stacks)), key=kind), key=kind):
+    tall_first = sorted(range(len(stacks)), key=lambda i: stacks[i].shape[1] <= stacks[i].shape[2])
+    for (m, n, dtype), members in itertools.groupby(sorted(tall_first, key=kind), key=kind):
         most = limit(m, n, dtype)
         alike = [c for k, c in counts.items() if (k[0], k[2]) == (m, dtype) and c > limit(*k)]
         size = even(counts[m, n, dtype], most, alike)

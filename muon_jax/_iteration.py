@@ -71,10 +71,37 @@ def iterate(
     return x[..., :rows, :cols]
 
 
+def join(stacks: Sequence[jax.Array]) -> jax.Array:
+    """Returns the matrices of all stacks as one stack, the tall ones transposed together."""
+    if len(stacks) == 1:
+        return transposed(*stacks) if is_tall(*stacks) else stacks[0]
+    # Barriers, or XLA computes the stacks where they are transposed or concatenated.
+    runs = (_write([*run]) for _, run in itertools.groupby(stacks, is_tall))
+    runs = map(jax.lax.optimization_barrier, runs)
+    return jnp.concatenate([transposed(run) if is_tall(run) else run for run in runs])
+
+
+def _write(stacks):
+    """The stacks as one, each written to its place by the kernel that computes it.
+
+    A concatenation of more than a few takes XLA several times as long.
+    """
+    x = jax.lax.empty((sum(map(len, stacks)), *stacks[0].shape[1:]), stacks[0].dtype)
+    begins = itertools.accumulate(map(len, stacks), initial=0)
+    for begin, stack in zip(begins, stacks, strict=False):
+        x = jax.lax.dynamic_update_slice_in_dim(x, stack, begin, axis=0)
+    return x
+
+
 def split(x: jax.Array, stacks: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the parts of `x` that belong to the stacks."""
     ends = itertools.accumulate(map(len, stacks))
     return [x] if len(stacks) == 1 else jnp.split(x, [*ends][:-1])
+
+
+def is_tall(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether these matrices have more rows than columns."""
+    return x.shape[-2] > x.shape[-1]
 
 
 def transposed(x: jax.Array) -> jax.Array:

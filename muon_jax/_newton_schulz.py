@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from muon_jax import _coefficients, _form, _iteration, _options, _sharding
 from muon_jax._form import Method, ProductsDType
-from muon_jax._normalization import EpsMode, largest_entry
+from muon_jax._normalization import EpsMode, largest_entries
 from muon_jax._pieces import Whole
 
 type Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
@@ -171,19 +171,14 @@ def orthogonalize(
     _options.check("eps_mode", eps_mode, EpsMode)
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     in_dtype, (m, n) = stacks[0].dtype, sorted(stacks[0].shape[-2:])
-    largest = _joined([largest_entry(x) for x in stacks])
+    largest = largest_entries(stacks)
     shape = (*largest.shape, m, n)
     form = _form.choose(recipe, method, preconditioning, dtype, shape, in_dtype)
     scaled, scale = _iteration.scale_down(stacks, largest, n, form.dtype)
-    x = _joined([_iteration.transposed(x) if x.shape[-2] > x.shape[-1] else x for x in scaled])
+    x = _iteration.join(scaled)
     held = Whole(implementation)
     x = _iteration.iterate(x, recipe, form.method, eps, eps_mode, scale, preconditioning, n, held)
     return [
-        (part.mT if given.shape[-2] > given.shape[-1] else part).astype(in_dtype)
+        (part.mT if _iteration.is_tall(given) else part).astype(in_dtype)
         for part, given in zip(_iteration.split(x, stacks), stacks, strict=True)
     ]
-
-
-def _joined(parts):
-    """The parts as one along the first axis; one part may have no axis."""
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

@@ -1,5 +1,6 @@
 """Machine code for GPUs that are not there: needs the dependency group `compile`."""
 
+import collections
 import functools
 import importlib.util
 import math
@@ -113,6 +114,20 @@ optimizer = scale_by_muon(
     max_group_bytes=2 * 2**20,
     shardings={shardings},
 )
+with jax.set_mesh(mesh):
+    state = jax.eval_shape(optimizer.init, gradients)._replace(mu=gradients)
+    compiled = jax.jit(optimizer.update).lower(gradients, state).compile()
+    print(compiled.memory_analysis().temp_size_in_bytes)
+    print(compiled.as_text())
+"""
+
+GROUPED = """
+sharding = NamedSharding(mesh, PartitionSpec())
+gradients = [
+    jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    for shape in [(512, 1024), (1024, 512)] * 12
+]
+optimizer = scale_by_muon(implementation="mosaic_gpu", max_group_bytes=16 * 2**20)
 with jax.set_mesh(mesh):
     state = jax.eval_shape(optimizer.init, gradients)._replace(mu=gradients)
     compiled = jax.jit(optimizer.update).lower(gradients, state).compile()
@@ -234,6 +249,24 @@ def test_joined_steps_on_hopper_have_no_conversions():
     products = [line for line in entry.splitlines() if '"__cublas$' in line]
     assert [line.count('"beta":1') for line in products] == [0, 1, 0, 0]
     assert "f32[24,1024,1024]" not in entry
+
+
+@needs_compiler
+def test_matrices_of_a_group_are_written_where_they_go():
+    """Three groups of eight, of tall ones, four of each, wide ones, one after the other.
+
+    At most X, its successor and two Gram matrices, of 8 and of 4 MiB, are in memory.
+    """
+    text = output_of(GROUPED, "NVIDIA H200")
+    assert int(text[: text.index("\n")]) < (8 + 8 + 2 * 4) * 2**20
+    entry = text[text.index("ENTRY") :]
+    written = re.findall(r"= bf16\[([\d,]*)\]\S* fusion\(.*calls=\S*dynamic_update_slice", entry)
+    assert collections.Counter(written) == {
+        "8,1024,512": 8,
+        "4,1024,512": 4,
+        "4,512,1024": 4,
+        "8,512,1024": 8,
+    }
 
 
 @needs_compiler

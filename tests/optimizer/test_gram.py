@@ -47,7 +47,7 @@ def test_in_float64_it_equals_the_standard_form(name):
     ("name", "dtype"),
     [
         *itertools.product(
-            ["standard", "dion", "polar_express", "polar_express_nanogpt", "aol"],
+            ["standard", "dion", "polar_express", "polar_express_nanogpt", "aol", "aol_nvidia"],
             ["float16", "bfloat16"],
         ),
     ],
@@ -127,14 +127,15 @@ def test_none_chooses_the_faster_form(shape, name, faster):
     ("name", "dtype", "expected"),
     [
         ("standard", "float16", [3, 2]),
-        ("standard", "bfloat16", [2, 2, 1]),
+        ("standard", "bfloat16", [2, 1, 2]),
         ("standard", "float32", [5]),
         ("standard", "float64", [5]),
         ("polar_express", "float16", [2, 3]),
         ("polar_express", "bfloat16", [1, 1, 1, 2]),
         ("polar_express_nvidia", "float16", [2, 2, 4]),
-        ("polar_express_nvidia", "float32", [7, 1]),
+        ("polar_express_nvidia", "float32", [3, 5]),
         ("polar_express_nvidia", "float64", [8]),
+        ("deepseek_v4", "float16", [3, 2, 2, 3]),
     ],
 )
 def test_steep_steps_do_not_share_a_segment(name, dtype, expected):
