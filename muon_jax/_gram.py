@@ -34,7 +34,7 @@ _MOST_NOISE = 1.5
 
 
 def segments(quintics: Quintics, dtype: jax.typing.DTypeLike) -> list[list[_Triple]]:
-    """Returns the steps between restarts: as few segments as are safe, with the least noise.
+    """Returns the steps between restarts: as few segments as are safe, the worst as good as can be.
 
     The rounding of R, u‖R‖, is amplified by the square of a segment's slope ∏a. Its noise is
     (∏a·σ)²·u, σ being the largest singular value where the segment begins.
@@ -46,16 +46,16 @@ def segments(quintics: Quintics, dtype: jax.typing.DTypeLike) -> list[list[_Trip
         largest.append(sigma.max())
         sigma = abs(a * sigma + b * sigma**3 + c * sigma**5)
     u = float(jnp.finfo(dtype).eps) / 2
-    # For each number of steps the number of segments, their noise, and where they begin.
+    # For each number of steps the number of segments, the largest noise, and where they begin.
     best: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
     for stop in range(1, len(steps) + 1):
         candidates = []
-        for start in range(stop):
+        for start in reversed(range(stop)):
             noise = u * (largest[start] * math.prod(a for a, _, _ in steps[start:stop])) ** 2
             if noise <= _MOST_NOISE or start == stop - 1:
                 count, others, starts = best[start]
-                candidates.append((count + 1, others + noise, (*starts, start)))
-        best.append(min(candidates))
+                candidates.append((count + 1, max(others, noise), (*starts, start)))
+        best.append(min(candidates, key=lambda candidate: candidate[:2]))
     starts = best[-1][2]
     return [steps[i:j] for i, j in zip(starts, (*starts[1:], len(steps)), strict=True)]
 
