@@ -3,7 +3,7 @@
 import optax
 
 from muon_jax import _sharding, _views
-from muon_jax._normalization import frobenius_norm, over, wide
+from muon_jax._normalization import norm_of_any_size, over, wide
 
 
 def scale_to_param_norm(
@@ -38,7 +38,7 @@ def scale_to_param_norm(
     """
 
     def update(u, p):
-        return over(frobenius_norm(p), frobenius_norm(u)) * u
+        return norm_of_any_size(p) * over(u, norm_of_any_size(u))
 
     return _of_pairs(update, "scale_to_param_norm", weight_dimension_numbers, shardings)
 
@@ -62,7 +62,7 @@ def keep_param_norm(
     """
 
     def update(u, p):
-        return over(frobenius_norm(p), frobenius_norm(p + u)) * (p + u) - p
+        return over(norm_of_any_size(p), norm_of_any_size(p + u)) * (p + u) - p
 
     return _of_pairs(update, "keep_param_norm", weight_dimension_numbers, shardings)
 

@@ -8,7 +8,7 @@ import optax
 
 from muon_jax import _views
 from muon_jax._momentum import MuonState
-from muon_jax._normalization import frobenius_norm, over, wide
+from muon_jax._normalization import frobenius_norm, norm_of_any_size, over, wide
 
 POWER_ITERATIONS = 16
 
@@ -62,7 +62,7 @@ def with_metrics(
                 _wide(jnp.concatenate([stacks[i] for i in members]))
                 for stacks in (gradients, updates, momenta)
             )
-            values[f"{shape}/gradient_norm"] = jnp.linalg.norm(g)
+            values[f"{shape}/gradient_norm"] = norm_of_any_size(g, axis=None).squeeze()
             values[f"{shape}/update_rms"] = jnp.linalg.norm(o) / o.size**0.5
             values[f"{shape}/orthogonality_residual"] = jnp.mean(_orthogonality_residual(o))
             values[f"{shape}/stable_rank"] = jnp.mean(_stable_rank(m))

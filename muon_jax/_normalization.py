@@ -134,6 +134,13 @@ def frobenius_norm(x: jax.Array) -> jax.Array:
     return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
 
 
+def norm_of_any_size(x: jax.Array, axis: tuple[int, ...] | None = (-2, -1)) -> jax.Array:
+    """‖X‖_F, the summed axes kept, of entries too whose squares are out of range."""
+    largest = jnp.max(jnp.abs(x), axis, keepdims=True, initial=0)
+    squares = jnp.abs(over(x, largest)) ** 2
+    return largest * jnp.sqrt(jnp.sum(squares, axis, keepdims=True))
+
+
 def over(x: jax.Array, y: jax.Array) -> jax.Array:
     """x/y, and x where y is 0."""
     return x / jnp.where(y == 0, 1, y)

@@ -89,15 +89,18 @@ def scale_by_muon(
             it faster; True for all but those of `Split` and `Unfold`; False for none.
 
     Raises:
-        ValueError: an argument is none of the values above, a parameter is no matrix, `ns_dtype`
-            is one that the composed schedule is unsafe in, or `shardings` is missing or wrong. Or
-            `distributed_gram` is True, and no sharded matrix can stay in pieces.
+        ValueError: an argument is none of the values above, `beta` is not in [0, 1), a parameter is
+            no matrix, `ns_dtype` is one that the composed schedule is unsafe in, or `shardings` is
+            missing or wrong. Or `distributed_gram` is True, and no sharded matrix can stay in
+            pieces.
         NotImplementedError: the named implementation cannot run here.
     """
     _options.check("preconditioning", preconditioning, Preconditioning)
     _options.check("momentum", momentum, Momentum)
     _options.check("eps_mode", eps_mode, EpsMode)
     _options.check("mu_rounding", mu_rounding, _rounding.Rounding)
+    if isinstance(beta, int | float) and not 0 <= beta < 1:
+        raise ValueError(f"beta must be in [0, 1), got {beta}")
     if isinstance(ns_dtype, jax.Array):
         raise ValueError(
             "ns_dtype must be a dtype, got an array: optax.inject_hyperparams takes"

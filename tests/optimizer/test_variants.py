@@ -155,6 +155,17 @@ def test_fixed_norm_updates_of_zeros():
     np.testing.assert_allclose(jnp.linalg.norm(params["moving"] + updates["moving"]), 3**0.5, 1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_fixed_norm_updates_of_any_size(size):
+    """Squares are beyond float32."""
+    params = {"w": size * jnp.eye(3, 4)}
+    transform = optax.chain(scale_to_param_norm(), optax.scale(-0.1), keep_param_norm())
+    updates, _ = transform.update({"w": jnp.ones((3, 4)) / size}, transform.init(params), params)
+    stepped = np.eye(3, 4) - 0.05
+    expected = size * (stepped * 3**0.5 / np.linalg.norm(stepped) - np.eye(3, 4))
+    np.testing.assert_allclose(updates["w"], expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("transform", [scale_to_param_norm(), keep_param_norm()])
 def test_fixed_norm_updates_need_parameters(transform):
     with pytest.raises(ValueError, match=r"need the parameters: call update\(updates, state, par"):
