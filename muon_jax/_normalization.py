@@ -136,9 +136,9 @@ def frobenius_norm(x: jax.Array) -> jax.Array:
 
 def norm_of_any_size(x: jax.Array, axis: tuple[int, ...] | None = (-2, -1)) -> jax.Array:
     """‖X‖_F, the summed axes kept, of entries too whose squares are out of range."""
-    largest = jnp.max(jnp.abs(x), axis, keepdims=True, initial=0)
-    squares = jnp.abs(over(x, largest)) ** 2
-    return largest * jnp.sqrt(jnp.sum(squares, axis, keepdims=True))
+    first, second = powers_of_two(jnp.max(jnp.abs(x), axis, keepdims=True, initial=0), 0)
+    squares = jnp.abs(x * first * second) ** 2
+    return jnp.sqrt(jnp.sum(squares, axis, keepdims=True)) / first / second
 
 
 def over(x: jax.Array, y: jax.Array) -> jax.Array:
