@@ -10,18 +10,13 @@ import jax.numpy as jnp
 type EpsMode = Literal["add", "max"]
 
 
-def largest_entry(x: jax.Array) -> jax.Array:
-    """max |X| of each matrix of a stack, of the batch's shape; not finite where X is not."""
-    return jnp.max(jnp.abs(x), axis=(-2, -1), initial=0).astype(accumulator(x))
-
-
 def largest_entries(stacks: Sequence[jax.Array]) -> jax.Array:
-    """max |X| of each matrix of all stacks; for one stack of its batch's shape.
+    """max |X| of each matrix, not finite where X is not; for one stack of its batch's shape.
 
     First of each row, which XLA finds while it computes the stack, then of all stacks of as many
     rows at once.
     """
-    by_row = [largest_entry(x[..., None, :]) for x in stacks]
+    by_row = [jnp.max(jnp.abs(x), axis=-1, initial=0).astype(accumulator(x)) for x in stacks]
     groups = itertools.groupby(by_row, key=lambda x: x.shape[-1])
     parts = [jnp.max(jnp.concatenate([*group]), axis=-1, initial=0) for _, group in groups]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
