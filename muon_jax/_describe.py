@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from muon_jax import _coefficients, _form, _grouping, _muon, _presets, _routing, _views
 from muon_jax._tables import table
@@ -99,7 +100,10 @@ def describe(params: Any, **arguments: Any) -> Description:
     given = all_arguments(arguments)
     leaves = jax.tree.leaves_with_path(params)
     views = _views.assign(given["muon_weight_dimension_numbers"], params)
-    stacks = [_views.shapes_of_stacks(x, view) for (_, x), view in zip(leaves, views, strict=True)]
+    stacks = [
+        [] if view is None else _views.shapes_of_stacks(_momentum_of(x, given), view)
+        for (_, x), view in zip(leaves, views, strict=True)
+    ]
     flat = [*itertools.chain.from_iterable(stacks)]
     groups = _grouping.groups(flat, given["max_group_bytes"])
     group_of = {j: i for i, group in enumerate(groups) for j in group}
@@ -146,6 +150,12 @@ def iteration(given: Mapping[str, Any]) -> dict[str, Any]:
         "preconditioning": given["preconditioning"],
         "method": given["ns_method"],
     }
+
+
+def _momentum_of(x, given):
+    """What is orthogonalized for a parameter whose gradients have its dtype."""
+    dtype = "float32" if given["mu_rounding"] == "stochastic" else given["mu_dtype"] or x.dtype
+    return jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, dtype))
 
 
 def _group(stacks, given):

@@ -5,6 +5,7 @@ when the compiler asks how to partition the operation (`custom_partitioning`). I
 own `shard_map` it runs as it is.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -83,6 +84,10 @@ def map_matrices(
         return lambda shards, arrays: _exchange.execute(plan, shards, bind(arrays), max_group_bytes)
 
     if kind == AxisType.Manual:
+        units = [
+            dataclasses.replace(unit, varying=jax.typeof(x).manual_axis_type.varying)
+            for unit, x in zip(units, leaves, strict=True)
+        ]
         results = planned(specs, mesh.shape)(leaves, arrays)
     elif kind == AxisType.Explicit:
         run = jax.shard_map(

@@ -44,7 +44,7 @@ class Group:
     @property
     def padding(self) -> float:
         """The part of the computation that is on padding."""
-        return 1 - self.count / (self.each * self.owners)
+        return 1 - self.count / max(self.each * self.owners, 1)
 
 
 @dataclasses.dataclass(frozen=True)

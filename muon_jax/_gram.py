@@ -43,15 +43,17 @@ def segments(quintics: Quintics, dtype: jax.typing.DTypeLike) -> list[list[_Trip
     steps = [*(rows * last if len(rows) == 1 else rows[first:last])]
     sigma, largest = np.linspace(0, 1, 1001), []
     for a, b, c in steps:
-        largest.append(sigma.max())
-        sigma = abs(a * sigma + b * sigma**3 + c * sigma**5)
+        largest.append(float(sigma.max()))
+        with np.errstate(over="ignore", invalid="ignore"):  # steps that diverge
+            sigma = abs(a * sigma + b * sigma**3 + c * sigma**5)
     u = float(jnp.finfo(dtype).eps) / 2
     # For each number of steps the number of segments, the largest noise, and where they begin.
     best: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
     for stop in range(1, len(steps) + 1):
         candidates = []
         for start in reversed(range(stop)):
-            noise = u * (largest[start] * math.prod(a for a, _, _ in steps[start:stop])) ** 2
+            slope = largest[start] * math.prod(a for a, _, _ in steps[start:stop])
+            noise = u * slope * slope
             if noise <= _MOST_NOISE or start == stop - 1:
                 count, others, starts = best[start]
                 candidates.append((count + 1, max(others, noise), (*starts, start)))

@@ -33,8 +33,13 @@ def map_by_shape(
             matrices and `MATRIX_BYTES`. A stack that is larger goes alone.
     """
     results: dict[int, jax.Array] = {}
-    for group in groups(stacks, max_group_bytes):
-        results |= zip(group, function([stacks[i] for i in group]), strict=True)
+    # Where a shard_map tracks what differs along its axes: what does not is not to be one with it.
+    varying = [jax.typeof(stack).manual_axis_type.varying for stack in stacks]
+    for axes in dict.fromkeys(varying):
+        alike = [i for i in range(len(stacks)) if varying[i] == axes]
+        for group in groups([stacks[i] for i in alike], max_group_bytes):
+            members = [alike[i] for i in group]
+            results |= zip(members, function([stacks[i] for i in members]), strict=True)
     return [results[i] for i in range(len(stacks))]
 
 

@@ -127,7 +127,10 @@ def _run_quintics(x, quintics, eps, eps_mode, scale, preconditioning, log2_n, he
     def triple(step):
         if len(rows) == 1:
             return rows[0]
-        return (jnp.asarray(rows) if _coefficients.is_traced(step) else rows)[step]
+        if not _coefficients.is_traced(step):
+            return rows[step]
+        # Of scalars: custom_partitioning takes no program with arrays in it.
+        return jnp.stack([jnp.stack(row) for row in rows])[step]
 
     def apply(step, x, gram, s, factor):
         """factor·(a·I + b·R + c·R²)·X, one step on factor·X, with R = s²·gram."""

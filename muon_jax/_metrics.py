@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax import _views
-from muon_jax._momentum import MuonState
+from muon_jax._momentum import MuonState, fill_missing
 from muon_jax._normalization import frobenius_norm, norm_of_any_size, over, wide
 
 POWER_ITERATIONS = 16
@@ -102,13 +102,13 @@ def _only(state: Any, kind: type) -> Any:
 
 
 def _where_not_masked(mu, tree):
-    """`tree` with a masked node at each of `mu`'s, the parameters of other optimizers."""
-    return jax.tree.map(
-        lambda m, x: m if isinstance(m, optax.MaskedNode) else x,
-        mu,
-        tree,
-        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
-    )
+    """`tree` with zeros for None, and a masked node at each of `mu`'s, of other optimizers."""
+
+    def is_masked(node):
+        return isinstance(node, optax.MaskedNode)
+
+    tree = jax.tree.map(lambda m, x: m if is_masked(m) else x, mu, tree, is_leaf=is_masked)
+    return fill_missing(tree, mu)
 
 
 def _wide(x):

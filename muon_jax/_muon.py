@@ -9,8 +9,9 @@ Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
     below and silently runs 5 above.
 3.  `ns_coeffs` takes more names than optax's `"standard"` and `"dion"`, and the same ones in
     `scale_by_muon` as in `muon`. optax documents a name `"muon"`, which it rejects.
-4.  A gradient of zeros gives an update of zeros in every dtype (optax: NaN in float16), and one of
-    magnitude 1e30 the same update as one of magnitude 1 (optax: zero, its norm overflows).
+4.  A gradient of zeros gives a matrix an update of zeros in every dtype (optax: NaN in float16, as
+    AdamW does there, whose eps of 1e-8 is 0: see `adam_eps`), and one of magnitude 1e30 the same
+    update as one of magnitude 1 (optax: zero, its norm overflows).
 5.  `preconditioning="spectral"` works in bfloat16 and float16 (optax: no SVD in those dtypes).
 6.  `eps` applies to `preconditioning="aol"` and `"schatten"` too. optax drops it there.
 7.  `"schatten"` takes complex parameters through XXᴴ (optax: XXᵀ).
@@ -20,6 +21,7 @@ Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
     (optax: a float32 `mu` makes bfloat16 gradients into float32 updates).
 10. Errors name the parameter and say what to do.
 11. None in the place of a gradient counts as zeros (optax: an error), and the state is as ever.
+    `update` then needs the parameters.
 12. Other published Muons are there too: `preset`, and the arguments that presets set.
 """
 
@@ -214,6 +216,11 @@ def muon(
     both = optax.multi_transform({"muon": on_matrices, "adam": on_the_rest}, label_params)
 
     def update_fn(updates, state, params=None, **extra_args):
+        if params is None and _momentum.any_missing(updates):
+            raise ValueError(
+                "None in the place of a gradient needs the parameters, for its shape: call"
+                " update(updates, state, params)"
+            )
         updates = _momentum.fill_missing(updates, updates if params is None else params)
         return both.update(updates, state, params, **extra_args)
 

@@ -32,14 +32,14 @@ class Leaf:
     Attributes:
         index: in the list of parameters.
         name: of the parameter, for messages.
-        whole: its shape.
-        dtype: of its elements.
+        whole, dtype: its shape, and the dtype of its elements.
         shape: of a unit, with all axes of the parameter: batch axes have size 1.
         batch: the batch axes.
         view: what its matrices are.
         stacks: shapes `(batch, rows, cols)` of the matrices of a unit.
         axes: for each axis of a unit the mesh axes, of size 2 or more, that split it.
         units: how many there are on each device.
+        varying: the mesh axes along which the caller's `shard_map` knows that its values differ.
     """
 
     index: int
@@ -52,6 +52,7 @@ class Leaf:
     stacks: tuple[tuple[int, int, int], ...]
     axes: tuple[tuple[str, ...], ...] = ()
     units: int = 0
+    varying: frozenset[str] = frozenset()
 
     @property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
@@ -208,12 +209,12 @@ def plan(
     for item, wire in zip(leaves, wires, strict=True):
         axes = tuple((axis, size) for axis, size in mesh.items() if axis in sum(item.axes, ()))
         if axes:
-            kinds = groups.setdefault((axes, jnp.dtype(wire)), {})
+            kinds = groups.setdefault((axes, jnp.dtype(wire), item.varying), {})
             kinds.setdefault(item.kind, []).append(item)
         else:
             local.append(item)
     buckets, grams = [], []
-    for (axes, dtype), kinds in groups.items():
+    for (axes, dtype, _), kinds in groups.items():
         owners, moved = math.prod(size for _, size in axes), []
         for kind in kinds.values():
             (chunk,) = _chunks([kind], owners)
@@ -285,11 +286,11 @@ def _united(parts: Sequence[Bucket], limit: int) -> list[Bucket]:
     """Unites neighbours of different kinds, where one exchange can take both."""
     buckets: list[Bucket] = []
     for part in parts:
-        last = buckets[-1] if buckets else None
+        last = buckets[-1] if buckets else part
+        old, new = last.chunks[-1].parts[0][0], part.chunks[0].parts[0][0]
         if (
-            last is not None
-            and (last.axes, last.dtype) == (part.axes, part.dtype)
-            and last.chunks[-1].parts[0][0].kind != part.chunks[0].parts[0][0].kind
+            old.kind != new.kind
+            and (last.axes, last.dtype, old.varying) == (part.axes, part.dtype, new.varying)
             and last.bytes + part.bytes <= limit
         ):
             buckets[-1] = dataclasses.replace(last, chunks=last.chunks + part.chunks)

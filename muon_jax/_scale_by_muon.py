@@ -101,11 +101,12 @@ def scale_by_muon(
     _options.check("mu_rounding", mu_rounding, _rounding.Rounding)
     if isinstance(beta, int | float) and not 0 <= beta < 1:
         raise ValueError(f"beta must be in [0, 1), got {beta}")
-    if isinstance(ns_dtype, jax.Array):
-        raise ValueError(
-            "ns_dtype must be a dtype, got an array: optax.inject_hyperparams takes"
-            f" {ns_dtype.dtype} for a schedule; give it static_args='ns_dtype'"
-        )
+    for name, value in (("ns_dtype", ns_dtype), ("max_group_bytes", max_group_bytes)):
+        if isinstance(value, jax.Array):
+            raise ValueError(
+                f"{name} must be no array, got {value}: optax.inject_hyperparams makes one of it;"
+                f" give it static_args={name!r}"
+            )
     ns_coeffs = _coefficients.canonicalize(ns_coeffs)
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     if isinstance(recipe, Schedule) and ns_dtype not in ("auto", None):

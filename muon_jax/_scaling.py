@@ -42,7 +42,7 @@ def scale_by_shape(
     def factor(fan_in, fan_out):
         if consistent_rms is not None:
             return math.sqrt(max(fan_in, fan_out))
-        ratio = fan_out / fan_in
+        ratio = fan_out / max(fan_in, 1)
         return {"clipped_ratio": max(1.0, ratio), "ratio": ratio, "none": 1.0}[shape_scale] ** 0.5
 
     def update_fn(updates, state, params=None):

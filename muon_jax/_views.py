@@ -118,11 +118,9 @@ def from_stacks(stacks: Iterator[jax.Array], view: View, shape: tuple[int, ...])
     )
 
 
-def shapes_of_stacks(
-    x: jax.Array | jax.ShapeDtypeStruct, view: View | None
-) -> list[jax.ShapeDtypeStruct]:
-    """Returns what `to_stacks` would, as shapes; nothing without a view."""
-    return [] if view is None else jax.eval_shape(lambda x: to_stacks(x, view), x)
+def shapes_of_stacks(x: jax.ShapeDtypeStruct, view: View) -> list[jax.ShapeDtypeStruct]:
+    """Returns what `to_stacks` would, as shapes."""
+    return jax.eval_shape(lambda x: to_stacks(x, view), x)
 
 
 def assign(views: Views, params: Any) -> list[View | None]:

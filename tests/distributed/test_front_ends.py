@@ -130,6 +130,34 @@ def test_inside_the_caller_s_shard_map(check_vma):
     chex.assert_trees_all_close(compiled(parameters()), update(parameters()), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "specs",
+    [
+        {"q": (), "e": ("ep",), "up": ("ep",)},
+        {"q": ("fsdp",), "e": ("ep", "fsdp"), "up": ("ep", None, "fsdp")},
+        {"q": (None, "fsdp"), "e": ("ep",), "up": (None, "ep", "fsdp")},
+    ],
+)
+def test_a_shard_map_that_tracks_what_varies_keeps_replicas(specs):
+    """Experts differ along an axis along which a matrix of the same shape does not."""
+    mesh = mesh_of(AxisType.Auto, (2, 4), ("ep", "fsdp"))
+    rng = np.random.default_rng(0)
+    shapes = {"q": (16, 16), "e": (4, 16, 16), "up": (2, 16, 32)}
+    params = {k: jnp.asarray(rng.standard_normal(s), jnp.float32) for k, s in shapes.items()}
+    specs = {name: PartitionSpec(*spec) for name, spec in specs.items()}
+    transform = scale_by_muon(
+        ns_dtype="float32",
+        shardings=specs,
+        weight_dimension_numbers=MuonDimensionNumbers(-2, -1),
+    )
+
+    def update(params):
+        return transform.update(params, transform.init(params))[0]
+
+    run = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(specs,), out_specs=specs))
+    chex.assert_trees_all_close(run(params), update(params), atol=1e-5)
+
+
 @pytest.mark.parametrize("spec", [("fsdp",), (None, "fsdp"), ()])
 def test_dual_norms_are_those_of_whole_parameters(spec):
     spec, params = PartitionSpec(*spec), {"out": parameters()["out"]}
@@ -221,6 +249,18 @@ def test_injected_hyperparameters_are_operands():
         one = dict.fromkeys("ab", parameters()["out"])
         expected, _ = injected.update(one, injected.init(one), one)
         chex.assert_trees_all_close(jax.device_get(updates), expected, atol=1e-6)
+
+
+def test_an_injected_number_of_steps_of_a_named_set():
+    """`optax.inject_hyperparams` makes an array of the default, too."""
+    params = parameters(mesh_of(AxisType.Auto))
+    injected = optax.inject_hyperparams(muon)(
+        1e-2, "dion", ns_dtype="float32", muon_weight_dimension_numbers=VIEWS
+    )
+    updates, _ = jax.jit(injected.update)(params, injected.init(params), params)
+    plain = muon(1e-2, "dion", ns_dtype="float32", muon_weight_dimension_numbers=VIEWS)
+    expected, _ = plain.update(parameters(), plain.init(parameters()), parameters())
+    chex.assert_trees_all_close(jax.device_get(updates), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import warnings
 
 import helpers
 import jax
@@ -142,6 +143,12 @@ def test_steep_steps_do_not_share_a_segment(name, dtype, expected):
     quintics = _coefficients.resolve(name, 5)
     parts = _gram.segments(quintics, dtype)
     assert [len(part) for part in parts] == expected
+
+
+def test_steps_that_diverge_have_segments_too():
+    with warnings.catch_warnings(action="error"):
+        parts = _gram.segments(_coefficients.resolve((3.0, 3.0, 3.0), 400), "float16")
+        assert sum(map(len, parts)) == 400
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -87,6 +87,16 @@ def test_metrics_are_their_formulas(dtype, then):
     assert update._cache_size() == 1  # nothing is compiled a second time
 
 
+def test_a_gradient_that_is_none_counts_as_zeros():
+    params = {"a": jnp.eye(16, 24), "b": jnp.eye(24, 16)}
+    transform = with_metrics(scale_by_muon())
+    state = transform.init(params)
+    _, with_none = transform.update({"a": None, "b": params["b"]}, state)
+    _, with_zeros = transform.update({"a": jnp.zeros((16, 24)), "b": params["b"]}, state)
+    chex.assert_trees_all_equal(with_none, with_zeros)
+    assert metrics(with_none)["16x24/gradient_norm"] == 0
+
+
 def test_stable_ranks_that_are_known():
     gradient = {
         "one": jnp.outer(jnp.arange(1.0, 5), jnp.ones(7)),

@@ -347,6 +347,14 @@ def test_eps_reaches_every_preconditioning(preconditioning):
             lambda: optax.inject_hyperparams(muon)(0.1, ns_dtype=jnp.bfloat16).init(BIAS),
             r"ns_dtype.*static_args",
         ),
+        (
+            lambda: optax.inject_hyperparams(muon)(0.1, max_group_bytes=2**20).init(BIAS),
+            r"max_group_bytes.*static_args",
+        ),
+        (
+            lambda: muon(0.1).update({"a": None}, muon(0.1).init(BIAS)),
+            r"None.*needs the parameters",
+        ),
     ],
 )
 def test_wrong_calls_say_what_was_wrong(call, message):

@@ -227,6 +227,14 @@ def test_arguments_are_those_of_muon():
     assert (group.method, group.dtype) == ("gram", "float16")
     (group,) = describe(params, preset="gram", ns_method="standard").groups
     assert group.method == "standard"
+    half = jax.ShapeDtypeStruct((16, 32), jnp.bfloat16)
+    for kwargs, expected in (
+        ({}, "bfloat16"),
+        ({"mu_dtype": "float32"}, "float32"),
+        ({"mu_rounding": "stochastic"}, "float32"),
+    ):
+        (group,) = describe({"w": half}, ns_dtype=None, **kwargs).groups
+        assert group.dtype == expected
     with pytest.raises(ValueError, match=r"preset must be one of .*'keller'.*, got 'kj'"):
         describe(params, preset="kj")
     with pytest.raises(TypeError, match="unexpected keyword argument 'ns_coefficients'"):
