@@ -33,7 +33,7 @@ def map_by_shape(
             matrices and `MATRIX_BYTES`. A stack that is larger goes alone.
     """
     results: dict[int, jax.Array] = {}
-    # Where a shard_map tracks what differs along its axes: what does not is not to be one with it.
+    # In a shard_map that tracks which values differ along its axes, those that do not stay apart.
     varying = [jax.typeof(stack).manual_axis_type.varying for stack in stacks]
     for axes in dict.fromkeys(varying):
         alike = [i for i in range(len(stacks)) if varying[i] == axes]

@@ -56,7 +56,8 @@ def scale_by_normuon(
         shardings: as for `scale_by_muon`; needed in a shard_map alone.
 
     Raises:
-        ValueError: a parameter is no matrix, an unknown axis, or `shardings` is missing or wrong.
+        ValueError: a parameter is no matrix, an unknown axis, `b2` is not in [0, 1), or `shardings` is
+            missing or wrong.
         NotImplementedError: in a shard_map that divides a matrix.
 
     References:
@@ -64,6 +65,7 @@ def scale_by_normuon(
         <https://arxiv.org/abs/2510.05491>`_, 2025.
     """
     _options.check("averaged", averaged, Averaged)
+    _options.check_decay("b2", b2)
 
     def mean(x):
         axis = -1 if averaged == "shorter" and x.shape[-2] > x.shape[-1] else -2

@@ -1,4 +1,4 @@
-"""Arguments that are one of several names."""
+"""Arguments that are one of several names, or in a range."""
 
 from typing import Any, TypeAliasType, get_args
 
@@ -8,3 +8,9 @@ def check(name: str, value: Any, choices: TypeAliasType) -> None:
     names = get_args(choices.__value__)
     if value not in names:
         raise ValueError(f"{name} must be one of {names}, got {value!r}")
+
+
+def check_decay(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is in [0, 1), or an array, which may be traced."""
+    if isinstance(value, int | float) and not 0 <= value < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value}")

@@ -99,8 +99,7 @@ def scale_by_muon(
     _options.check("momentum", momentum, Momentum)
     _options.check("eps_mode", eps_mode, EpsMode)
     _options.check("mu_rounding", mu_rounding, _rounding.Rounding)
-    if isinstance(beta, int | float) and not 0 <= beta < 1:
-        raise ValueError(f"beta must be in [0, 1), got {beta}")
+    _options.check_decay("beta", beta)
     for name, value in (("ns_dtype", ns_dtype), ("max_group_bytes", max_group_bytes)):
         if isinstance(value, jax.Array):
             raise ValueError(

@@ -338,6 +338,7 @@ def test_eps_reaches_every_preconditioning(preconditioning):
         (lambda: muon(0.1, "fast", preconditioning="aol"), r"'fast'.*preconditioning='aol'"),
         (lambda: muon(0.1, "fast", ns_dtype="float8_e4m3fn"), r"'fast' is unsafe in float8_e4m3fn"),
         (lambda: muon(0.1, beta=1.0), r"beta must be in \[0, 1\), got 1.0"),
+        (lambda: muon(0.1, normuon_b2=1.5), r"b2 must be in \[0, 1\), got 1.5"),
         (lambda: muon(0.1, preconditioning="svd"), r"preconditioning must be one of.*got 'svd'"),
         (
             lambda: scale_by_muon().update(BIAS, scale_by_muon().init(BIAS)),
