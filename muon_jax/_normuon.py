@@ -56,8 +56,8 @@ def scale_by_normuon(
         shardings: as for `scale_by_muon`; needed in a shard_map alone.
 
     Raises:
-        ValueError: a parameter is no matrix, an unknown axis, `b2` is not in [0, 1), or `shardings` is
-            missing or wrong.
+        ValueError: a parameter is no matrix, an unknown axis, `b2` is not in [0, 1), or `shardings`
+            is missing or wrong.
         NotImplementedError: in a shard_map that divides a matrix.
 
     References:
