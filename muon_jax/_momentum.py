@@ -67,7 +67,7 @@ def fill_missing(updates: optax.Updates, like: Any) -> optax.Updates:
 
 def any_missing(updates: optax.Updates) -> bool:
     """Returns whether there is None in the place of a gradient."""
-    return None in jax.tree.leaves(updates, is_leaf=lambda g: g is None)
+    return any(g is None for g in jax.tree.leaves(updates, is_leaf=lambda g: g is None))
 
 
 def convert_momentum(

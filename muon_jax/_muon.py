@@ -216,12 +216,13 @@ def muon(
     both = optax.multi_transform({"muon": on_matrices, "adam": on_the_rest}, label_params)
 
     def update_fn(updates, state, params=None, **extra_args):
-        if params is None and _momentum.any_missing(updates):
+        if params is not None:
+            updates = _momentum.fill_missing(updates, params)
+        elif _momentum.any_missing(updates):
             raise ValueError(
                 "None in the place of a gradient needs the parameters, for its shape: call"
                 " update(updates, state, params)"
             )
-        updates = _momentum.fill_missing(updates, updates if params is None else params)
         return both.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(both.init, update_fn)

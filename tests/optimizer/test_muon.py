@@ -363,6 +363,17 @@ def test_wrong_calls_say_what_was_wrong(call, message):
         call()
 
 
+def test_without_parameters_arrays_of_numpy_are_gradients_and_none_is_refused():
+    """Numpy compares an array with None element by element."""
+    gradients = {"a": np.eye(4, 6, dtype="f"), "b": np.eye(6, 4, dtype="f")}
+    transform = muon(0.1)
+    state = transform.init(gradients)
+    expected, _ = transform.update(gradients, state, gradients)
+    chex.assert_trees_all_equal(transform.update(gradients, state)[0], expected)
+    with pytest.raises(ValueError, match=r"None.*needs the parameters"):
+        transform.update({**gradients, "b": None}, state)
+
+
 def test_a_list_of_coefficients_is_taken_too():
     params = {"w": tree()["wide"]}
     table = muon_jax._coefficients.NAMED["dion"]
