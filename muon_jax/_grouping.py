@@ -33,13 +33,8 @@ def map_by_shape(
             matrices and `MATRIX_BYTES`. A stack that is larger goes alone.
     """
     results: dict[int, jax.Array] = {}
-    # In a shard_map that tracks which values differ along its axes, those that do not stay apart.
-    varying = [jax.typeof(stack).manual_axis_type.varying for stack in stacks]
-    for axes in dict.fromkeys(varying):
-        alike = [i for i in range(len(stacks)) if varying[i] == axes]
-        for group in groups([stacks[i] for i in alike], max_group_bytes):
-            members = [alike[i] for i in group]
-            results |= zip(members, function([stacks[i] for i in members]), strict=True)
+    for group in groups(stacks, max_group_bytes):
+        results |= zip(group, function([stacks[i] for i in group]), strict=True)
     return [results[i] for i in range(len(stacks))]
 
 
@@ -49,10 +44,12 @@ def groups(
     """Returns the indices of the stacks that go together, those of tall matrices first."""
 
     def kind(i):
-        return (*sorted(stacks[i].shape[1:]), stacks[i].dtype.name)
+        # Where a shard_map tracks which values differ along its axes, those that do not stay apart.
+        varying = jax.typeof(stacks[i]).manual_axis_type.varying
+        return (*sorted(stacks[i].shape[1:]), (stacks[i].dtype.name, *sorted(varying)))
 
-    def limit(m, n, dtype):
-        gram, matrix = (max(1, m * size * jnp.dtype(dtype).itemsize) for size in (m, n))
+    def limit(m, n, others):
+        gram, matrix = (max(1, m * size * jnp.dtype(others[0]).itemsize) for size in (m, n))
         if max_group_bytes is None:
             return max(1, min(GRAM_BYTES // gram, MATRIX_BYTES // matrix))
         return max(1, max_group_bytes // matrix)
@@ -62,10 +59,10 @@ def groups(
         counts[kind(i)] += stack.shape[0]
     found = []
     tall_first = sorted(range(len(stacks)), key=lambda i: stacks[i].shape[1] <= stacks[i].shape[2])
-    for (m, n, dtype), members in itertools.groupby(sorted(tall_first, key=kind), key=kind):
-        most = limit(m, n, dtype)
-        alike = [c for k, c in counts.items() if (k[0], k[2]) == (m, dtype) and c > limit(*k)]
-        size = even(counts[m, n, dtype], most, alike)
+    for (m, n, others), members in itertools.groupby(sorted(tall_first, key=kind), key=kind):
+        most = limit(m, n, others)
+        alike = [c for k, c in counts.items() if (k[0], k[2]) == (m, others) and c > limit(*k)]
+        size = even(counts[m, n, others], most, alike)
         free = -1  # matrices, in the last group
         for i in members:
             if stacks[i].shape[0] > free:
