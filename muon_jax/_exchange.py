@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from muon_jax import _distributed_gram, _grouping, _views
-from muon_jax._matrix_axes import MatrixAxes, from_matrices, to_matrices
+from muon_jax._matrix_axes import MatrixAxes, from_matrices, is_tall, to_matrices
 from muon_jax._normalization import largest_entries, powers_of_two
 from muon_jax._placement import Bucket, Chunk, Leaf, Plan
 
@@ -243,7 +243,7 @@ def _cuts(leaf: Leaf, bucket: Bucket, slots: slice) -> tuple[list[int], list[int
 
 
 def _wide(x):
-    return x.mT if x.shape[-2] > x.shape[-1] else x
+    return x.mT if is_tall(x) else x
 
 
 def _unit_axes(leaf: Leaf) -> MatrixAxes:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from muon_jax._matrix_axes import is_tall
+
 # By default, the bytes of the Gram matrices of a group, and of its matrices: what fills a device
 # many times over; more needs more memory, and is no faster. Shapes with as many rows then go in as
 # large groups, whose products of Gram matrices are one program to compile.
@@ -58,7 +60,7 @@ def groups(
     for i, stack in enumerate(stacks):
         counts[kind(i)] += stack.shape[0]
     found = []
-    tall_first = sorted(range(len(stacks)), key=lambda i: stacks[i].shape[1] <= stacks[i].shape[2])
+    tall_first = sorted(range(len(stacks)), key=lambda i: not is_tall(stacks[i]))
     for (m, n, others), members in itertools.groupby(sorted(tall_first, key=kind), key=kind):
         most = limit(m, n, others)
         alike = [c for k, c in counts.items() if (k[0], k[2]) == (m, others) and c > limit(*k)]

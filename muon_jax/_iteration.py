@@ -14,6 +14,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from muon_jax import _coefficients, _composed, _gram
 from muon_jax._form import Method
+from muon_jax._matrix_axes import is_tall
 from muon_jax._normalization import EpsMode, gram_gain, normalize, powers_of_two
 from muon_jax._pieces import Whole
 from muon_jax._schedules import Schedule
@@ -97,11 +98,6 @@ def split(x: jax.Array, stacks: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the parts of `x` that belong to the stacks."""
     ends = itertools.accumulate(map(len, stacks))
     return [x] if len(stacks) == 1 else jnp.split(x, [*ends][:-1])
-
-
-def is_tall(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether these matrices have more rows than columns."""
-    return x.shape[-2] > x.shape[-1]
 
 
 def transposed(x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax import _views
+from muon_jax._matrix_axes import is_tall
 from muon_jax._momentum import MuonState, fill_missing
 from muon_jax._normalization import frobenius_norm, norm_of_any_size, over, wide
 
@@ -113,7 +114,7 @@ def _where_not_masked(mu, tree):
 
 def _wide(x):
     """The matrices in float32 or wider, with m ≤ n."""
-    return wide(x.mT if x.shape[-2] > x.shape[-1] else x)
+    return wide(x.mT if is_tall(x) else x)
 
 
 def _orthogonality_residual(x):

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from muon_jax import _coefficients, _form, _iteration, _options, _sharding
 from muon_jax._form import Method, ProductsDType
+from muon_jax._matrix_axes import is_tall
 from muon_jax._normalization import EpsMode, largest_entries
 from muon_jax._pieces import Whole
 
@@ -179,6 +180,6 @@ def orthogonalize(
     held = Whole(implementation)
     x = _iteration.iterate(x, recipe, form.method, eps, eps_mode, scale, preconditioning, n, held)
     return [
-        (part.mT if _iteration.is_tall(given) else part).astype(in_dtype)
+        (part.mT if is_tall(given) else part).astype(in_dtype)
         for part, given in zip(_iteration.split(x, stacks), stacks, strict=True)
     ]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax import _options, _sharding, _views
+from muon_jax._matrix_axes import is_tall
 from muon_jax._normalization import frobenius_norm, over, wide
 
 type Averaged = Literal["fan_in", "shorter"]
@@ -68,7 +69,7 @@ def scale_by_normuon(
     _options.check_decay("b2", b2)
 
     def mean(x):
-        axis = -1 if averaged == "shorter" and x.shape[-2] > x.shape[-1] else -2
+        axis = -1 if averaged == "shorter" and is_tall(x) else -2
         return jnp.mean(x, axis, keepdims=True)
 
     def init_fn(params):
