@@ -100,29 +100,23 @@ def run(
             # 1/(ν + eps), both of them times gain·scale.
             s = s / regularize(1.0, eps * gain * scale * s, eps_mode)
             factor = gain
-        x = held.spread(_polynomial(segment, gram, low, s, factor, held.implementation)) @ x
+        x = held.gemm(held.spread(_polynomial(segment, gram, low, s, factor, held)), x)
     return x
 
 
-def _polynomial(segment, gram, low, s, factor, implementation):
+def _polynomial(segment, gram, low, s, factor, held):
     """factor·s times the polynomial of all steps of the segment, at R = s²·(gram + low)."""
     square, product_of = (
-        functools.partial(f, symmetrize_output=False, implementation=implementation)
+        functools.partial(f, symmetrize_output=False, implementation=held.implementation)
         for f in (syrk, syrkx)
     )
     first, *others = segment
     q = product = first.polynomial(square, gram, s, s if others else s * factor)
     for step in others:
-        gram, low = product_of(q, _full(q, gram, *low)), []
+        gram, low = product_of(q, held.gemm(q, (gram, *low))), []
         q = step.polynomial(square, gram, factor=factor if step is others[-1] else 1.0)
-        product = q @ product
+        product = held.gemm(q, product)
     return product
-
-
-def _full(q, high, *low):
-    """Q·(high + low), a full product."""
-    # The largest first: XLA has cuBLAS add the other to it, before it is rounded.
-    return functools.reduce(jnp.add, [q @ term for term in (high, *low)])
 
 
 def _has_residual(segment, dtype):

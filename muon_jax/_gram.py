@@ -97,7 +97,7 @@ def run(
     for index, triples in enumerate(segments(quintics, x.dtype)):
         if index:
             (gram,), s, factor = held.gram(x), 1.0, 1.0
-        x = held.spread(_segment(square, product, gram, triples, s, factor)) @ x
+        x = held.gemm(held.spread(_segment(square, product, gram, triples, s, factor)), x)
     return x
 
 

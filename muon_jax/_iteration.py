@@ -131,7 +131,7 @@ def _run_quintics(x, quintics, eps, eps_mode, scale, preconditioning, log2_n, he
     def apply(step, x, gram, s, factor):
         """factor·(a·I + b·R + c·R²)·X, one step on factor·X, with R = s²·gram."""
         a, b, c = (factor * coefficient for coefficient in triple(step))
-        return product(gram, gram, alpha=c * s**4, beta=b * s**2, diagonal=a) @ x
+        return held.gemm(product(gram, gram, alpha=c * s**4, beta=b * s**2, diagonal=a), x)
 
     def body(step, x):
         return apply(step, x, product(x), 1.0, 1.0)

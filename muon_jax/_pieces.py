@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import syrk, syrk_with_residual
+from pallas_kernels import gemm, syrk, syrk_with_residual
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Whole:
     """Matrices that this device has whole.
 
     Attributes:
-        implementation: of the symmetric products, as for `syrk`.
+        implementation: of the symmetric products, as for `syrk`, and of others where there is one.
     """
 
     implementation: str | None
@@ -39,6 +39,11 @@ class Whole:
             implementation=self.implementation,
         )
         return out if isinstance(out, tuple) else (out,)
+
+    def gemm(self, a: jax.Array, b: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
+        """Returns A·B, or A·(B₁ + B₂)."""
+        named = {"triton": "xla"}.get(self.implementation or "", self.implementation)
+        return gemm(a, b, implementation=named)
 
     def spread(self, q: jax.Array) -> jax.Array:
         """Returns for all matrices what this device and others have made of their Gram matrices."""

@@ -1,4 +1,4 @@
-"""Products known to be symmetric, computed by half: `syrk` and `syrkx`.
+"""Products known to be symmetric, computed by half, `syrk` and `syrkx`, and others, `gemm`.
 
 `implementation="xla"` is the definition in plain jnp. The others are Pallas kernels that compute
 the lower triangle only, with the whole epilogue fused: `"mosaic_gpu"` for Hopper GPUs, `"triton"`
@@ -14,9 +14,11 @@ from pallas_kernels._dispatch import (
     syrkx,
     unsupported_reason,
 )
+from pallas_kernels._gemm import gemm
 
 __all__ = [
     "Selection",
+    "gemm",
     "select_implementation",
     "syrk",
     "syrk_with_residual",

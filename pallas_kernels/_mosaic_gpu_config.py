@@ -9,7 +9,7 @@ from pallas_kernels import _tuning, _work_list
 
 ROWS = 64  # of the blocks that are stored, and of a warpgroup's share of a tile
 TILE_K = 64  # columns of A in a step of the ring: 128 bytes, the widest swizzle
-_SHARED_MEMORY = 226 * 1024  # bytes for ring and staging buffers; the barriers are in the 227th KiB
+SHARED_MEMORY = 226 * 1024  # bytes for ring and staging buffers; the barriers are in the 227th KiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +70,13 @@ class Config:
     @property
     def num_buffers(self) -> int:
         """The blocks that a warpgroup may have on their way to memory."""
-        free = _SHARED_MEMORY - self.num_stages * (self.tile_m + self.tile_n) * TILE_K * 2
+        free = SHARED_MEMORY - self.num_stages * (self.tile_m + self.tile_n) * TILE_K * 2
         buffer = 2 * ROWS * self.block_n * 2
         return min(self.tile_n // self.block_n, free // (self.num_warpgroups * buffer))
 
     def deal(self, batch: int, m: int, num_programs: int) -> np.ndarray:
-        """Returns the work list of `_work_list.deal`."""
-        return _work_list.deal(
+        """Returns the work list of `_work_list.deal_triangles`."""
+        return _work_list.deal_triangles(
             batch,
             m,
             self.tile_m,

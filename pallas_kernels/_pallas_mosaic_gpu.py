@@ -1,6 +1,7 @@
 """Implementation `"mosaic_gpu"`: a Pallas kernel of Hopper's own instructions, TMA and wgmma.
 
-This is the part on the host; `_mosaic_gpu_program` is what runs on each multiprocessor.
+This is the part on the host; `_mosaic_gpu_program` and what it is made of, `_mosaic_gpu_ring`, run
+on each multiprocessor.
 """
 
 import functools
@@ -14,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _device
 from pallas_kernels._mosaic_gpu_config import ROWS, TILE_K, Config, default_config
 from pallas_kernels._mosaic_gpu_program import Program
-from pallas_kernels._stacked import call_on_stacks
+from pallas_kernels._stacked import call_on_stacks, stack_coefficients
 
 
 def unsupported_reason(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> str | None:
@@ -71,8 +72,9 @@ def syrkx(
     # Of A·Aᵀ too A is passed twice, so that it is the same program as A·Bᵀ.
     b_matrix = a_matrix if b_matrix is None else b_matrix
     a, b, cs = jax.tree.map(padded, (a_matrix, b_matrix, c_matrices))
-    results = call_on_stacks(kernel, "mosaic_gpu", a, b, cs, coefficients)
-    m = a_matrix.shape[-2]
+    *batch, m, _ = a_matrix.shape
+    stacked = stack_coefficients(coefficients, tuple(batch))
+    results = call_on_stacks(kernel, "mosaic_gpu", a, b, cs, stacked)
     return tuple(out[..., :m, :m] for out in results)
 
 

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import _triangle
-from pallas_kernels._stacked import call_on_stacks
+from pallas_kernels._stacked import call_on_stacks, stack_coefficients
 
 # Raised while lowering, so it cannot be filtered around the call.
 warnings.filterwarnings(
@@ -142,7 +142,8 @@ def syrkx(
         residual=residual,
         interpret=interpret,
     )
-    return call_on_stacks(kernel, "triton", a_matrix, b_matrix, c_matrices, coefficients)
+    stacked = stack_coefficients(coefficients, a_matrix.shape[:-2])
+    return call_on_stacks(kernel, "triton", a_matrix, b_matrix, c_matrices, stacked)
 
 
 # Jitted, so that calls of equal shapes are traced and lowered once.

@@ -1,6 +1,7 @@
 """What the kernels have in common: they run on stacks, under `vmap` too, without derivatives."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,29 +11,27 @@ def call_on_stacks(
     kernel: Callable[..., tuple[jax.Array, ...]],
     implementation: str,
     a_matrix: jax.Array,
-    b_matrix: jax.Array | None,
-    c_matrices: tuple[jax.Array, ...],
-    coefficients: tuple[jax.Array, ...],
+    *operands: Any,
 ) -> tuple[jax.Array, ...]:
-    """Returns the results of `kernel(a, b, cs, coefficients)` in the batch shape of `a_matrix`.
+    """Returns the results of `kernel(a, *operands)`, with the batch shape of `a_matrix`.
 
-    The kernel gets one batch axis, and float32 coefficients of shape `(batch, len(coefficients))`.
-    Under `vmap` the stacks become longer, in the same launch.
+    The kernel gets all arrays of the operands, which are trees of such, with one batch axis. Under
+    `vmap` the stacks become longer, in the same launch.
 
     Raises:
         NotImplementedError: when differentiated.
     """
-    *batch, m, n = a_matrix.shape
-    stacked = jnp.stack(
+    batch = a_matrix.shape[:-2]
+    stacks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(batch) :]), (a_matrix, *operands))
+    results = _with_rules(kernel, implementation)(*stacks)
+    return tuple(x.reshape(*batch, *x.shape[1:]) for x in results)
+
+
+def stack_coefficients(coefficients: tuple[jax.Array, ...], batch: tuple[int, ...]) -> jax.Array:
+    """Returns scalars, or arrays of the batch's shape, as one of shape `(*batch, number)`."""
+    return jnp.stack(
         [jnp.broadcast_to(x, batch).astype(jnp.float32) for x in coefficients], axis=-1
     )
-    results = _with_rules(kernel, implementation)(
-        a_matrix.reshape(-1, m, n),
-        None if b_matrix is None else b_matrix.reshape(-1, m, n),
-        tuple(c.reshape(-1, m, m) for c in c_matrices),
-        stacked.reshape(-1, len(coefficients)),
-    )
-    return tuple(x.reshape(*batch, m, m) for x in results)
 
 
 def _with_rules(kernel, implementation):

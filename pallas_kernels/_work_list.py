@@ -1,12 +1,17 @@
-"""The tiles that touch the lower triangle, dealt out to a fixed number of programs.
+"""The tiles of stacks of products, dealt out to a fixed number of programs.
 
-A symmetric (m, m) result is cut into strips of `tile_m` rows, and each strip, from the first column
-to the diagonal, into tiles of `tile_n` columns. Three whole tiles in a row may be four narrow ones:
+A result is cut into strips of `tile_m` rows, and each strip into tiles of `tile_n` columns. The
+last of a strip may be narrower. Of a symmetric (m, m) result those tiles are wanted that touch the
+lower triangle, and three whole ones in a row may be four narrow ones:
 
     rows   0–127 |   whole   |
     rows 128–255 |   whole   |   whole   |
     rows 256–383 |   whole   |   whole   |   whole   |
     rows 384–511 | narrow | narrow | narrow | narrow |   whole   |
+
+Work lists are int32 arrays: [r, p] is the r-th tile of program p, (batch, row, col, width), and
+none where the width is 0. Whole tiles go round, so that the programs are at neighbouring tiles at
+any time; narrow ones go to the program with the least to do.
 """
 
 import functools
@@ -14,38 +19,50 @@ import heapq
 
 import numpy as np
 
-# Strips whose tiles are visited together, column by column, so that the operands of the tiles that
-# are computed at one time stay in the L2 cache.
-_STRIPS = 4
-
 
 @functools.cache
-def deal(
+def deal_triangles(
     batch: int, m: int, tile_m: int, tile_n: int, *, narrow_tiles: bool, num_programs: int
 ) -> np.ndarray:
-    """Deals the tiles of a stack of `batch` results to at most `num_programs` programs.
-
-    Returns an int32 array: [r, p] is the r-th tile of program p, (batch, row, col, width), and none
-    where the width is 0. Whole tiles go round, so that the programs are at neighbouring tiles at
-    any time; narrow ones go to the program with the least to do.
-    """
+    """Deals the lower triangles of `batch` (m, m) results to at most `num_programs` programs."""
     tiles = _lower_triangle(batch, m, tile_m, tile_n)
     if narrow_tiles:
         tiles = _narrowed(tiles, tile_n, num_programs)
+    return _deal(tiles, 4 * tile_m, tile_n, num_programs)
+
+
+@functools.cache
+def deal_rectangles(
+    batch: int, m: int, n: int, tile_m: int, tile_n: int, *, num_programs: int
+) -> np.ndarray:
+    """Deals `batch` (m, n) results to at most `num_programs` programs."""
+    sizes = batch, -(-m // tile_m), -(-n // tile_n)
+    image, row, col = np.indices(sizes, np.int32).reshape(3, -1)
+    width = np.minimum(tile_n, n - col * tile_n)
+    tiles = np.stack([image, row * tile_m, col * tile_n, width], axis=1)
+    return _deal(tiles.astype(np.int32), 8 * tile_m, tile_n, num_programs)
+
+
+def _deal(tiles, strips, tile_n, num_programs):
+    """The work list of these tiles; so many rows are visited together, column by column.
+
+    The operands of the tiles that are computed at one time then stay in the L2 cache.
+    """
     image, row, col, _ = tiles.T
-    tiles = tiles[np.lexsort((row, col, row // (_STRIPS * tile_m), image))]
+    tiles = tiles[np.lexsort((row, col, row // strips, image))]
     is_whole = tiles[:, 3] == tile_n
     whole, narrow = np.flatnonzero(is_whole), np.flatnonzero(~is_whole)
     num_programs = min(num_programs, len(tiles))
     # Place r·num_programs + p is round r of program p.
-    dealt = np.full(len(tiles) + 3 * num_programs, len(tiles))
+    num_rounds = 2 + len(tiles) // num_programs + tile_n // tiles[:, 3].min()
+    dealt = np.full(num_rounds * num_programs, len(tiles))
     dealt[: len(whole)] = whole
     places = range(len(whole), len(whole) + num_programs)
     programs = [(tile_n * (i // num_programs), i % num_programs, i) for i in places]
     heapq.heapify(programs)  # by how many columns each has to do; with its next free place
     for tile in narrow:
         columns, p, place = programs[0]
-        heapq.heapreplace(programs, (columns + 3 * tile_n // 4, p, place + num_programs))
+        heapq.heapreplace(programs, (columns + tiles[tile, 3], p, place + num_programs))
         dealt[place] = tile
     num_rounds = 1 + np.flatnonzero(dealt < len(tiles))[-1] // num_programs
     dealt = dealt[: num_rounds * num_programs].reshape(num_rounds, num_programs)

@@ -3,6 +3,7 @@
 import collections
 import functools
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -97,6 +98,15 @@ for config in _mosaic_gpu_config.CONFIGS:
         print(config.name, flush=True)
         function = functools.partial(kernel, config, has_b, residual)
         compiled(function, *[(2048, 2048)] * (1 + has_b + num_cs))
+"""
+
+GEMM = """
+from pallas_kernels import _mosaic_gpu_gemm
+for config in _mosaic_gpu_gemm.CONFIGS:
+    for count in (1, 2):
+        print("gemm", config.tile_n, flush=True)
+        function = lambda a, *bs: _mosaic_gpu_gemm.gemm(a, bs, config=config)
+        compiled(function, *[(2048, 2048)] * (1 + count))
 """
 
 NEWTON_SCHULZ = """
@@ -212,14 +222,24 @@ def test_no_config_of_the_hopper_kernel_spills_registers(has_b, num_cs, residual
 
 
 @needs_compiler
+def test_no_config_of_the_full_product_spills_registers():
+    report = output_of(GEMM, "NVIDIA H200", MOSAIC_GPU_DUMP_PTXAS="1")
+    found = re.findall(r"^gemm .+|\d+ bytes spill stores", report, re.MULTILINE)
+    expected = [(f"gemm {n}", "0 bytes spill stores") for n in (64, 128, 192, 256) for _ in "12"]
+    assert found == [*itertools.chain.from_iterable(expected)]
+
+
+@needs_compiler
 @pytest.mark.parametrize("shape", [(4096, 4096), (4096, 1024), (4, 1024, 2048)], ids=str)
 def test_the_iteration_on_hopper_is_its_products_and_two_passes(shape):
-    """Two passes over X, which find its largest element, and scale (and transpose) it."""
+    """Two passes over X, which find its largest element, and scale it; a tall one is transposed.
+
+    The first time that is part of the scaling.
+    """
     text = output_of(NEWTON_SCHULZ.format(shape=shape, kwargs={}), "NVIDIA H200")
     *called, entry = re.split(r"^(?=%|ENTRY )", text, flags=re.MULTILINE)
-    # The products of X: fusions until a GPU has shown that cuBLAS is faster.
-    assert len(re.findall(r" dot\(|\"__cublas\$", text)) == 5
-    assert entry.count('custom_call_target="mosaic_gpu') == 10
+    assert not re.search(r" dot\(|\"__cublas\$", text)
+    assert entry.count('custom_call_target="mosaic_gpu') == 15
 
     opcodes = {opcode for _, opcode in INSTRUCTION.findall(entry)}
     free = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple"}
@@ -234,20 +254,23 @@ def test_the_iteration_on_hopper_is_its_products_and_two_passes(shape):
         }
         if whole - {"parameter", "bitcast"} and "dot" not in whole:
             passes.append(whole)
-    largest, scaled = sorted(passes, key=lambda whole: "multiply" in whole)
-    assert "abs" in largest
-    assert "multiply" in scaled and ("transpose" in scaled) == (shape == (4096, 1024))
+    is_tall = shape == (4096, 1024)
+    largest, *transposed, scaled = sorted(
+        passes, key=lambda whole: ("multiply" in whole, "transpose" in whole)
+    )
+    assert "abs" in largest and "transpose" not in largest
+    assert "multiply" in scaled and ("transpose" in scaled) == is_tall
+    assert ["transpose" in whole for whole in transposed] == [True] * is_tall
 
 
 @needs_compiler
 def test_joined_steps_on_hopper_have_no_conversions():
-    """Q·R_low is added to Q·R_high by cuBLAS, in float16."""
+    """Q·(R_high + R_low), Q₂Q₁ and the application are one kernel each."""
     kwargs = {"ns_coeffs": "fast", "method": "gram"}
     program = NEWTON_SCHULZ.format(shape=(24, 1024, 4096), kwargs=kwargs)
-    flags = "--xla_gpu_enable_triton_gemm=false"
-    *_, entry = output_of(program, "NVIDIA H200", XLA_FLAGS=flags).partition("ENTRY ")
-    products = [line for line in entry.splitlines() if '"__cublas$' in line]
-    assert [line.count('"beta":1') for line in products] == [0, 1, 0, 0]
+    *_, entry = output_of(program, "NVIDIA H200").partition("ENTRY ")
+    assert not re.search(r" dot\(|\"__cublas\$", entry)
+    assert entry.count('custom_call_target="mosaic_gpu') == 8 + 3
     assert "f32[24,1024,1024]" not in entry
 
 
@@ -255,10 +278,10 @@ def test_joined_steps_on_hopper_have_no_conversions():
 def test_matrices_of_a_group_are_written_where_they_go():
     """Three groups of eight, of tall ones, four of each, wide ones, one after the other.
 
-    At most X, its successor and two Gram matrices, of 8 and of 4 MiB, are in memory.
+    At most X and two Gram matrices, of 8 and of 4 MiB, are in memory beside the three results.
     """
     text = output_of(GROUPED, "NVIDIA H200")
-    assert int(text[: text.index("\n")]) < (8 + 8 + 2 * 4) * 2**20
+    assert int(text[: text.index("\n")]) < (3 * 8 + 8 + 2 * 4) * 2**20
     entry = text[text.index("ENTRY") :]
     written = re.findall(r"= bf16\[([\d,]*)\]\S* fusion\(.*calls=\S*dynamic_update_slice", entry)
     assert collections.Counter(written) == {
@@ -309,10 +332,10 @@ def test_exchanges_are_in_bfloat16_while_kernels_run(hosts, shardings):
     ],
 )
 def test_of_matrices_in_pieces_gram_matrices_are_sent(count, each_round):
-    """The largest entry first; then two rounds, with 16 symmetric products in all."""
+    """The largest entry first; then two rounds, with 16 symmetric products and 2 others in all."""
     text = output_of(IN_PIECES.format(count=count), "NVIDIA H200")
     entry = text[text.index("ENTRY") :]
     names = "all-reduce|reduce-scatter|all-to-all|all-gather"
     sent = re.findall(rf"= \(*(\w+)\[([\d,]*)\].* ({names})(?:-start)?\(", entry)
     assert sent == [("f32", str(count), "all-reduce"), *each_round, *each_round]
-    assert entry.count('custom_call_target="mosaic_gpu') == 16
+    assert entry.count('custom_call_target="mosaic_gpu') == 18

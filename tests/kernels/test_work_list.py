@@ -16,14 +16,14 @@ def work_lists(tile_m, tile_n, narrow_tiles):
     sizes = itertools.product((1, 3, 24), (64, 128, 320, 448, 1024, 2048), (1, 2, 5, 132))
     for batch, m, num_programs in sizes:
         if batch * m <= 10_000:
-            tiles = _work_list.deal(
+            tiles = _work_list.deal_triangles(
                 batch, m, tile_m, tile_n, narrow_tiles=narrow_tiles, num_programs=num_programs
             )
             yield batch, m, num_programs, tiles
 
 
 def longest_share(batch, m, tile_m, tile_n, narrow_tiles, num_programs=132):
-    tiles = _work_list.deal(
+    tiles = _work_list.deal_triangles(
         batch, m, tile_m, tile_n, narrow_tiles=narrow_tiles, num_programs=num_programs
     )
     return tiles[..., 3].sum(axis=0).max()
@@ -72,6 +72,21 @@ def test_programs_visit_matrices_in_order(tile_m, tile_n, narrow_tiles):
     for *_, tiles in work_lists(tile_m, tile_n, narrow_tiles):
         image = np.where(tiles[..., 3] > 0, tiles[..., 0], tiles[..., 0].max())
         assert (np.diff(image, axis=0) >= 0).all()
+
+
+@pytest.mark.parametrize("sizes", [(1, 128, 64), (3, 192, 448), (24, 1024, 4096)], ids=str)
+@pytest.mark.parametrize("tile_n", [64, 192, 256])
+def test_rectangles_are_covered_once_in_equal_shares(sizes, tile_n):
+    batch, m, n = sizes
+    for num_programs in (1, 5, 132):
+        tiles = _work_list.deal_rectangles(batch, m, n, 128, tile_n, num_programs=num_programs)
+        times = np.zeros((batch, m // 64 + 1, n // 64), int)
+        for image, row, col, width in tiles.reshape(-1, 4) // [1, 64, 64, 64]:
+            times[image, row : row + 2, col : col + width] += width > 0
+        assert times[:, : m // 64].min() == times.max() == 1
+        shares = tiles[..., 3].sum(axis=0)
+        assert len(shares) <= num_programs and shares.max() - shares.min() <= tile_n
+    assert n % tile_n in (0, *tiles[..., 3].flat)
 
 
 @pytest.mark.parametrize(

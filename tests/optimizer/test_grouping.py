@@ -1,5 +1,9 @@
 """Matrices of one shape are orthogonalized together; the result is each one's own."""
 
+import functools
+
+import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +11,7 @@ import pytest
 
 from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
 from muon_jax._grouping import groups, map_by_shape
+from pallas_kernels import _device
 
 SHAPES = {
     **{f"layer {i}/up": (16, 40) for i in range(6)},
@@ -23,7 +28,7 @@ def gradients():
 
 
 def updates(grads, **kwargs):
-    optimizer = scale_by_muon(weight_dimension_numbers=NUMBERS, **kwargs)
+    optimizer = scale_by_muon(**{"weight_dimension_numbers": NUMBERS, **kwargs})
     return jax.jit(optimizer.update)(grads, optimizer.init(grads))[0]
 
 
@@ -109,3 +114,20 @@ def test_muon_groups_what_it_gets_beside_adamw():
     assert together.keys() == params.keys()
     for name, update in together.items():
         np.testing.assert_allclose(update, apart[name], rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not _device.is_hopper(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("ns_coeffs", ["standard", "balanced"])
+def test_on_hopper_results_are_the_same_alone_bit_for_bit(ns_coeffs):
+    """Of matrices so large that all products of one are for the kernels."""
+    shapes = {"square": (5, 2048, 2048), "wide": (4, 2048, 4096), "tall": (3, 4096, 2048)}
+    grads = helpers.random_tree(shapes, seed=0)
+    apart = {f"{name} {i}": x for name, stack in grads.items() for i, x in enumerate(stack)}
+    run = functools.partial(
+        updates, weight_dimension_numbers=MuonDimensionNumbers(-2, -1), ns_coeffs=ns_coeffs
+    )
+    together, alone = run(grads), run(apart, max_group_bytes=0)
+    for name, update in alone.items():
+        stack, index = name.split()
+        chex.assert_trees_all_equal(update, together[stack][int(index)])

@@ -1,0 +1,176 @@
+"""`gemm`: on the CPU its kernel runs in Pallas' interpreter, which finds races."""
+
+import functools
+
+import chex
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels import _device, gemm
+from pallas_kernels._mosaic_gpu_gemm import CONFIGS, default_config
+from pallas_kernels._mosaic_gpu_gemm import gemm as mosaic_gemm
+
+each_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
+
+
+def interpreted(a, *bs, config=CONFIGS[1], detect_races=False):
+    interpret = plgpu.InterpretGPUParams(detect_races=detect_races)
+    return mosaic_gemm(a, bs, config=config, num_programs=3, interpret=interpret)
+
+
+def exact(a, *bs):
+    a, *bs = (np.asarray(x, np.float64) for x in (a, *bs))
+    return (a @ sum(bs)).astype(jnp.bfloat16)
+
+
+def integers(seed, *shapes, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(seed)
+    return [helpers.integers(rng, shape, dtype) for shape in shapes]
+
+
+def operand(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@each_config
+@pytest.mark.parametrize("num_bs", [1, 2])
+def test_every_config_is_exact_and_free_of_races(config, num_bs):
+    """Strips and tiles that end beyond the matrix, and more steps than the ring has slots."""
+    n = 2 * config.tile_n + (64 if config.tile_n > 64 else 0)
+    a, *bs = integers(0, (2, 192, 320), *[(2, 320, n)] * num_bs)
+    work = config.deal(2, 192, n, 3)
+    assert {*work[..., 3].flat} >= {config.tile_n} | ({64} if config.tile_n > 64 else set())
+    chex.assert_trees_all_equal(
+        interpreted(a, *bs, config=config, detect_races=True), exact(a, *bs)
+    )
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_any_sizes_are_padded(dtype):
+    a, b = integers(1, (100, 70), (70, 130), dtype=dtype)
+    out = interpreted(a, b)
+    assert out.dtype == dtype
+    chex.assert_trees_all_equal(out.astype(jnp.bfloat16), exact(a, b))
+
+
+def test_vmap_gives_the_batch_and_may_leave_an_operand_out():
+    a, b = integers(2, (2, 3, 64, 64), (3, 64, 128))
+    out = jax.vmap(interpreted, (0, None))(a, b)
+    chex.assert_trees_all_equal(out, exact(a, np.broadcast_to(b, (2, *b.shape))))
+
+
+def test_it_says_that_it_has_no_derivative():
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu' has no derivative.*'xla'"):
+        jax.grad(lambda a: interpreted(a, a).sum())(jnp.ones((64, 64), jnp.bfloat16))
+
+
+def test_by_xla_it_is_the_sum_of_products_and_has_a_derivative():
+    a, b, c = integers(3, (2, 5, 7), (2, 7, 3), (2, 7, 3), dtype=jnp.float32)
+    chex.assert_trees_all_equal(gemm(a, (b, c)).astype(jnp.bfloat16), exact(a, b, c))
+    gradient = jax.grad(lambda b: gemm(a, b).sum())(b)
+    chex.assert_trees_all_equal(gradient, np.broadcast_to(a.sum(1)[..., None], b.shape))
+
+
+@pytest.mark.parametrize(
+    ("shape", "n", "dtype", "gpu", "kernel"),
+    [
+        ((2048, 2048), 2048, jnp.bfloat16, "H200", True),
+        ((24, 1024, 1024), 4096, jnp.float16, "H200", True),
+        ((1536, 1536), 1536, jnp.bfloat16, "H200", False),  # 144 tiles
+        ((2048, 2048), 2040, jnp.bfloat16, "H200", False),
+        ((2048, 2048), 2048, jnp.float32, "H200", False),
+        ((2048, 2048), 2048, jnp.bfloat16, "A100", False),
+        ((0, 2048, 2048), 2048, jnp.bfloat16, "H200", False),
+    ],
+    ids=str,
+)
+def test_none_is_the_kernel_where_it_runs_and_is_as_fast(shape, n, dtype, gpu, kernel):
+    *batch, _, k = shape
+    operands = operand(*shape, dtype=dtype), operand(*batch, k, n, dtype=dtype)
+    with helpers.described_gpu(gpu):
+        text = jax.jit(gemm).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == kernel
+
+
+def test_vmapped_it_lowers_to_one_launch_inside_a_shard_map_that_checks():
+    spec = PartitionSpec("x")
+    function = jax.vmap(functools.partial(gemm, implementation="mosaic_gpu"))
+    with helpers.described_gpu("H200"):
+        mapped = jax.shard_map(function, in_specs=(spec, spec), out_specs=spec, check_vma=True)
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), spec)
+        shapes = (4, 2, 64, 128), (4, 2, 128, 192)
+        operands = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=sharding) for s in shapes]
+        traced = jax.jit(mapped).trace(*operands)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "n", "tile_n"),
+    [
+        ((1, 2048, 2048), 2048, 256),  # one round, where 176 tiles of 192 columns are two
+        ((96, 2048, 2048), 2048, 192),
+        ((24, 1024, 1024), 4096, 192),
+        ((1, 1024, 1024), 1024, 64),
+    ],
+)
+def test_the_tile_follows_the_number_of_rounds(shape, n, tile_n):
+    assert default_config(shape, n, num_programs=132).tile_n == tile_n
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: gemm(jnp.ones(3), jnp.ones(3)), r"shape \(\.\.\., m, k\), got float32\[3\]"),
+        (
+            lambda: gemm(jnp.ones((2, 3), int), jnp.ones((3, 2))),
+            r"float dtype .* got int32\[2, 3\]",
+        ),
+        (
+            lambda: gemm(jnp.ones((2, 3)), jnp.ones((2, 3))),
+            r"float32\[3\] and n columns .*\[2, 3\]",
+        ),
+        (lambda: gemm(jnp.ones((2, 3)), jnp.ones(())), r"b_matrix must be .*; got float32\[\]"),
+        (
+            lambda: gemm(jnp.ones((2, 2)), (jnp.ones((2, 3)), jnp.ones((2, 4)))),
+            r"b_matrix must be .*; got float32\[2, 4\]",
+        ),
+        (
+            lambda: gemm(jnp.ones((2, 2)), jnp.ones((2, 2)), implementation="triton"),
+            "implementation must be 'mosaic_gpu', 'xla' or None, got 'triton'",
+        ),
+    ],
+)
+def test_wrong_calls_say_what_was_wrong(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_what_is_named_runs_or_says_why_not():
+    a = jnp.ones((64, 64))
+    with helpers.described_gpu("H200"), pytest.raises(NotImplementedError, match="float32 is nei"):
+        gemm(a, a, implementation="mosaic_gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not _device.is_hopper(), reason="needs a Hopper GPU")
+@each_config
+@pytest.mark.parametrize("num_bs", [1, 2])
+def test_on_a_gpu_every_config_is_exact_and_the_same_in_any_stack(config, num_bs):
+    n = 5 * config.tile_n + (64 if config.tile_n > 64 else 0)
+    a, *bs = integers(4, (5, 320, 512), *[(5, 512, n)] * num_bs)
+    chex.assert_trees_all_equal(mosaic_gemm(a, tuple(bs), config=config), exact(a, *bs))
+    a, *bs = (
+        jax.random.normal(jax.random.key(i), x.shape, x.dtype) for i, x in enumerate((a, *bs))
+    )
+    together = mosaic_gemm(a, tuple(bs), config=config)
+    for other in CONFIGS:
+        alone = mosaic_gemm(a[3], tuple(b[3] for b in bs), config=other)
+        chex.assert_trees_all_equal(alone, together[3])
