@@ -15,6 +15,11 @@ type Method = Literal["standard", "gram"]
 type ProductsDType = jax.typing.DTypeLike | Literal["auto"] | None
 
 
+# The form of an optimizer's matrices is that of a stack of so many, however many are grouped: their
+# updates do not depend on the grouping.
+GROUP = 16
+
+
 class Form(NamedTuple):
     """How an iteration runs: its method, the dtype of its products, and how many they are."""
 
@@ -60,9 +65,9 @@ def of(
     preconditioning: str,
     method: Method | None,
 ) -> Form:
-    """Returns the form in which `newton_schulz`, with these arguments, runs on `(..., m, n)`."""
+    """Returns the form in which an optimizer with these arguments runs on `(..., m, n)`."""
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
-    return choose(recipe, method, preconditioning, dtype, shape, in_dtype)
+    return choose(recipe, method, preconditioning, dtype, (GROUP, *shape[-2:]), in_dtype)
 
 
 def gram_form(

@@ -134,6 +134,12 @@ def newton_schulz(
             f"x must not be divided within its matrices, got {spec} on {dict(mesh.shape)}: reshard"
             f" it (jax.reshard) to {PartitionSpec(*spec[:-2])}, or use scale_by_muon"
         )
+    _options.check("preconditioning", preconditioning, Preconditioning)
+    _options.check("eps_mode", eps_mode, EpsMode)
+    if method is None:
+        recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
+        shape = (*x.shape[:-2], *sorted(x.shape[-2:]))
+        method = _form.choose(recipe, None, preconditioning, dtype, shape, x.dtype).method
     run = functools.partial(
         orthogonalize,
         ns_coeffs=ns_coeffs,
@@ -166,15 +172,13 @@ def orthogonalize(
     Args:
         stacks: one array `(..., m, n)`, or several of shapes `(batch, m, n)` or `(batch, n, m)`
             and of one dtype.
-        ns_coeffs: and all that follow: as for `newton_schulz`.
+        ns_coeffs: and all that follow: as for `newton_schulz`; but where `method` is None the form
+            is that of a stack of 16, whatever the size of this one.
     """
-    _options.check("preconditioning", preconditioning, Preconditioning)
-    _options.check("eps_mode", eps_mode, EpsMode)
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     in_dtype, (m, n) = stacks[0].dtype, sorted(stacks[0].shape[-2:])
     largest = largest_entries(stacks)
-    shape = (*largest.shape, m, n)
-    form = _form.choose(recipe, method, preconditioning, dtype, shape, in_dtype)
+    form = _form.choose(recipe, method, preconditioning, dtype, (_form.GROUP, m, n), in_dtype)
     scaled, scale = _iteration.scale_down(stacks, largest, n, form.dtype)
     x = _iteration.join(scaled)
     held = Whole(implementation)

@@ -1,8 +1,8 @@
 """The tiles of stacks of products, dealt out to a fixed number of programs.
 
-A result is cut into strips of `tile_m` rows, and each strip into tiles of `tile_n` columns. The
-last of a strip may be narrower. Of a symmetric (m, m) result those tiles are wanted that touch the
-lower triangle, and three whole ones in a row may be four narrow ones:
+A result is cut into strips of `tile_m` rows, and each strip into tiles of `tile_n` columns. Of a
+symmetric (m, m) result those tiles are wanted that touch the lower triangle, and three whole ones
+in a row may be four narrow ones:
 
     rows   0–127 |   whole   |
     rows 128–255 |   whole   |   whole   |
@@ -37,10 +37,9 @@ def deal_rectangles(
 ) -> np.ndarray:
     """Deals `batch` (m, n) results to at most `num_programs` programs."""
     sizes = batch, -(-m // tile_m), -(-n // tile_n)
-    image, row, col = np.indices(sizes, np.int32).reshape(3, -1)
-    width = np.minimum(tile_n, n - col * tile_n)
-    tiles = np.stack([image, row * tile_m, col * tile_n, width], axis=1)
-    return _deal(tiles.astype(np.int32), 8 * tile_m, tile_n, num_programs)
+    tiles = np.indices(sizes, np.int32).reshape(3, -1).T * np.array([1, tile_m, tile_n], np.int32)
+    tiles = np.pad(tiles, [(0, 0), (0, 1)], constant_values=tile_n)
+    return _deal(tiles, 8 * tile_m, tile_n, num_programs)
 
 
 def _deal(tiles, strips, tile_n, num_programs):
@@ -54,8 +53,7 @@ def _deal(tiles, strips, tile_n, num_programs):
     whole, narrow = np.flatnonzero(is_whole), np.flatnonzero(~is_whole)
     num_programs = min(num_programs, len(tiles))
     # Place r·num_programs + p is round r of program p.
-    num_rounds = 2 + len(tiles) // num_programs + tile_n // tiles[:, 3].min()
-    dealt = np.full(num_rounds * num_programs, len(tiles))
+    dealt = np.full(len(tiles) + 3 * num_programs, len(tiles))
     dealt[: len(whole)] = whole
     places = range(len(whole), len(whole) + num_programs)
     programs = [(tile_n * (i // num_programs), i % num_programs, i) for i in places]
