@@ -141,7 +141,7 @@ def muon(
         ns_dtype: dtype of the iteration's products; `"auto"` for what the coefficients need, None
             for the momentum's, see `newton_schulz`.
         ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
-        implementation: of the symmetric products, see `pallas_kernels.syrk`.
+        implementation: of the products, see `newton_schulz`.
         max_group_bytes: bound of what is orthogonalized together, see `scale_by_muon`.
         shardings: of the parameters, None to find out, see `scale_by_muon`.
         mu_rounding: of Muon's momentum, `"nearest"` or `"stochastic"`, see `scale_by_muon`.

@@ -102,7 +102,9 @@ def newton_schulz(
             or None for the faster one by a model of their times. For n = m, 2m, 4m, 8m five steps
             of triples cost 20, 35, 65, 125 units in the standard form and 20, 26, 38, 62 in the
             other, `"balanced"` 14, 20, 32, 56 and 18, 21, 27, 39.
-        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"` or None, as for `pallas_kernels.syrk`.
+        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"` or None, as for `pallas_kernels.syrk`;
+            products that are not symmetric are by XLA under the first two, else as for
+            `pallas_kernels.gemm`.
 
     Returns:
         The approximate polar factors, in the shape and dtype of `x`.

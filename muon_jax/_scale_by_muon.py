@@ -68,9 +68,10 @@ def scale_by_muon(
         eps_mode: `"add"`, or `"max"` to divide u by the larger of its norm and `eps`.
         ns_dtype: dtype of the iteration's products; `"auto"` for what the coefficients need, None
             for the momentum's, see `newton_schulz`.
-        ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
-        implementation: of the symmetric products, `"xla"`, `"triton"`, `"mosaic_gpu"` or None for
-            the fastest; see `pallas_kernels.syrk`.
+        ns_method: `"standard"` or `"gram"`, see `newton_schulz`; None for the faster one on a stack
+            of 16, however many matrices are grouped.
+        implementation: of the products, `"xla"`, `"triton"`, `"mosaic_gpu"` or None for the
+            fastest; see `newton_schulz`.
         max_group_bytes: matrices of one shape, or its transpose, are orthogonalized together, in
             groups of at most so many bytes of momentum, and exchanged in such as well. None is
             1 GiB, or less for 256 MiB of Gram matrices. 0 takes each parameter by itself.
