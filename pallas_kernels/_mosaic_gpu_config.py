@@ -134,7 +134,7 @@ def predict(shape: tuple[int, ...], config: Config, *, addend: bool) -> float:
     """Returns a model's time in µs on an H200 for stacks `(batch, m, n)`.
 
     Fitted to measured times from 64×64 to 16×2048×5504. Over the products of the table the config
-    that it picks takes 0.3% longer than the fastest in the mean, 4% at most.
+    that it picks takes 0.5% longer than the fastest in the mean, 8% at most.
     A program with the most to do needs 1.2 µs for each tile beside its products, or in turns 0.3
     and once 1 for the last to be stored; the products run at 6.6 TFLOP/s, or as fast as L2 delivers
     the operands. The power limit leaves 820 TFLOP/s to all programs together.

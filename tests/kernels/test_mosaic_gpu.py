@@ -1,5 +1,6 @@
 """The Hopper kernel in its interpreter, which checks for races, and lowered for an H200."""
 
+import dataclasses
 import functools
 
 import chex
@@ -170,6 +171,8 @@ def test_it_states_its_limits(shape, dtype, reason):
         ((64, 80, 4), "tile_n must be a multiple of 32, .*got 80"),
         ((64, 64, 1), "num_stages must be 2 at least, .*num_stages=1"),
         ((128, 256, 5), "num_stages must .*fit in shared memory, .*num_stages=5"),
+        ((128, 128, 4, False, True), "in turns and 128 wide can be narrow, .*in_turns=False"),
+        ((128, 96, 6, True, True), "in turns and 128 wide can be narrow, .*tile_n=96"),
     ],
 )
 def test_a_config_is_validated(sizes, message):
@@ -188,6 +191,8 @@ def test_two_operands_need_square_blocks():
 def test_configs_have_names_of_their_own():
     assert Config(128, 224, 4).name == "mosaic_gpu 128x224x4"
     assert Config(128, 128, 6, in_turns=True).name == "mosaic_gpu 128x128x6 in turns"
+    narrow = Config(128, 128, 6, in_turns=True, narrow_tiles=True)
+    assert narrow.name == "mosaic_gpu 128x128x6 in turns, some narrow"
     assert len({config.name for config in CONFIGS}) == len(CONFIGS)
 
 
@@ -208,6 +213,15 @@ def test_the_default_config_is_the_fastest_that_was_measured(monkeypatch, addend
     # Of those that can be used.
     assert Config(*wide).block_n == 32
     assert default_config(shape, addend=addend, mirrored_on_diagonal=True) == Config(*narrow)
+
+
+@pytest.mark.parametrize(("microseconds", "narrow_tiles"), [(9.9, False), (9.7, True)])
+def test_narrow_tiles_must_be_worth_their_compilation(monkeypatch, microseconds, narrow_tiles):
+    whole = Config(128, 128, 6, in_turns=True)
+    narrow = dataclasses.replace(whole, narrow_tiles=True)
+    times = {whole.name: 10.0, narrow.name: microseconds}
+    monkeypatch.setattr(_tuning, "lookup", lambda shape, *, addend: times)
+    assert default_config((8, 2048, 2048), addend=True).narrow_tiles == narrow_tiles
 
 
 @pytest.mark.parametrize("times", [None, {"xla": 1.0}], ids=["unmeasured", "others measured"])

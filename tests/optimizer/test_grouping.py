@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
+from muon_jax import MuonDimensionNumbers, describe, muon, scale_by_muon
 from muon_jax._grouping import groups, map_by_shape
 from pallas_kernels import _device
 
@@ -98,6 +98,20 @@ def test_groups_have_tall_matrices_first_and_one_dtype():
         assert out.shape == stacks[i].shape and out.dtype == stacks[i].dtype
         assert (out == 2 * i).all()
     assert seen == [([1], {"float32"}), ([1], {"bfloat16"}), ([1, 2, 2, 4], {"float32"})]
+
+
+@pytest.mark.parametrize("ns_coeffs", ["standard", "balanced"])
+@pytest.mark.parametrize("shape", [(1024, 4096), (768, 3072), (1024, 1024)], ids=str)
+def test_the_form_does_not_depend_on_the_group(ns_coeffs, shape):
+    stack = {"stack": jax.ShapeDtypeStruct((64, *shape), jnp.float32)}
+    numbers = MuonDimensionNumbers(-2, -1)
+    one = {"one": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    (of_stack,), (of_one,) = (
+        describe(params, ns_coeffs=ns_coeffs, muon_weight_dimension_numbers=numbers).groups
+        for params in (stack, one)
+    )
+    assert (of_stack.shape, of_one.shape) == ((64, *shape), (1, *shape))
+    assert of_stack.method == of_one.method == ("gram" if shape[0] < shape[1] else "standard")
 
 
 def test_muon_groups_what_it_gets_beside_adamw():
