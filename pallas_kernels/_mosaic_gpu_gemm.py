@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _device, _work_list
 from pallas_kernels._mosaic_gpu_config import ROWS, SHARED_MEMORY, TILE_K
 from pallas_kernels._mosaic_gpu_ring import Ref, RingProgram, Tile
-from pallas_kernels._stacked import call_on_stacks
+from pallas_kernels._stacked import call_on_stacks, padded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +81,6 @@ def gemm(
         num_programs=num_programs or _device.num_multiprocessors(),
         interpret=interpret,
     )
-
-    def padded(x):
-        rows, cols = ((0, -size % 64) for size in x.shape[-2:])
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])
 
     operands = map(padded, (a_matrix, *b_matrices))
     (out,) = call_on_stacks(kernel, "mosaic_gpu", *operands)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _device
 from pallas_kernels._mosaic_gpu_config import ROWS, TILE_K, Config, default_config
 from pallas_kernels._mosaic_gpu_program import Program
-from pallas_kernels._stacked import call_on_stacks, stack_coefficients
+from pallas_kernels._stacked import call_on_stacks, padded, stack_coefficients
 
 
 def unsupported_reason(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> str | None:
@@ -64,10 +64,6 @@ def syrkx(
         num_programs=num_programs or _device.num_multiprocessors(),
         interpret=interpret,
     )
-
-    def padded(x):
-        rows, cols = ((0, -size % 64) for size in x.shape[-2:])
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])
 
     # Of A·Aᵀ too A is passed twice, so that it is the same program as A·Bᵀ.
     b_matrix = a_matrix if b_matrix is None else b_matrix

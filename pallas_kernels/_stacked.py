@@ -27,6 +27,12 @@ def call_on_stacks(
     return tuple(x.reshape(*batch, *x.shape[1:]) for x in results)
 
 
+def padded(x: jax.Array) -> jax.Array:
+    """Adds rows and columns of zeros to `(..., m, n)`, up to multiples of 64."""
+    rows, cols = ((0, -size % 64) for size in x.shape[-2:])
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])
+
+
 def stack_coefficients(coefficients: tuple[jax.Array, ...], batch: tuple[int, ...]) -> jax.Array:
     """Returns scalars, or arrays of the batch's shape, as one of shape `(*batch, number)`."""
     return jnp.stack(
