@@ -42,7 +42,7 @@ class Whole:
 
     def gemm(self, a: jax.Array, b: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
         """Returns A·B, or A·(B₁ + B₂)."""
-        named = {"triton": "xla"}.get(self.implementation or "", self.implementation)
+        named = "xla" if self.implementation == "triton" else self.implementation
         return gemm(a, b, implementation=named)
 
     def spread(self, q: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import numpy as np
 
@@ -9,23 +10,61 @@ from pallas_kernels import _tuning, _work_list
 
 ROWS = 64  # of the blocks that are stored, and of a warpgroup's share of a tile
 TILE_K = 64  # columns of A in a step of the ring: 128 bytes, the widest swizzle
-SHARED_MEMORY = 226 * 1024  # bytes for ring and staging buffers; the barriers are in the 227th KiB
+_SHARED_MEMORY = 226 * 1024  # bytes for ring and staging buffers; the barriers are in the 227th KiB
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class RingConfig:
     """A tile of `tile_m` × `tile_n` elements, and `num_stages` steps in the ring.
 
     Every warpgroup has 64 rows of each tile; or two have every other tile, `in_turns`, so that the
-    one stores while the other multiplies. Some tiles of those may be three quarters as wide, for
-    equal shares of the work, which takes twice the code.
+    one stores while the other multiplies.
     """
 
     tile_m: int
     tile_n: int
     num_stages: int
     in_turns: bool = False
+    num_stores: ClassVar[int] = 1  # of each block
+
+    @property
+    def num_turns(self) -> int:
+        """The tiles that are under way at a time."""
+        return 2 if self.in_turns else 1
+
+    @property
+    def rows(self) -> int:
+        """The rows of a tile that one warpgroup has."""
+        return self.tile_m if self.in_turns else ROWS
+
+    @property
+    def num_warpgroups(self) -> int:
+        """The warpgroups that multiply."""
+        return self.num_turns * self.tile_m // self.rows
+
+    @property
+    def block_n(self) -> int:
+        """The width of the blocks that are stored."""
+        return 64
+
+    @property
+    def num_buffers(self) -> int:
+        """The blocks that a warpgroup may have on their way to memory."""
+        free = _SHARED_MEMORY - self.num_stages * (self.tile_m + self.tile_n) * TILE_K * 2
+        buffer = self.num_stores * ROWS * self.block_n * 2
+        return min(self.tile_n // self.block_n, free // (self.num_warpgroups * buffer))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(RingConfig):
+    """Of the symmetric products, whose blocks are stored twice, the second time transposed.
+
+    Some tiles in turns may be three quarters as wide, for equal shares of the work, which takes
+    twice the code.
+    """
+
     narrow_tiles: bool = False
+    num_stores: ClassVar[int] = 2
 
     def __post_init__(self):
         if self.tile_m not in (64, 128):
@@ -48,31 +87,9 @@ class Config:
         return f"mosaic_gpu {tile}{in_turns}{', some narrow' if self.narrow_tiles else ''}"
 
     @property
-    def num_turns(self) -> int:
-        """The tiles that are under way at a time."""
-        return 2 if self.in_turns else 1
-
-    @property
-    def rows(self) -> int:
-        """The rows of a tile that one warpgroup has."""
-        return self.tile_m if self.in_turns else ROWS
-
-    @property
-    def num_warpgroups(self) -> int:
-        """The warpgroups that multiply."""
-        return self.num_turns * self.tile_m // self.rows
-
-    @property
     def block_n(self) -> int:
         """The width of the blocks that are stored."""
         return 32 if self.narrow_tiles or self.tile_n % 64 else 64
-
-    @property
-    def num_buffers(self) -> int:
-        """The blocks that a warpgroup may have on their way to memory."""
-        free = SHARED_MEMORY - self.num_stages * (self.tile_m + self.tile_n) * TILE_K * 2
-        buffer = 2 * ROWS * self.block_n * 2
-        return min(self.tile_n // self.block_n, free // (self.num_warpgroups * buffer))
 
     def deal(self, batch: int, m: int, num_programs: int) -> np.ndarray:
         """Returns the work list of `_work_list.deal_triangles`."""

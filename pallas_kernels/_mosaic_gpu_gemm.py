@@ -7,47 +7,21 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _device, _work_list
-from pallas_kernels._mosaic_gpu_config import ROWS, SHARED_MEMORY, TILE_K
-from pallas_kernels._mosaic_gpu_ring import Ref, RingProgram, Tile
+from pallas_kernels._mosaic_gpu_config import ROWS, TILE_K, RingConfig
+from pallas_kernels._mosaic_gpu_ring import Ref, RingProgram, Tile, launch
 from pallas_kernels._stacked import call_on_stacks, padded
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """A tile of 128 × `tile_n` elements, and `num_stages` steps in the ring."""
-
-    tile_n: int
-    num_stages: int
-    in_turns: bool
-    tile_m: ClassVar[int] = 128
-    block_n: ClassVar[int] = 64  # of the blocks that are stored
-    num_warpgroups: ClassVar[int] = 2  # that multiply
-
-    @property
-    def rows(self) -> int:
-        """The rows of a tile that one warpgroup has."""
-        return self.tile_m if self.in_turns else self.tile_m // 2
-
-    @property
-    def num_turns(self) -> int:
-        """The tiles that are under way at a time."""
-        return 2 if self.in_turns else 1
-
-    @property
-    def num_buffers(self) -> int:
-        """The blocks that a warpgroup may have on their way to memory."""
-        free = SHARED_MEMORY - self.num_stages * (self.tile_m + self.tile_n) * TILE_K * 2
-        return min(self.tile_n // self.block_n, free // (2 * ROWS * self.block_n * 2))
+class Config(RingConfig):
+    """A tile of 128 rows, and its ring; blocks are stored once."""
 
     def deal(self, batch: int, m: int, n: int, num_programs: int) -> np.ndarray:
         """Returns the work list of `_work_list.deal_rectangles`."""
@@ -57,9 +31,9 @@ class Config:
 
 
 CONFIGS = (
-    Config(128, 6, in_turns=True),
-    Config(192, 4, in_turns=True),
-    Config(256, 4, in_turns=False),
+    Config(128, 128, 6, in_turns=True),
+    Config(128, 192, 4, in_turns=True),
+    Config(128, 256, 4),
 )
 
 
@@ -100,10 +74,10 @@ def predict(shape: tuple[int, ...], n: int, config: Config, num_programs: int) -
     often. Of a tile that is not in turns the storing is 1.2 µs.
     """
     batch, m, k = shape
-    num_rounds, *_ = config.deal(batch, m, n, num_programs).shape
+    tiles = batch * pl.cdiv(m, config.tile_m) * pl.cdiv(n, config.tile_n)
     rate = 5.25e6 if config.tile_n == 128 else 5.6e6
     storing = 0 if config.in_turns else 1.2
-    return num_rounds * (2 * config.tile_m * config.tile_n * k / rate + storing)
+    return pl.cdiv(tiles, num_programs) * (2 * config.tile_m * config.tile_n * k / rate + storing)
 
 
 # Jitted, so that calls of equal shapes are traced and lowered once.
@@ -113,46 +87,20 @@ def _launch(a, *bs, config, num_programs, interpret):
     config = config or default_config(a.shape, n, num_programs)
     work = config.deal(batch, m, n, num_programs)
 
-    def shared(*shape):
-        # Abstract to pyright: methods come from a decorator.
-        tiled = plgpu.TilingTransform((8, 64))  # pyright: ignore[reportAbstractUsage]
-        swizzled = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
-        return plgpu.SMEM(shape, a.dtype, transforms=(tiled, swizzled))
+    def program(a, *refs, **ring):
+        return _Program(a=a, bs=refs[:-1], out=refs[-1], **ring)
 
-    def body(tiles, a_gmem, *refs, **scratch):
-        _Program(
-            config=config,
-            widths=(config.tile_n,),
-            warpgroup=lax.axis_index("warpgroup"),
-            index=lax.axis_index("program"),
-            tiles=tiles,
-            a=a_gmem,
-            bs=refs[: len(bs)],
-            out=refs[-1],
-            **scratch,
-        ).run()
-
-    # In units of the blocks, for the compiler to see that rows and columns are multiples of them.
-    tiles = work // np.array([1, ROWS, config.block_n, 1], np.int32)
-    stages = config.num_stages
-    out = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((batch, m, n), a.dtype),
-        grid=(work.shape[1],),
-        grid_names=("program",),
-        num_threads=config.num_warpgroups + 1,
-        thread_name="warpgroup",
-        scratch_types={
-            "a_ring": shared(stages, config.tile_m, TILE_K),
-            "b_ring": shared(stages, TILE_K, config.tile_n),
-            "buffers": shared(config.num_warpgroups, config.num_buffers, ROWS, config.block_n),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=(config.num_turns, stages)),
-            "empty": plgpu.Barrier(num_arrivals=config.tile_m // config.rows, num_barriers=stages),
-        },
+    return launch(
+        program,
+        config,
+        work,
+        (a, *bs),
+        (jax.ShapeDtypeStruct((batch, m, n), a.dtype),),
+        b_block=(TILE_K, config.tile_n),
+        buffers={"buffers": (ROWS, config.block_n)},
         interpret=interpret,
         kernel_name="gemm",
-    )(jnp.asarray(tiles), a, *bs)
-    return (out,)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,16 +14,17 @@ nor on what else is in the stack, to the last bit.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic_gpu_config import ROWS
+from pallas_kernels._mosaic_gpu_config import ROWS, TILE_K, RingConfig
 
 type Ref = Any  # a reference to memory, or to barriers
 
@@ -43,7 +44,7 @@ class RingProgram:
     """One warpgroup of one program, with the ring and its barriers.
 
     Attributes:
-        config: with `tile_m`, `block_n`, `num_stages`, `num_turns`, `num_warpgroups`, `rows`.
+        config: the tile and the ring.
         widths: of tiles.
         warpgroup, index: which of the program's warpgroups, and which program.
         tiles: the work list in global memory, in units of the blocks that are stored.
@@ -51,7 +52,7 @@ class RingProgram:
         full, empty: barriers of each slot of the ring, `full` for each turn.
     """
 
-    config: Any
+    config: RingConfig
     widths: tuple[int, ...]
     warpgroup: jax.Array
     index: jax.Array
@@ -178,3 +179,70 @@ class RingProgram:
             product = accumulator[...]
             self.release(tile.step + self.num_products - 1)
             store(product)
+
+
+def launch(
+    program: Callable[..., RingProgram],
+    config: RingConfig,
+    work: np.ndarray,
+    operands: tuple[jax.Array, ...],
+    out_type: tuple[jax.ShapeDtypeStruct, ...],
+    *,
+    b_block: tuple[int, int],
+    buffers: Mapping[str, tuple[int, int]],
+    interpret: plgpu.InterpretGPUParams | None,
+    kernel_name: str,
+) -> tuple[jax.Array, ...]:
+    """Runs a program for each column of a work list.
+
+    Args:
+        program: makes one, of the operands and the results in global memory, the buffers by name,
+            and the attributes of a `RingProgram`.
+        config: the tile and the ring.
+        work: as from `_work_list`.
+        operands: what programs read.
+        out_type: the results.
+        b_block: the shape of a step's block of B.
+        buffers: the shapes of staging buffers, of which each warpgroup has `config.num_buffers`.
+        interpret: runs the kernel in Pallas' interpreter.
+        kernel_name: as profilers show it.
+    """
+    stages, staging = config.num_stages, (config.num_warpgroups, config.num_buffers)
+
+    def shared(*shape):
+        swizzle = plgpu.find_swizzle(16 * shape[-1])
+        # Abstract to pyright: methods come from a decorator.
+        tiled = plgpu.TilingTransform((8, swizzle // 2))  # pyright: ignore[reportAbstractUsage]
+        swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+        return plgpu.SMEM(shape, out_type[0].dtype, transforms=(tiled, swizzled))
+
+    def body(tiles, *refs, **scratch):
+        program(
+            *refs,
+            warpgroup=lax.axis_index("warpgroup"),
+            index=lax.axis_index("program"),
+            config=config,
+            widths=tuple({*work[..., 3].ravel().tolist()} - {0}),
+            tiles=tiles,
+            **scratch,
+        ).run()
+
+    # In units of the blocks, for the compiler to see that rows and columns are multiples of them.
+    tiles = work // np.array([1, ROWS, config.block_n, 1], np.int32)
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(work.shape[1],),
+        grid_names=("program",),
+        num_threads=config.num_warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types={
+            "a_ring": shared(stages, config.tile_m, TILE_K),
+            "b_ring": shared(stages, *b_block),
+            **{name: shared(*staging, *shape) for name, shape in buffers.items()},
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=(config.num_turns, stages)),
+            "empty": plgpu.Barrier(num_arrivals=config.tile_m // config.rows, num_barriers=stages),
+        },
+        interpret=interpret,
+        kernel_name=kernel_name,
+    )(jnp.asarray(tiles), *operands)

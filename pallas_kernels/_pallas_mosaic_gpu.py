@@ -8,13 +8,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _device
 from pallas_kernels._mosaic_gpu_config import ROWS, TILE_K, Config, default_config
 from pallas_kernels._mosaic_gpu_program import Program
+from pallas_kernels._mosaic_gpu_ring import launch
 from pallas_kernels._stacked import call_on_stacks, padded, stack_coefficients
 
 
@@ -89,49 +88,29 @@ def _launch(
     if mirrored_on_diagonal and config.block_n != ROWS:
         raise ValueError(f"A·Bᵀ needs a config that stores square blocks, got {config}")
     work = config.deal(batch, m, num_programs)
-    stages, staging = config.num_stages, (config.num_warpgroups, config.num_buffers)
 
-    def shared(*shape):
-        swizzle = plgpu.find_swizzle(16 * shape[-1])
-        # Abstract to pyright: methods come from a decorator.
-        tiled = plgpu.TilingTransform((8, swizzle // 2))  # pyright: ignore[reportAbstractUsage]
-        swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
-        return plgpu.SMEM(shape, a.dtype, transforms=(tiled, swizzled))
-
-    def body(tiles, coefficients, a_gmem, b_gmem, *refs, **scratch):
-        Program(
-            warpgroup=lax.axis_index("warpgroup"),
-            index=lax.axis_index("program"),
-            config=config,
-            widths=tuple({*work[..., 3].ravel().tolist()} - {0}),
+    def program(coefficients, a, b, *refs, **ring):
+        return Program(
             mirrored_on_diagonal=mirrored_on_diagonal,
-            tiles=tiles,
             coefficients=coefficients,
-            a=a_gmem,
-            b=b_gmem,
+            a=a,
+            b=b,
             cs=refs[: len(cs)],
             outs=refs[len(cs) :],
-            **scratch,
-        ).run()
+            **ring,
+        )
 
-    out_type = (jax.ShapeDtypeStruct((batch, m, m), a.dtype),) * (1 + residual)
-    # In units of the blocks, for the compiler to see that rows and columns are multiples of them.
-    tiles = work // np.array([1, ROWS, config.block_n, 1], np.int32)
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
-        grid=(work.shape[1],),
-        grid_names=("program",),
-        num_threads=config.num_warpgroups + 1,
-        thread_name="warpgroup",
-        scratch_types={
-            "a_ring": shared(stages, config.tile_m, TILE_K),
-            "b_ring": shared(stages, config.tile_n, TILE_K),
-            "out_buffers": shared(*staging, ROWS, config.block_n),
-            "mirror_buffers": shared(*staging, config.block_n, ROWS),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=(config.num_turns, stages)),
-            "empty": plgpu.Barrier(num_arrivals=config.tile_m // config.rows, num_barriers=stages),
+    return launch(
+        program,
+        config,
+        work,
+        (coefficients, a, b, *cs),
+        (jax.ShapeDtypeStruct((batch, m, m), a.dtype),) * (1 + residual),
+        b_block=(config.tile_n, TILE_K),
+        buffers={
+            "out_buffers": (ROWS, config.block_n),
+            "mirror_buffers": (config.block_n, ROWS),
         },
         interpret=interpret,
         kernel_name="syrkx",
-    )(jnp.asarray(tiles), coefficients, a, b, *cs)
+    )

@@ -145,12 +145,10 @@ DTYPES = {
     name: (jnp.bfloat16, jnp.float16) + (() if "mosaic_gpu" in name else (jnp.float32,))
     for name in IMPLEMENTATIONS
 }
+needs_hopper = pytest.mark.skipif(not _device.is_hopper(), reason="needs a Hopper GPU")
 MARKS = {
     "triton": [pytest.mark.gpu],
-    "mosaic_gpu": [
-        pytest.mark.gpu,
-        pytest.mark.skipif(not _device.is_hopper(), reason="needs a Hopper GPU"),
-    ],
+    "mosaic_gpu": [pytest.mark.gpu, needs_hopper],
 }
 each_implementation = pytest.mark.parametrize(
     "implementation", [pytest.param(name, marks=MARKS.get(name, [])) for name in IMPLEMENTATIONS]

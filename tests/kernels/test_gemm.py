@@ -12,7 +12,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import _device, gemm
+from pallas_kernels import gemm
 from pallas_kernels._mosaic_gpu_gemm import CONFIGS, default_config
 from pallas_kernels._mosaic_gpu_gemm import gemm as mosaic_gemm
 
@@ -156,7 +156,7 @@ def test_what_is_named_runs_or_says_why_not():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not _device.is_hopper(), reason="needs a Hopper GPU")
+@helpers.needs_hopper
 @each_config
 @pytest.mark.parametrize("num_bs", [1, 2])
 def test_on_a_gpu_every_config_is_exact_and_the_same_in_any_stack(config, num_bs):

@@ -11,7 +11,6 @@ import pytest
 
 from muon_jax import MuonDimensionNumbers, describe, muon, scale_by_muon
 from muon_jax._grouping import groups, map_by_shape
-from pallas_kernels import _device
 
 SHAPES = {
     **{f"layer {i}/up": (16, 40) for i in range(6)},
@@ -131,7 +130,7 @@ def test_muon_groups_what_it_gets_beside_adamw():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not _device.is_hopper(), reason="needs a Hopper GPU")
+@helpers.needs_hopper
 @pytest.mark.parametrize("ns_coeffs", ["standard", "balanced"])
 def test_on_hopper_results_are_the_same_alone_bit_for_bit(ns_coeffs):
     """Of matrices so large that all products of one are for the kernels."""
