@@ -167,7 +167,9 @@ def _group(stacks, given):
         shape=operand.shape,
         method=form.method,
         dtype=str(form.dtype),
-        implementation=given["implementation"] or select_implementation(operand).implementation,
+        implementation=given["implementation"]
+        or _form.implementation_of((m, n), form.dtype)
+        or select_implementation(operand).implementation,
         flops=batch * m**3 * form.products.units(n / max(m, 1)),
     )
 

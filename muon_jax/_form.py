@@ -9,14 +9,14 @@ from muon_jax import _coefficients, _composed, _gram
 from muon_jax._coefficients import Quintics
 from muon_jax._cost import Products
 from muon_jax._schedules import Schedule
-from pallas_kernels import _device
+from pallas_kernels import _device, select_implementation
 
 type Method = Literal["standard", "gram"]
 type ProductsDType = jax.typing.DTypeLike | Literal["auto"] | None
 
 
-# The form of an optimizer's matrices is that of a stack of so many, however many are grouped: their
-# updates do not depend on the grouping.
+# The form and the kernels of an optimizer's matrices are those of a stack of so many, however many
+# are grouped: their updates do not depend on the grouping.
 GROUP = 16
 
 
@@ -68,6 +68,17 @@ def of(
     """Returns the form in which an optimizer with these arguments runs on `(..., m, n)`."""
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     return choose(recipe, method, preconditioning, dtype, (GROUP, *shape[-2:]), in_dtype)
+
+
+def implementation_of(shape: tuple[int, int], dtype: jnp.dtype) -> str | None:
+    """Returns what an optimizer multiplies matrices `(m, n)`, m ≤ n, of the products' dtype with.
+
+    That is `"mosaic_gpu"` where it is the fastest: its products of a matrix are the same in any
+    stack, bit for bit. Elsewhere None, for the fastest of each product.
+    """
+    padded = (size + -size % 64 for size in shape)
+    operand = jax.ShapeDtypeStruct((GROUP, *padded), dtype)
+    return "mosaic_gpu" if select_implementation(operand).implementation == "mosaic_gpu" else None
 
 
 def gram_form(

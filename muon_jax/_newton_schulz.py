@@ -138,21 +138,14 @@ def newton_schulz(
         )
     _options.check("preconditioning", preconditioning, Preconditioning)
     _options.check("eps_mode", eps_mode, EpsMode)
-    if method is None:
-        recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
-        shape = (*x.shape[:-2], *sorted(x.shape[-2:]))
-        method = _form.choose(recipe, None, preconditioning, dtype, shape, x.dtype).method
-    run = functools.partial(
-        orthogonalize,
-        ns_coeffs=ns_coeffs,
-        ns_steps=ns_steps,
-        eps=eps,
-        eps_mode=eps_mode,
-        dtype=dtype,
-        preconditioning=preconditioning,
-        method=method,
-        implementation=implementation,
-    )
+    recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
+    shape = (*x.shape[:-2], *sorted(x.shape[-2:]))
+    form = _form.choose(recipe, method, preconditioning, dtype, shape, x.dtype)
+    held = Whole(implementation)
+
+    def run(stacks):
+        return _run(stacks, recipe, form, eps, eps_mode, preconditioning, held)
+
     (result,) = _sharding.by_device(run, [x])
     return result
 
@@ -169,23 +162,29 @@ def orthogonalize(
     method: Method | None,
     implementation: str | None,
 ) -> list[jax.Array]:
-    """As `newton_schulz`, for several stacks at once, which become one in the products' dtype.
+    """As `newton_schulz`, for an optimizer's matrices, whatever stacks they happen to be in.
+
+    The form, and the kernels of all products, are those for a stack of 16.
 
     Args:
-        stacks: one array `(..., m, n)`, or several of shapes `(batch, m, n)` or `(batch, n, m)`
-            and of one dtype.
-        ns_coeffs: and all that follow: as for `newton_schulz`; but where `method` is None the form
-            is that of a stack of 16, whatever the size of this one.
+        stacks: arrays `(batch, m, n)` or `(batch, n, m)` of one dtype, which become one in that of
+            the products.
+        ns_coeffs: and all that follow: as for `newton_schulz`.
     """
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     in_dtype, (m, n) = stacks[0].dtype, sorted(stacks[0].shape[-2:])
-    largest = largest_entries(stacks)
     form = _form.choose(recipe, method, preconditioning, dtype, (_form.GROUP, m, n), in_dtype)
-    scaled, scale = _iteration.scale_down(stacks, largest, n, form.dtype)
+    held = Whole(implementation or _form.implementation_of((m, n), form.dtype))
+    return _run(stacks, recipe, form, eps, eps_mode, preconditioning, held)
+
+
+def _run(stacks, recipe, form, eps, eps_mode, preconditioning, held):
+    """The iteration in that form, on all stacks as one."""
+    n = max(stacks[0].shape[-2:])
+    scaled, scale = _iteration.scale_down(stacks, largest_entries(stacks), n, form.dtype)
     x = _iteration.join(scaled)
-    held = Whole(implementation)
     x = _iteration.iterate(x, recipe, form.method, eps, eps_mode, scale, preconditioning, n, held)
     return [
-        (part.mT if is_tall(given) else part).astype(in_dtype)
+        (part.mT if is_tall(given) else part).astype(given.dtype)
         for part, given in zip(_iteration.split(x, stacks), stacks, strict=True)
     ]

@@ -51,10 +51,10 @@ def inverse_norm(
     if preconditioning == "frobenius":
         *batch, m, _ = gram.shape
         diagonal = gram.reshape(*batch, m * m)[..., :: m + 1]  # jnp.diagonal is a kernel of its own
-        norm = jnp.sqrt(jnp.sum(diagonal.real.astype(accumulator(gram)), axis=-1))
+        norm = jnp.sqrt(total(diagonal.real.astype(accumulator(gram))))
         regularized = regularize(norm, times(eps, scale), eps_mode)
     elif preconditioning == "schatten":
-        norm = jnp.sqrt(jnp.sum(jnp.abs(gram).astype(accumulator(gram)) ** 2, axis=(-2, -1)))
+        norm = jnp.sqrt(total(total(jnp.abs(gram).astype(accumulator(gram)) ** 2)))
         regularized = jnp.sqrt(jnp.maximum(norm, times(times(eps, scale), scale)))
     else:
         norm = jnp.linalg.norm(wide(x), ord=2, axis=(-2, -1))
@@ -108,10 +108,30 @@ def inverse_row_norms(gram: jax.Array, least: jax.Array) -> jax.Array:
     `gram_gain`; in float16 sums below 2⁻¹¹, of numbers that are subnormal there, count as 2⁻¹¹, or
     their rounding would be as large as the rest of DAD.
     """
-    sums = jnp.sum(jnp.abs(gram).astype(accumulator(gram)), axis=-1, keepdims=True)
+    sums = total(jnp.abs(gram).astype(accumulator(gram)))[..., None]
     if gram.dtype == jnp.float16:
         least = jnp.maximum(least, 2.0**-11)
     return jnp.where(sums == 0, 0, jax.lax.rsqrt(jnp.maximum(sums, least[..., None, None])))
+
+
+def total(x: jax.Array) -> jax.Array:
+    """Σx along the last axis, the same in whatever order XLA sums.
+
+    That order depends on the size of the stack, and on times that XLA's autotuner measures. So sums
+    are pairs of numbers, with `TwoSum <https://doi.org/10.1137/030601818>`_ of Knuth; their last
+    digits, where the order shows, are beyond those of the result.
+    """
+
+    def add(left, right):
+        (x, x_low), (y, y_low) = left, right
+        high = x + y
+        of_y = high - x
+        return high, x_low + y_low + ((x - (high - of_y)) + (y - of_y))
+
+    zero = jnp.zeros((), x.dtype)
+    # Zeros that have a derivative.
+    high, low = jax.lax.reduce((x, x - x), (zero, zero), add, (x.ndim - 1,))
+    return high + low
 
 
 def accumulator(x: jax.Array):
