@@ -26,16 +26,20 @@ def scale_down(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Returns the stacks in `dtype`, with entries of at most n^-¼, and what they are times.
 
+    In 16 bits they are rounded before they are scaled, as are matrices that were sent in 16 bits:
+    those that float16 makes subnormal would be others else.
+
     Args:
         stacks: as for `orthogonalize`.
         largest: the largest entry of each of their matrices.
         n: the larger size of the matrices.
         dtype: of the products.
     """
-    first, second = powers_of_two(largest, -(-_log2(n) // 4))
+    rounded = functools.partial(_rounded, dtype=dtype)
+    first, second = powers_of_two(rounded(largest), -(-_log2(n) // 4))
     # Each stack by itself, for XLA to make it part of the pass that computes the stack.
     factors = (split(f[..., None, None], stacks) for f in (first, second))
-    scaled = [(x * f * g).astype(dtype) for x, f, g in zip(stacks, *factors, strict=True)]
+    scaled = [(rounded(x) * f * g).astype(dtype) for x, f, g in zip(stacks, *factors, strict=True)]
     return scaled, first * second
 
 
@@ -108,6 +112,13 @@ def transposed(x: jax.Array) -> jax.Array:
     if _device.platform() == "gpu":
         x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
     return x.mT
+
+
+def _rounded(x, dtype):
+    """`x` with the mantissa of `dtype`, where that has 16 bits, and its own exponents."""
+    if jnp.finfo(dtype).bits > 16:
+        return x
+    return jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, jnp.finfo(dtype).nmant)
 
 
 def _log2(n):

@@ -138,6 +138,7 @@ def newton_schulz(
         )
     _options.check("preconditioning", preconditioning, Preconditioning)
     _options.check("eps_mode", eps_mode, EpsMode)
+    _options.check_float("dtype", dtype)
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     shape = (*x.shape[:-2], *sorted(x.shape[-2:]))
     form = _form.choose(recipe, method, preconditioning, dtype, shape, x.dtype)

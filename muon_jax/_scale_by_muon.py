@@ -90,10 +90,10 @@ def scale_by_muon(
             it faster; True for all but those of `Split` and `Unfold`; False for none.
 
     Raises:
-        ValueError: an argument is none of the values above, `beta` is not in [0, 1), a parameter is
-            no matrix, `ns_dtype` is one that the composed schedule is unsafe in, or `shardings` is
-            missing or wrong. Or `distributed_gram` is True, and no sharded matrix can stay in
-            pieces.
+        ValueError: an argument is none of the values above, `beta` is not in [0, 1), a dtype is
+            that of integers, `max_group_bytes` is negative, a parameter is no matrix, `ns_dtype` is
+            one that the composed schedule is unsafe in, or `shardings` is missing or wrong. Or
+            `distributed_gram` is True, and no sharded matrix can stay in pieces.
         NotImplementedError: the named implementation cannot run here.
     """
     _options.check("preconditioning", preconditioning, Preconditioning)
@@ -107,6 +107,10 @@ def scale_by_muon(
                 f"{name} must be no array, got {value}: optax.inject_hyperparams makes one of it;"
                 f" give it static_args={name!r}"
             )
+    _options.check_float("mu_dtype", mu_dtype)
+    _options.check_float("ns_dtype", ns_dtype)
+    if max_group_bytes is not None and max_group_bytes < 0:
+        raise ValueError(f"max_group_bytes must be None or at least 0, got {max_group_bytes}")
     ns_coeffs = _coefficients.canonicalize(ns_coeffs)
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     if isinstance(recipe, Schedule) and ns_dtype not in ("auto", None):

@@ -51,7 +51,10 @@ def scale_by_shape(
         factors = _sharding.by_element(factor, weight_dimension_numbers, updates, shardings)
         if consistent_rms is not None:
             factors = [consistent_rms * value for value in factors]
-        scaled = [jnp.asarray(f, x.dtype) * x for f, x in zip(factors, leaves, strict=True)]
-        return treedef.unflatten(scaled), state
+        factors = [jnp.asarray(f, x.dtype) for f, x in zip(factors, leaves, strict=True)]
+        # A barrier, or XLA multiplies by this times a constant learning rate in some programs, and
+        # rounds once, in others by one after the other.
+        factors = jax.lax.optimization_barrier(factors)
+        return treedef.unflatten([*map(jnp.multiply, factors, leaves)]), state
 
     return optax.GradientTransformation(optax.init_empty_state, update_fn)

@@ -96,6 +96,15 @@ def test_none_is_the_kernel_where_it_runs_and_is_as_fast(shape, n, dtype, gpu, k
     assert text.count("custom_call @mosaic_gpu") == kernel
 
 
+@pytest.mark.parametrize(("batch", "kernel"), [(3, False), (4, True)])
+def test_none_is_the_kernel_for_sums_of_smaller_products(batch, kernel):
+    a = operand(batch, 512, 512)
+    with helpers.described_gpu("H200"):
+        traced = jax.jit(lambda a, b, c: gemm(a, (b, c))).trace(a, a, a)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == kernel
+
+
 def test_vmapped_it_lowers_to_one_launch_inside_a_shard_map_that_checks():
     spec = PartitionSpec("x")
     function = jax.vmap(functools.partial(gemm, implementation="mosaic_gpu"))

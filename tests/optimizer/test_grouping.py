@@ -11,6 +11,7 @@ import pytest
 
 from muon_jax import MuonDimensionNumbers, describe, muon, scale_by_muon
 from muon_jax._grouping import groups, map_by_shape
+from muon_jax._normalization import total
 
 SHAPES = {
     **{f"layer {i}/up": (16, 40) for i in range(6)},
@@ -111,6 +112,16 @@ def test_the_form_does_not_depend_on_the_group(ns_coeffs, shape):
     )
     assert (of_stack.shape, of_one.shape) == ((64, *shape), (1, *shape))
     assert of_stack.method == of_one.method == ("gram" if shape[0] < shape[1] else "standard")
+
+
+def test_sums_are_the_same_in_any_order():
+    rng = np.random.default_rng(0)
+    x = np.exp(4 * rng.standard_normal((20, 1000))).astype(np.float32)
+    exact = x.astype(np.float64).sum(-1).astype(np.float32)
+    plain = {tuple(np.asarray(jnp.sum(rng.permuted(x, axis=-1), -1))) for _ in range(5)}
+    assert len(plain) > 1
+    for _ in range(5):
+        chex.assert_trees_all_equal(jax.jit(total)(rng.permuted(x, axis=-1)), exact)
 
 
 def test_muon_groups_what_it_gets_beside_adamw():

@@ -1,4 +1,5 @@
 import inspect
+import math
 
 import chex
 import helpers
@@ -274,6 +275,17 @@ def test_scale_by_shape(shape, numbers, consistent_rms, factor):
     chex.assert_trees_all_close(scaled, factor * update, rtol=1e-6)
 
 
+@pytest.mark.optimized
+def test_the_factor_and_a_constant_learning_rate_are_rounded_one_after_the_other():
+    """Or XLA multiplies by their product in some programs: updates on a mesh would be others."""
+    grads = {"wide": tree()["wide"]}
+    optimizer = muon(-0.1)
+    updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads), grads)
+    orthogonal = helpers.compiled_update(grads, ns_steps=5, ns_dtype="auto")[1]["wide"]
+    factor = np.float32(math.sqrt(50 / 20))
+    chex.assert_trees_all_equal(updates["wide"], np.float32(0.1) * (factor * orthogonal))
+
+
 def test_none_in_the_parameters_is_none_in_the_updates():
     views = {"w": MuonDimensionNumbers(), "activation": None, "b": None}
     params = {"w": jnp.ones((4, 6)), "activation": None, "b": jnp.ones(4)}
@@ -337,6 +349,9 @@ def test_eps_reaches_every_preconditioning(preconditioning):
         (lambda: muon(0.1, ns_coeffs="fast", ns_steps=3), r"'fast' has 2 steps.*ns_steps=3"),
         (lambda: muon(0.1, "fast", preconditioning="aol"), r"'fast'.*preconditioning='aol'"),
         (lambda: muon(0.1, "fast", ns_dtype="float8_e4m3fn"), r"'fast' is unsafe in float8_e4m3fn"),
+        (lambda: muon(0.1, ns_dtype="int8"), "ns_dtype must be a float dtype, got int8"),
+        (lambda: muon(0.1, mu_dtype="int8"), "mu_dtype must be a float dtype, got int8"),
+        (lambda: muon(0.1, max_group_bytes=-1), "max_group_bytes must be .* at least 0, got -1"),
         (lambda: muon(0.1, beta=1.0), r"beta must be in \[0, 1\), got 1.0"),
         (lambda: muon(0.1, normuon_b2=1.5), r"b2 must be in \[0, 1\), got 1.5"),
         (lambda: muon(0.1, preconditioning="svd"), r"preconditioning must be one of.*got 'svd'"),

@@ -295,6 +295,7 @@ def test_the_implementation_is_obeyed_or_refused():
     [
         (lambda x: newton_schulz(x[0]), r"shape \(\.\.\., m, n\), got float32\[8\]"),
         (lambda x: newton_schulz(x.astype(int)), r"float dtype"),
+        (lambda x: newton_schulz(x, dtype=int), "dtype must be a float dtype, got int"),
         (lambda x: newton_schulz(x.astype("float8_e4m3fn")), r"16 bits or more.*got float8_e4m3fn"),
         (
             lambda x: newton_schulz(x, dtype="float8_e5m2"),
