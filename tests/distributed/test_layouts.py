@@ -3,6 +3,7 @@
 import math
 import re
 
+import chex
 import helpers
 import hypothesis
 import hypothesis.strategies as st
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, scale_by_muon
+from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
 from muon_jax._views import Split, Unfold
 from muon_jax.benchmarks._sharded import collectives
 
@@ -238,3 +239,23 @@ def test_random_layouts(data):
         grads, weight_dimension_numbers=views, shardings=shardings, **kwargs
     )
     helpers.assert_close(updates, expected, atol=4e-6)
+
+
+@pytest.mark.gpu
+@helpers.needs_hopper
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("spec", [PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")], ids=str)
+@pytest.mark.parametrize("ns_coeffs", ["standard", "balanced"])
+def test_on_hopper_gpus_updates_are_those_of_one_bit_for_bit(ns_coeffs, spec):
+    shapes = {"square": (768, 768), "wide": (1000, 1500), "tall": (4096, 2048)}
+    grads = helpers.random_tree(
+        {f"{name} {i}": shape for name, shape in shapes.items() for i in range(3)}, seed=0
+    )
+    optimizer = muon(0.02, ns_coeffs=ns_coeffs)
+
+    def update(grads):
+        return jax.jit(optimizer.update)(grads, optimizer.init(grads), grads)[0]
+
+    sharding = NamedSharding(jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2]), spec)
+    sharded = {name: jax.device_put(x, sharding) for name, x in grads.items()}
+    chex.assert_trees_all_equal(update(sharded), update(grads))
