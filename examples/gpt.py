@@ -175,6 +175,11 @@ def train(options: argparse.Namespace, mesh: Mesh) -> None:
     start = int(state.step)
     if start == options.steps:
         raise SystemExit(f"{folder} already holds all {start} steps")
+    if start % options.log_every:
+        raise SystemExit(
+            f"{folder} holds {start} steps, no multiple of --log-every {options.log_every}: pass a"
+            " divisor of it, such as that of the run before"
+        )
 
     # Compiled and called once on a copy, so that times are those of steps alone.
     train_text = jax.device_put(text.train, everywhere)

@@ -1,5 +1,6 @@
 """Training on spheres: steps in proportion to a parameter's norm, which they keep."""
 
+import jax.numpy as jnp
 import optax
 
 from muon_jax import _sharding, _views
@@ -49,7 +50,8 @@ def keep_param_norm(
 ) -> optax.GradientTransformation:
     """Changes updates so that each matrix keeps its Frobenius norm: p + u <- (p + u)·‖p‖/‖p + u‖.
 
-    The last of a chain, see `scale_to_param_norm`. A matrix of zeros stays one.
+    The last of a chain, see `scale_to_param_norm`. A matrix of zeros stays one. Where p + u = 0 the
+    update is 0.
 
     Args:
         weight_dimension_numbers: as for `scale_by_muon`.
@@ -62,7 +64,8 @@ def keep_param_norm(
     """
 
     def update(u, p):
-        return over(norm_of_any_size(p), norm_of_any_size(p + u)) * (p + u) - p
+        norm = norm_of_any_size(p + u)
+        return jnp.where(norm == 0, 0, over(norm_of_any_size(p), norm) * (p + u) - p)
 
     return _of_pairs(update, "keep_param_norm", weight_dimension_numbers, shardings)
 

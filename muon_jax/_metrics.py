@@ -64,7 +64,7 @@ def with_metrics(
                 for stacks in (gradients, updates, momenta)
             )
             values[f"{shape}/gradient_norm"] = norm_of_any_size(g, axis=None).squeeze()
-            values[f"{shape}/update_rms"] = jnp.linalg.norm(o) / o.size**0.5
+            values[f"{shape}/update_rms"] = jnp.linalg.norm(o) / max(o.size, 1) ** 0.5
             values[f"{shape}/orthogonality_residual"] = jnp.mean(_orthogonality_residual(o))
             values[f"{shape}/stable_rank"] = jnp.mean(_stable_rank(m))
         return {name: value.astype(jnp.float32) for name, value in values.items()}
@@ -120,12 +120,12 @@ def _wide(x):
 def _orthogonality_residual(x):
     """‖XXᵀ - I‖_F/√m of each matrix (m, n) of a stack."""
     gram = jnp.matmul(x, x.mT.conj(), precision="highest")
-    return frobenius_norm(gram - jnp.eye(x.shape[-2])) / x.shape[-2] ** 0.5
+    return frobenius_norm(gram - jnp.eye(x.shape[-2])) / max(x.shape[-2], 1) ** 0.5
 
 
 def _stable_rank(x):
     """‖X‖_F²/‖X‖₂² of each matrix (m, n) of a stack, 0 for zeros."""
-    x = over(x, jnp.max(jnp.abs(x), (-2, -1), keepdims=True))  # whose squares are finite
+    x = over(x, jnp.max(jnp.abs(x), (-2, -1), keepdims=True, initial=0))  # with finite squares
 
     def iterate(_, vector):
         image = jnp.matmul(x.mT.conj(), vector, precision="highest")

@@ -51,15 +51,15 @@ def inverse_norm(
     if preconditioning == "frobenius":
         *batch, m, _ = gram.shape
         diagonal = gram.reshape(*batch, m * m)[..., :: m + 1]  # jnp.diagonal is a kernel of its own
-        norm = jnp.sqrt(total(diagonal.real.astype(accumulator(gram))))
+        norm = root(total(diagonal.real.astype(accumulator(gram))))
         regularized = regularize(norm, times(eps, scale), eps_mode)
     elif preconditioning == "schatten":
-        norm = jnp.sqrt(total(total(jnp.abs(gram).astype(accumulator(gram)) ** 2)))
-        regularized = jnp.sqrt(jnp.maximum(norm, times(times(eps, scale), scale)))
+        norm = root(total(total(jnp.abs(gram).astype(accumulator(gram)) ** 2)))
+        regularized = root(jnp.maximum(norm, times(times(eps, scale), scale)))
     else:
         norm = jnp.linalg.norm(wide(x), ord=2, axis=(-2, -1))
         regularized = regularize(norm, times(eps, scale), eps_mode)
-    return jnp.where(norm == 0, 0, 1 / regularized)
+    return over(jnp.where(norm == 0, 0, 1), regularized)
 
 
 def normalize(
@@ -111,7 +111,8 @@ def inverse_row_norms(gram: jax.Array, least: jax.Array) -> jax.Array:
     sums = total(jnp.abs(gram).astype(accumulator(gram)))[..., None]
     if gram.dtype == jnp.float16:
         least = jnp.maximum(least, 2.0**-11)
-    return jnp.where(sums == 0, 0, jax.lax.rsqrt(jnp.maximum(sums, least[..., None, None])))
+    d = jax.lax.rsqrt(jnp.where(sums == 0, 1, jnp.maximum(sums, least[..., None, None])))
+    return jnp.where(sums == 0, 0, d)
 
 
 def total(x: jax.Array) -> jax.Array:
@@ -132,6 +133,11 @@ def total(x: jax.Array) -> jax.Array:
     # Zeros that have a derivative.
     high, low = jax.lax.reduce((x, x - x), (zero, zero), add, (x.ndim - 1,))
     return high + low
+
+
+def root(x: jax.Array) -> jax.Array:
+    """√x, with the derivative 0 at 0."""
+    return jnp.where(x == 0, 0, jnp.sqrt(jnp.where(x == 0, 1, x)))
 
 
 def accumulator(x: jax.Array):

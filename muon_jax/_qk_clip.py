@@ -30,6 +30,9 @@ class KeyHeads:
     axis: int | tuple[int, int] = -1
     layer_axis: int = 0
 
+    def __post_init__(self):
+        _check_parts(self.parts)
+
 
 @dataclasses.dataclass(frozen=True)
 class QueryHeads:
@@ -48,6 +51,11 @@ class QueryHeads:
     key_heads: int | None = None
     axis: int | tuple[int, int] = -1
     layer_axis: int = 0
+
+    def __post_init__(self):
+        _check_parts(self.parts)
+        if self.key_heads is not None and self.key_heads < 1:
+            raise ValueError(f"key_heads must be None or at least 1, got {self.key_heads}")
 
 
 def qk_clip(
@@ -93,12 +101,16 @@ def qk_clip(
     for which it is not finite stay as they are: compute logits in 32 bits.
 
     Raises:
-        ValueError: `update` got no `params` or no `max_logits`; an expression matches no parameter,
-            or two match one; a parameter has no such heads, or no maximal logits.
+        ValueError: `threshold` is not above 0; `update` got no `params` or no `max_logits`; an
+            expression matches no parameter, or two match one; a parameter has no such heads, or no
+            maximal logits.
 
     References:
         Kimi Team, `Kimi K2: Open Agentic Intelligence <https://arxiv.org/abs/2507.20534>`_, 2025.
     """
+
+    if isinstance(threshold, int | float) and not threshold > 0:
+        raise ValueError(f"threshold must be above 0, got {threshold}")
 
     def update_fn(updates, state, params=None, *, max_logits=None, **extra_args):
         del extra_args
@@ -140,6 +152,11 @@ def qk_clip(
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 
 
+def _check_parts(parts):
+    if not parts or any(size < 1 for size, _ in parts):
+        raise ValueError(f"parts must be pairs of a size, at least 1, and a power, got {parts}")
+
+
 def _name(path):
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
@@ -165,6 +182,8 @@ def _factors(spec: Any, shape: tuple[int, ...], gammas: jax.Array) -> jax.Array:
     if gammas.ndim not in (1, 2):
         raise ValueError(f"max_logits must be (heads,) or (layers, heads), got {gammas.shape}")
     axes = spec.axis if isinstance(spec.axis, tuple) else (spec.axis,)
+    if not all(-len(shape) <= axis < len(shape) for axis in (*axes, spec.layer_axis)):
+        raise ValueError(f"{spec} has an axis that it lacks")
     sizes, powers = zip(*spec.parts, strict=True)
     num_heads, rest = divmod(math.prod(shape[axis] for axis in axes), sum(sizes))
     num_queries = gammas.shape[-1]

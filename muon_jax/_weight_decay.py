@@ -48,7 +48,7 @@ def chain(
             " where decay is a part of the gradient: choose another form"
         )
 
-    def decay(rate):
+    def decay(rate, cautious=cautious):
         if isinstance(weight_decay, int | float) and weight_decay == 0:
             return optax.identity()  # else a pass over all parameters
         return _decay(rate, mask, cautious)
@@ -60,12 +60,13 @@ def chain(
     descend = optax.scale_by_learning_rate(learning_rate)
     parts = {
         "decoupled": (direction, scale, decay(weight_decay), descend),
-        "independent": (direction, scale, descend, decay(-weight_decay)),
+        "independent": (direction, scale, descend, decay(-weight_decay, cautious=False)),
         "palm": (direction, scale, decay_of_palm, descend),
         "scaled_palm": (direction, decay_of_palm, scale, descend),
         "l2": (decay(weight_decay), direction, scale, descend),
     }
-    return optax.chain(*(part for part in parts[form] if part is not None))
+    chained = [part for part in parts[form] if part is not None]
+    return _by_direction(chained) if cautious and form == "independent" else optax.chain(*chained)
 
 
 def _decay(rate, mask, cautious):
@@ -76,9 +77,38 @@ def _decay(rate, mask, cautious):
         decayed, state = inner.update(updates, state, params)
 
         def choose(d, u):
-            kept = jnp.where((d - u) * jnp.sign(u) >= 0, d, u) if cautious else d
+            kept = jnp.where(_agree(d - u, u), d, u) if cautious else d
             return kept.astype(u.dtype)
 
         return jax.tree.map(choose, decayed, updates), state
 
     return optax.GradientTransformation(inner.init, update_fn)
+
+
+def _by_direction(parts):
+    """The chain, whose last parts descend, and decay where the step before those is against it.
+
+    A learning rate may be 0, and leave no sign to compare with.
+    """
+    *first, descend, decay = parts
+    makes_direction = optax.chain(*first)
+
+    def update_fn(updates, state, params=None):
+        of_first: Any
+        *of_first, of_descend, of_decay = state
+        direction, of_first = makes_direction.update(updates, tuple(of_first), params)
+        steps, of_descend = descend.update(direction, of_descend, params)
+        decayed, of_decay = decay.update(steps, of_decay, params)
+
+        def choose(d, step, o):
+            return jnp.where(_agree(step - d, o), d, step)
+
+        chosen = jax.tree.map(choose, decayed, steps, direction)
+        return chosen, (*of_first, of_descend, of_decay)
+
+    return optax.GradientTransformation(optax.chain(*parts).init, update_fn)
+
+
+def _agree(x, y):
+    """Whether Re(x·ȳ) ≥ 0, without products that could be too small for a number."""
+    return (x * jnp.sign(y).conj()).real >= 0

@@ -3,6 +3,7 @@ import functools
 import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,6 +103,10 @@ def test_other_settings_do_not_go_on(straight, tmp_path):
         run(tmp_path, *arguments, "--width", "64", "--learning-rate", "0.1")
     with pytest.raises(SystemExit, match="already holds all 100 steps"):
         run(tmp_path, *arguments)
+    shutil.copytree(straight[0] / "checkpoints" / "80", tmp_path / "killed" / "80")
+    other = "--log-every 25 --eval-every 25 --checkpoint-every 25 --checkpoint".split()
+    with pytest.raises(SystemExit, match="holds 80 steps, no multiple of --log-every 25"):
+        run(tmp_path, *other, str(tmp_path / "killed"))
 
 
 def test_moments_are_sharded_like_parameters():

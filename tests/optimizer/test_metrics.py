@@ -97,6 +97,13 @@ def test_a_gradient_that_is_none_counts_as_zeros():
     assert metrics(with_none)["16x24/gradient_norm"] == 0
 
 
+def test_matrices_without_rows_have_zeros():
+    params = {"a": jnp.zeros((0, 4))}
+    transform = with_metrics(scale_by_muon())
+    _, state = transform.update(params, transform.init(params))
+    assert [*map(float, metrics(state).values())] == [0.0] * 4
+
+
 def test_stable_ranks_that_are_known():
     gradient = {
         "one": jnp.outer(jnp.arange(1.0, 5), jnp.ones(7)),

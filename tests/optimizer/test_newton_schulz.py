@@ -272,6 +272,17 @@ def test_float64_and_complex():
             assert helpers.relative_error(out, expected) < 1e-12
 
 
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("preconditioning", ["frobenius", "schatten", "aol"])
+def test_the_derivative_at_zeros_is_finite(preconditioning, method):
+    def loss(x):
+        return newton_schulz(x, preconditioning=preconditioning, method=method).sum()
+
+    x = jnp.zeros((2, 3, 5)).at[1, 0, 0].set(1.0)  # beside another matrix
+    gradient = jax.grad(loss)(x)
+    assert jnp.isfinite(gradient).all() and not gradient[0].any() and gradient[1].any()
+
+
 @pytest.mark.parametrize(("shape", "plain"), [((4096, 4096), 0), ((1024, 1024), 5)], ids=str)
 def test_each_step_is_three_products(shape, plain):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)

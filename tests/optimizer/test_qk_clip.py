@@ -216,6 +216,7 @@ def test_at_the_end_of_a_chain(dtype):
         ({"query": QueryHeads(HALF, 3)}, np.ones(4), "does not fit it"),
         ({"query": QueryHeads(HALF)}, np.ones((2, 4)), "has not the 2 layers"),
         ({"query": QueryHeads(HALF)}, np.ones((1, 1, 4)), r"got \(1, 1, 4\)"),
+        ({"key": KeyHeads(HALF, axis=2)}, np.ones(4), r"key of shape .* an axis that it lacks"),
     ],
 )
 def test_errors_name_what_does_not_fit(heads, max_logits, message):
@@ -223,6 +224,20 @@ def test_errors_name_what_does_not_fit(heads, max_logits, message):
     transform = qk_clip(1.0, heads)
     with pytest.raises(ValueError, match=message):
         transform.update(params, transform.init(params), params, max_logits=max_logits)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: KeyHeads(()), r"parts must be pairs of a size, .* got \(\)"),
+        (lambda: QueryHeads(((0, 0.5),)), "size, at least 1, and a power, got"),
+        (lambda: QueryHeads(HALF, 0), "key_heads must be None or at least 1, got 0"),
+        (lambda: qk_clip(0.0, {}), "threshold must be above 0, got 0.0"),
+    ],
+)
+def test_wrong_calls_say_what_was_wrong(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("given", [{"max_logits": {}}, {"params": {}}])

@@ -145,6 +145,27 @@ def test_fixed_norm_updates_keep_the_norm_of_each_matrix():
     np.testing.assert_allclose(norms, norms[:1] * 20, rtol=5e-6)
 
 
+def test_a_step_to_zeros_is_not_made():
+    params = {"w": jnp.eye(3, 4)}
+    updates, _ = keep_param_norm().update({"w": -params["w"]}, optax.EmptyState(), params)
+    chex.assert_trees_all_equal(updates["w"], jnp.zeros((3, 4)))
+
+
+@pytest.mark.parametrize("learning_rate", [0.1, 0.0])
+def test_cautious_decay_compares_with_the_direction_whatever_the_learning_rate(learning_rate):
+    kwargs = {"adam_weight_decay": 0.5, "weight_decay_form": "independent"}
+    params = {"w": jnp.array([1 + 1j, -1j, 1.0, -2.0])}
+    gradients = {"w": params["w"] * jnp.array([1, -1, 1j - 0.1, -1])}  # shrinks the first alone
+
+    def update(**more):
+        optimizer = muon(learning_rate, **kwargs, **more)
+        return optimizer.update(gradients, optimizer.init(params), params)[0]["w"]
+
+    decay = np.where([True, False, False, False], -0.5 * params["w"], 0)
+    plain = update() + 0.5 * params["w"]
+    np.testing.assert_allclose(update(cautious_weight_decay=True), plain + decay, atol=1e-6)
+
+
 def test_fixed_norm_updates_of_zeros():
     params = {"zero": jnp.zeros((3, 4)), "still": jnp.eye(3, 4), "moving": jnp.eye(3, 4)}
     gradient = {"zero": jnp.ones((3, 4)), "still": jnp.zeros((3, 4)), "moving": jnp.ones((3, 4))}
