@@ -86,9 +86,9 @@ def _decay(rate, mask, cautious):
 
 
 def _by_direction(parts):
-    """The chain, whose last parts descend, and decay where the step before those is against it.
+    """The chain, whose last parts descend and decay, the latter where p·O ≥ 0, with O before both.
 
-    A learning rate may be 0, and leave no sign to compare with.
+    After a learning rate of 0 there is no sign to compare with.
     """
     *first, descend, decay = parts
     makes_direction = optax.chain(*first)
