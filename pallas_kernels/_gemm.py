@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from pallas_kernels import _mosaic_gpu_gemm, _pallas_mosaic_gpu
 
 # Of one B, the smallest k, and how many tiles of 128×128 a matrix must have. With these the kernel
-# is as fast as cuBLAS on an H200, up to 6% faster or 4% slower; with smaller k it is up to 6%
-# slower, and small matrices cuBLAS has more ways to divide (1536²: 11.7 µs to 14.4).
+# is as fast as cuBLAS on an H200, up to 6% faster or 4% slower; with smaller k stacks are 4% faster
+# to 11% slower (12×768²), and single small matrices cuBLAS has more ways to divide (1536²: 11.7 µs
+# to 14.4, 512²: 3.2 to 5.1).
 _LEAST_K, _LEAST_TILES = 2048, 256
 # Of several, the tiles of all matrices. With these it is 2 to 55% faster, with fewer up to 14%
 # slower.
