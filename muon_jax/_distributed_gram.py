@@ -104,7 +104,10 @@ def _orthogonalize(
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     form = _form.choose(recipe, "gram", preconditioning, dtype, (m, n), stacks[0].dtype)
     held = Pieces(
-        implementation, tuple(name for name, _ in bucket.axes), bucket.owners, chunk.count
+        implementation=implementation,
+        axes=tuple(name for name, _ in bucket.axes),
+        owners=bucket.owners,
+        count=chunk.count,
     )
     largest = jax.lax.pmax(largest_entries(stacks), held.axes)
     scaled, scale = _iteration.scale_down(stacks, largest, n, form.dtype)

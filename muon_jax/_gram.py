@@ -94,10 +94,12 @@ def run(
     square, product = (
         functools.partial(f, implementation=held.implementation) for f in (syrk, syrkx)
     )
-    for index, triples in enumerate(segments(quintics, x.dtype)):
-        if index:
+    parts = segments(quintics, x.dtype)
+    for index, triples in enumerate(parts, 1):
+        if index > 1:
             (gram,), s, factor = held.gram(x), 1.0, 1.0
-        x = held.gemm(held.spread(_segment(square, product, gram, triples, s, factor)), x)
+        q = _segment(square, product, gram, triples, s, factor)
+        x = held.apply(q, x, last=index == len(parts))
     return x
 
 

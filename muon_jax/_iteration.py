@@ -129,6 +129,7 @@ def _log2(n):
 def _run_quintics(x, quintics, eps, eps_mode, scale, preconditioning, log2_n, held):
     """Steps of a triple each; the first has its Gram matrix of `gram_gain`."""
     rows, first, last = quintics
+    is_traced = _coefficients.is_traced((first, last))
     product = functools.partial(syrk, symmetrize_output=False, implementation=held.implementation)
 
     def triple(step):
@@ -142,7 +143,8 @@ def _run_quintics(x, quintics, eps, eps_mode, scale, preconditioning, log2_n, he
     def apply(step, x, gram, s, factor):
         """factor·(a·I + b·R + c·R²)·X, one step on factor·X, with R = s²·gram."""
         a, b, c = (factor * coefficient for coefficient in triple(step))
-        return held.gemm(product(gram, gram, alpha=c * s**4, beta=b * s**2, diagonal=a), x)
+        q = product(gram, gram, alpha=c * s**4, beta=b * s**2, diagonal=a)
+        return held.apply(q, x, last=not is_traced and step == last - 1)
 
     def body(step, x):
         return apply(step, x, product(x), 1.0, 1.0)
@@ -153,7 +155,7 @@ def _run_quintics(x, quintics, eps, eps_mode, scale, preconditioning, log2_n, he
         x, gram, gain, eps, eps_mode, scale, preconditioning, held.spread
     )
     x = apply(first, x, gram, s, factor)
-    if _coefficients.is_traced((first, last)):
+    if is_traced:
         return jax.lax.fori_loop(first + 1, last, body, x)
     for step in range(int(first) + 1, int(last)):
         x = body(step, x)

@@ -142,7 +142,8 @@ def newton_schulz(
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     shape = (*x.shape[:-2], *sorted(x.shape[-2:]))
     form = _form.choose(recipe, method, preconditioning, dtype, shape, x.dtype)
-    held = Whole(implementation)
+    # Tall matrices are transposed back in a pass, which converts them too.
+    held = Whole(implementation=implementation, out_dtype=None if is_tall(x) else x.dtype)
 
     def run(stacks):
         return _run(stacks, recipe, form, eps, eps_mode, preconditioning, held)
@@ -175,7 +176,7 @@ def orthogonalize(
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     in_dtype, (m, n) = stacks[0].dtype, sorted(stacks[0].shape[-2:])
     form = _form.choose(recipe, method, preconditioning, dtype, (_form.GROUP, m, n), in_dtype)
-    held = Whole(implementation or _form.implementation_of((m, n), form.dtype))
+    held = Whole(implementation=implementation or _form.implementation_of((m, n), form.dtype))
     return _run(stacks, recipe, form, eps, eps_mode, preconditioning, held)
 
 

@@ -12,15 +12,17 @@ import jax.numpy as jnp
 from pallas_kernels import gemm, syrk, syrk_with_residual
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Whole:
     """Matrices that this device has whole.
 
     Attributes:
         implementation: of the symmetric products, as for `syrk`, and of others where there is one.
+        out_dtype: of the result, None for that of the products.
     """
 
     implementation: str | None
+    out_dtype: jnp.dtype | None = None
 
     def gram(
         self,
@@ -40,17 +42,26 @@ class Whole:
         )
         return out if isinstance(out, tuple) else (out,)
 
-    def gemm(self, a: jax.Array, b: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
+    def gemm(
+        self,
+        a: jax.Array,
+        b: jax.Array | tuple[jax.Array, ...],
+        out_dtype: jnp.dtype | None = None,
+    ) -> jax.Array:
         """Returns A·B, or A·(B₁ + B₂)."""
         named = "xla" if self.implementation == "triton" else self.implementation
-        return gemm(a, b, implementation=named)
+        return gemm(a, b, out_dtype=out_dtype, implementation=named)
+
+    def apply(self, q: jax.Array, x: jax.Array, *, last: bool) -> jax.Array:
+        """Returns QX, the last one in the dtype of the result."""
+        return self.gemm(self.spread(q), x, self.out_dtype if last else None)
 
     def spread(self, q: jax.Array) -> jax.Array:
         """Returns for all matrices what this device and others have made of their Gram matrices."""
         return q
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pieces(Whole):
     """Matrices of which each of several devices has some columns.
 

@@ -6,29 +6,32 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _mosaic_gpu_gemm, _pallas_mosaic_gpu
+from pallas_kernels import _device, _mosaic_gpu_gemm, _pallas_mosaic_gpu
 
-# Of one B, the smallest k, and how many tiles of 128×128 a matrix must have. With these the kernel
-# is as fast as cuBLAS on an H200, up to 6% faster or 4% slower; with smaller k stacks are 4% faster
-# to 11% slower (12×768²), and single small matrices cuBLAS has more ways to divide (1536²: 11.7 µs
-# to 14.4, 512²: 3.2 to 5.1).
-_LEAST_K, _LEAST_TILES = 2048, 256
-# Of several, the tiles of all matrices. With these it is 2 to 55% faster, with fewer up to 14%
+# Of one B, the smallest k, and the part of all multiprocessors' time that must go into products.
+# With these the kernel is 1 to 6% faster than cuBLAS on an H200. With smaller k it is 4% faster
+# (24×2048²) to 11% slower (12×768²), with less of the time up to 18% (2×2560²), and single small
+# matrices cuBLAS has more ways to divide (1536²: 12.6 µs to 14.3, 512²: 3.3 to 5.2).
+_LEAST_K, _LEAST_EFFICIENCY = 3072, 0.9
+# Where XLA has another product or pass to make: of several B, or for a result in other 16 bits than
+# the operands', the tiles of all matrices. With these it is 2 to 55% faster, with fewer up to 14%
 # slower.
-_LEAST_TILES_OF_SUM = 64
+_LEAST_TILES_IN_ALL = 64
 
 
 def gemm(
     a_matrix: jax.Array,
     b_matrix: jax.Array | tuple[jax.Array, ...],
     *,
+    out_dtype: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """General matrix product: A·B, or A·(B₁ + B₂ + …).
 
-    Sums accumulate in float32; of several B too they are rounded once by `"mosaic_gpu"`, where
-    `"xla"` adds the products of 16-bit operands as it adds matrices of those. Leading dimensions
-    are a batch, computed in one launch, under `jax.vmap` too.
+    Sums accumulate in float32; of several B too, and in whatever dtype, they are rounded once by
+    `"mosaic_gpu"`, where `"xla"` adds the products of 16-bit operands as it adds matrices of those,
+    and converts between formats of 16 bits in a pass of its own. Leading dimensions are a batch,
+    computed in one launch, under `jax.vmap` too.
 
     `"mosaic_gpu"` (Hopper GPUs; bfloat16 and float16) has the same result for a matrix whatever
     stack it is in, bit for bit. XLA's libraries choose among kernels by the size of the stack.
@@ -36,15 +39,19 @@ def gemm(
     Args:
         a_matrix: shape `(..., m, k)`.
         b_matrix: shape `(..., k, n)` and dtype of `a_matrix`, or a tuple of such matrices.
+        out_dtype: float dtype of the product, None for the operands'; bfloat16, float16 or float32
+            by `"mosaic_gpu"`.
         implementation: `"xla"`, `"mosaic_gpu"`, or None: the latter where it can run, all sizes are
-            multiples of 64, and matrices are large enough for it to be as fast: k ≥ 2048 and 256
-            tiles of 128×128 or more in each, or of several B 64 tiles in all.
+            multiples of 64, and it is faster: of one B where k ≥ 3072 and its tiles divide evenly
+            among the multiprocessors, of several, or where 16 bits become other 16 bits, where all
+            results together have 64 tiles of 128×128 or more.
 
     Returns:
-        The product, of shape `(..., m, n)` and the operands' dtype.
+        The product, of shape `(..., m, n)` and `out_dtype`.
 
     Raises:
-        ValueError: the operands do not fit together, or `implementation` is no implementation.
+        ValueError: the operands do not fit together, `out_dtype` is no float dtype, or
+            `implementation` no implementation.
         NotImplementedError: `"mosaic_gpu"` cannot run here.
 
     References:
@@ -52,19 +59,19 @@ def gemm(
     """
     b_matrices = b_matrix if isinstance(b_matrix, tuple) else (b_matrix,)
     _check_operands(a_matrix, b_matrices)
-    reason = _unsupported_reason(a_matrix, b_matrices[0])
+    out_dtype = jnp.dtype(a_matrix.dtype if out_dtype is None else out_dtype)
+    if not jnp.issubdtype(out_dtype, jnp.inexact):
+        raise ValueError(f"out_dtype must be a float dtype, got {out_dtype}")
+    reason = _unsupported_reason(a_matrix, b_matrices[0], out_dtype)
     if implementation is None:
-        (*batch, m, k), n = a_matrix.shape, b_matrices[0].shape[-1]
-        is_aligned = m % 64 == k % 64 == n % 64 == 0
-        tiles = -(-m // 128) * -(-n // 128)
-        if len(b_matrices) == 1:
-            is_large = k >= _LEAST_K and tiles >= _LEAST_TILES
-        else:
-            is_large = math.prod(batch) * tiles >= _LEAST_TILES_OF_SUM
-        implementation = "mosaic_gpu" if is_aligned and is_large and not reason else "xla"
+        is_fastest = not reason and _is_fastest(a_matrix, b_matrices, out_dtype)
+        implementation = "mosaic_gpu" if is_fastest else "xla"
     if implementation == "xla":
+        is_wide = jnp.finfo(out_dtype).bits > 16
+        wide = jnp.promote_types(a_matrix.dtype, jnp.float32) if is_wide else None
+        multiply = functools.partial(jnp.matmul, a_matrix, preferred_element_type=wide)
         # The largest of several first: XLA has cuBLAS add the other to it, before it is rounded.
-        return functools.reduce(jnp.add, [a_matrix @ b for b in b_matrices])
+        return functools.reduce(jnp.add, map(multiply, b_matrices)).astype(out_dtype)
     if implementation != "mosaic_gpu":
         raise ValueError(
             f"implementation must be 'mosaic_gpu', 'xla' or None, got {implementation!r}"
@@ -74,13 +81,30 @@ def gemm(
             f"implementation='mosaic_gpu' cannot run: {reason}. Pass implementation=None to have"
             " one chosen that can."
         )
-    return _mosaic_gpu_gemm.gemm(a_matrix, b_matrices)
+    return _mosaic_gpu_gemm.gemm(a_matrix, b_matrices, out_dtype=out_dtype)
 
 
-def _unsupported_reason(a_matrix, b_matrix):
+def _unsupported_reason(a_matrix, b_matrix, out_dtype):
     """Returns why `"mosaic_gpu"` cannot run, or None."""
+    if out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"out_dtype={out_dtype} is none of bfloat16, float16 and float32"
     of_a, of_b = map(_pallas_mosaic_gpu.unsupported_reason, (a_matrix, b_matrix))
     return of_a or of_b
+
+
+def _is_fastest(a_matrix, b_matrices, out_dtype):
+    """Returns whether `"mosaic_gpu"` is as fast as XLA, and what it has to do beside."""
+    (*batch, m, k), n = a_matrix.shape, b_matrices[0].shape[-1]
+    if m % 64 or k % 64 or n % 64:
+        return False
+    stack = math.prod(batch)
+    is_converted = out_dtype != a_matrix.dtype and out_dtype.itemsize == 2
+    if len(b_matrices) > 1 or is_converted:
+        return stack * -(-m // 128) * -(-n // 128) >= _LEAST_TILES_IN_ALL
+    # A result of 32 bits takes longer to store, 4 to 7% longer than cuBLAS takes.
+    is_half = out_dtype.itemsize == 2
+    efficiency = _mosaic_gpu_gemm.efficiency((stack, m, k), n, _device.num_multiprocessors())
+    return is_half and k >= _LEAST_K and efficiency >= _LEAST_EFFICIENCY
 
 
 def _check_operands(a_matrix, b_matrices):

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
@@ -30,6 +31,8 @@ class Config(RingConfig):
         )
 
 
+_FLOPS = 5.6e6  # of a multiprocessor, per µs
+
 CONFIGS = (
     Config(128, 128, 6, in_turns=True),
     Config(128, 192, 4, in_turns=True),
@@ -41,16 +44,20 @@ def gemm(
     a_matrix: jax.Array,
     b_matrices: tuple[jax.Array, ...],
     *,
+    out_dtype: jnp.dtype | None = None,
     config: Config | None = None,
     num_programs: int | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """A·(B₁ + B₂ + …), of `(..., m, k)` and `(..., k, n)`, in one launch, also under `vmap`.
 
+    None as `out_dtype` is that of the operands.
+
     Operands are padded with zeros to multiples of 64, which are passes of their own.
     """
     kernel = functools.partial(
         _launch,
+        out_dtype=out_dtype or a_matrix.dtype,
         config=config,
         num_programs=num_programs or _device.num_multiprocessors(),
         interpret=interpret,
@@ -66,23 +73,31 @@ def default_config(shape: tuple[int, ...], n: int, num_programs: int) -> Config:
     return min(CONFIGS, key=lambda config: predict(shape, n, config, num_programs))
 
 
+def efficiency(shape: tuple[int, ...], n: int, num_programs: int) -> float:
+    """Returns the part of the multiprocessors' time that goes into products, by the model."""
+    batch, m, k = shape
+    config = default_config(shape, n, num_programs)
+    products = 2 * batch * m * k * n / _FLOPS / num_programs
+    return products / predict(shape, n, config, num_programs)
+
+
 def predict(shape: tuple[int, ...], n: int, config: Config, num_programs: int) -> float:
     """Returns a model's time in µs on an H200, for the program with the most to do.
 
     Fitted to measured times from 2048×2048 to 24×2048×8192, in runs at the power limit. It leaves a
-    multiprocessor 5.6 TFLOP/s, or 5.25 where tiles are small and their operands come from L2 more
+    multiprocessor `_FLOPS`, or 5.25e6 where tiles are small and their operands come from L2 more
     often. Of a tile that is not in turns the storing is 1.2 µs.
     """
     batch, m, k = shape
     tiles = batch * pl.cdiv(m, config.tile_m) * pl.cdiv(n, config.tile_n)
-    rate = 5.25e6 if config.tile_n == 128 else 5.6e6
+    rate = 5.25e6 if config.tile_n == 128 else _FLOPS
     storing = 0 if config.in_turns else 1.2
     return pl.cdiv(tiles, num_programs) * (2 * config.tile_m * config.tile_n * k / rate + storing)
 
 
 # Jitted, so that calls of equal shapes are traced and lowered once.
-@functools.partial(jax.jit, static_argnames=("config", "num_programs", "interpret"))
-def _launch(a, *bs, config, num_programs, interpret):
+@functools.partial(jax.jit, static_argnames=("out_dtype", "config", "num_programs", "interpret"))
+def _launch(a, *bs, out_dtype, config, num_programs, interpret):
     (batch, m, _), n = a.shape, bs[0].shape[-1]
     config = config or default_config(a.shape, n, num_programs)
     work = config.deal(batch, m, n, num_programs)
@@ -95,9 +110,9 @@ def _launch(a, *bs, config, num_programs, interpret):
         config,
         work,
         (a, *bs),
-        (jax.ShapeDtypeStruct((batch, m, n), a.dtype),),
+        (jax.ShapeDtypeStruct((batch, m, n), out_dtype),),
         b_block=(TILE_K, config.tile_n),
-        buffers={"buffers": (ROWS, config.block_n)},
+        buffers={"buffers": (ROWS, 2 * config.block_n // out_dtype.itemsize)},
         interpret=interpret,
         kernel_name="gemm",
     )
@@ -149,17 +164,18 @@ class _Program(RingProgram):
         return functools.partial(self._store, tile)
 
     def _store(self, tile, product):
-        num_buffers = self.config.num_buffers
+        num_buffers, columns = self.config.num_buffers, self.buffers.shape[-1]
         product = product.astype(self.out.dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        starts = itertools.product(*(range(0, size, 64) for size in product.shape))
+        height, width = product.shape
+        starts = itertools.product(range(0, height, ROWS), range(0, width, columns))
         for i, (row, col) in enumerate(starts):
             if i >= num_buffers:
                 plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
             buffer = self.buffers.at[self.warpgroup, i % num_buffers]
-            buffer[...] = product[row : row + ROWS, col : col + self.config.block_n]
+            buffer[...] = product[row : row + ROWS, col : col + columns]
             plgpu.commit_smem()
             # What is beyond the last row and the last column is not written.
             rows = pl.ds(tile.row + self.first_row + row, ROWS)
-            columns = pl.ds(tile.col + col, self.config.block_n)
-            plgpu.copy_smem_to_gmem(buffer, self.out.at[tile.batch, rows, columns])
+            block = pl.ds(tile.col + col, columns)
+            plgpu.copy_smem_to_gmem(buffer, self.out.at[tile.batch, rows, block])

@@ -208,13 +208,15 @@ def launch(
         kernel_name: as profilers show it.
     """
     stages, staging = config.num_stages, (config.num_warpgroups, config.num_buffers)
+    ring_dtype, out_dtype = operands[-1].dtype, out_type[0].dtype
 
-    def shared(*shape):
-        swizzle = plgpu.find_swizzle(16 * shape[-1])
+    def shared(dtype, *shape):
+        swizzle = plgpu.find_swizzle(8 * dtype.itemsize * shape[-1])
         # Abstract to pyright: methods come from a decorator.
-        tiled = plgpu.TilingTransform((8, swizzle // 2))  # pyright: ignore[reportAbstractUsage]
+        tile = (8, swizzle // dtype.itemsize)
+        tiled = plgpu.TilingTransform(tile)  # pyright: ignore[reportAbstractUsage]
         swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
-        return plgpu.SMEM(shape, out_type[0].dtype, transforms=(tiled, swizzled))
+        return plgpu.SMEM(shape, dtype, transforms=(tiled, swizzled))
 
     def body(tiles, *refs, **scratch):
         program(
@@ -237,9 +239,9 @@ def launch(
         num_threads=config.num_warpgroups + 1,
         thread_name="warpgroup",
         scratch_types={
-            "a_ring": shared(stages, config.tile_m, TILE_K),
-            "b_ring": shared(stages, *b_block),
-            **{name: shared(*staging, *shape) for name, shape in buffers.items()},
+            "a_ring": shared(ring_dtype, stages, config.tile_m, TILE_K),
+            "b_ring": shared(ring_dtype, stages, *b_block),
+            **{name: shared(out_dtype, *staging, *shape) for name, shape in buffers.items()},
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=(config.num_turns, stages)),
             "empty": plgpu.Barrier(num_arrivals=config.tile_m // config.rows, num_barriers=stages),
         },

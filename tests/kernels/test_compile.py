@@ -103,9 +103,9 @@ for config in _mosaic_gpu_config.CONFIGS:
 GEMM = """
 from pallas_kernels import _mosaic_gpu_gemm
 for config in _mosaic_gpu_gemm.CONFIGS:
-    for count in (1, 2):
+    for count, out_dtype in ((1, None), (2, None), (1, jnp.dtype("float32"))):
         print("gemm", config.tile_n, flush=True)
-        function = lambda a, *bs: _mosaic_gpu_gemm.gemm(a, bs, config=config)
+        function = lambda a, *bs: _mosaic_gpu_gemm.gemm(a, bs, out_dtype=out_dtype, config=config)
         compiled(function, *[(2048, 2048)] * (1 + count))
 """
 
@@ -225,7 +225,7 @@ def test_no_config_of_the_hopper_kernel_spills_registers(has_b, num_cs, residual
 def test_no_config_of_the_full_product_spills_registers():
     report = output_of(GEMM, "NVIDIA H200", MOSAIC_GPU_DUMP_PTXAS="1")
     found = re.findall(r"^gemm .+|\d+ bytes spill stores", report, re.MULTILINE)
-    expected = [(f"gemm {n}", "0 bytes spill stores") for n in (128, 192, 256) for _ in "12"]
+    expected = [(f"gemm {n}", "0 bytes spill stores") for n in (128, 192, 256) for _ in "123"]
     assert found == [*itertools.chain.from_iterable(expected)]
 
 
@@ -265,13 +265,14 @@ def test_the_iteration_on_hopper_is_its_products_and_two_passes(shape):
 
 @needs_compiler
 def test_joined_steps_on_hopper_have_no_conversions():
-    """Q·(R_high + R_low), Q₂Q₁ and the application are one kernel each."""
+    """Q·(R_high + R_low), Q₂Q₁ and the application are one kernel each, the last in bfloat16."""
     kwargs = {"ns_coeffs": "fast", "method": "gram"}
     program = NEWTON_SCHULZ.format(shape=(24, 1024, 4096), kwargs=kwargs)
     *_, entry = output_of(program, "NVIDIA H200").partition("ENTRY ")
     assert not re.search(r" dot\(|\"__cublas\$", entry)
     assert entry.count('custom_call_target="mosaic_gpu') == 8 + 3
     assert "f32[24,1024,1024]" not in entry
+    assert re.search(r"ROOT.* = bf16\[24,1024,4096\]\S* custom-call\(", entry)
 
 
 @needs_compiler

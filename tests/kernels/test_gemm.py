@@ -19,9 +19,9 @@ from pallas_kernels._mosaic_gpu_gemm import gemm as mosaic_gemm
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
 
 
-def interpreted(a, *bs, config=CONFIGS[0], detect_races=False):
+def interpreted(a, *bs, config=CONFIGS[0], detect_races=False, **kwargs):
     interpret = plgpu.InterpretGPUParams(detect_races=detect_races)
-    return mosaic_gemm(a, bs, config=config, num_programs=3, interpret=interpret)
+    return mosaic_gemm(a, bs, config=config, num_programs=3, interpret=interpret, **kwargs)
 
 
 def exact(a, *bs):
@@ -32,6 +32,13 @@ def exact(a, *bs):
 def integers(seed, *shapes, dtype=jnp.bfloat16):
     rng = np.random.default_rng(seed)
     return [helpers.integers(rng, shape, dtype) for shape in shapes]
+
+
+def with_exact_product(*shapes):
+    """A and B, integers in bfloat16, and A·B."""
+    rng = np.random.default_rng(6)
+    a, b = (rng.integers(-31, 32, shape) for shape in shapes)
+    return jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16), (a @ b).astype(np.float64)
 
 
 def operand(*shape, dtype=jnp.bfloat16):
@@ -46,6 +53,16 @@ def test_every_config_is_exact_and_free_of_races(config):
         interpreted(a, *bs, config=config, detect_races=True), exact(a, *bs)
     )
     assert not interpret_pallas_call.get_races().races_found
+
+
+@each_config
+@pytest.mark.parametrize("out_dtype", [jnp.float16, jnp.float32])
+def test_sums_are_rounded_once_to_the_dtype_of_the_result(config, out_dtype):
+    """They are exact in float32, and many neither in float16 nor in the operands' bfloat16."""
+    a, b, product = with_exact_product((128, 64), (64, 3 * config.tile_n // 2))
+    out = interpreted(a, b, config=config, out_dtype=jnp.dtype(out_dtype), detect_races=True)
+    assert not interpret_pallas_call.get_races().races_found
+    chex.assert_trees_all_equal(out, product.astype(out_dtype))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -77,22 +94,39 @@ def test_by_xla_it_is_the_sum_of_products_and_has_a_derivative():
 @pytest.mark.parametrize(
     ("shape", "n", "dtype", "gpu", "kernel"),
     [
-        ((2048, 2048), 2048, jnp.bfloat16, "H200", True),
-        ((3, 2048, 2048), 5504, jnp.float16, "H200", True),
-        ((24, 1024, 1024), 4096, jnp.bfloat16, "H200", False),
-        ((24, 2048, 2048), 1024, jnp.bfloat16, "H200", False),  # 128 tiles each
-        ((2048, 2048), 2040, jnp.bfloat16, "H200", False),
-        ((2048, 2048), 2048, jnp.float32, "H200", False),
-        ((2048, 2048), 2048, jnp.bfloat16, "A100", False),
-        ((0, 2048, 2048), 2048, jnp.bfloat16, "H200", False),
+        ((4096, 4096), 4096, jnp.bfloat16, "H200", True),
+        ((3, 4096, 4096), 11008, jnp.float16, "H200", True),
+        ((24, 2048, 2048), 2048, jnp.bfloat16, "H200", False),
+        ((3072, 3072), 768, jnp.bfloat16, "H200", False),  # 72 tiles for 132 multiprocessors
+        ((4096, 4096), 4088, jnp.bfloat16, "H200", False),
+        ((4096, 4096), 4096, jnp.float32, "H200", False),
+        ((4096, 4096), 4096, jnp.bfloat16, "A100", False),
+        ((0, 4096, 4096), 4096, jnp.bfloat16, "H200", False),
     ],
     ids=str,
 )
-def test_none_is_the_kernel_where_it_runs_and_is_as_fast(shape, n, dtype, gpu, kernel):
+def test_none_is_the_kernel_where_it_runs_and_is_faster(shape, n, dtype, gpu, kernel):
     *batch, _, k = shape
     operands = operand(*shape, dtype=dtype), operand(*batch, k, n, dtype=dtype)
     with helpers.described_gpu(gpu):
         text = jax.jit(gemm).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == kernel
+
+
+@pytest.mark.parametrize(
+    ("size", "out_dtype", "kernel"),
+    [
+        (1024, "float16", True),
+        (896, "float16", False),
+        (1024, "bfloat16", False),
+        (4096, "float32", False),
+    ],
+)
+def test_none_is_the_kernel_where_it_spares_a_conversion(size, out_dtype, kernel):
+    a = operand(size, size)
+    with helpers.described_gpu("H200"):
+        traced = jax.jit(functools.partial(gemm, out_dtype=out_dtype)).trace(a, a)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == kernel
 
 
@@ -116,6 +150,15 @@ def test_vmapped_it_lowers_to_one_launch_inside_a_shard_map_that_checks():
         traced = jax.jit(mapped).trace(*operands)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "float16", "float64"])
+def test_by_xla_too_a_result_of_more_bits_is_not_rounded_to_16(out_dtype):
+    a, b, product = with_exact_product((32, 64), (64, 48))
+    with jax.enable_x64(out_dtype == "float64"):
+        out = gemm(a, b, out_dtype=out_dtype)
+        twice = product.astype(jnp.bfloat16) if out_dtype == "float16" else product
+        chex.assert_trees_all_equal(out, twice.astype(out_dtype))
 
 
 @pytest.mark.parametrize(
@@ -148,6 +191,10 @@ def test_the_tile_follows_the_number_of_rounds(shape, n, tile_n):
             r"b_matrix must be .*; got float32\[2, 4\]",
         ),
         (
+            lambda: gemm(jnp.ones((2, 2)), jnp.ones((2, 2)), out_dtype=int),
+            r"out_dtype must be a float dtype, got int",
+        ),
+        (
             lambda: gemm(jnp.ones((2, 2)), jnp.ones((2, 2)), implementation="triton"),
             "implementation must be 'mosaic_gpu', 'xla' or None, got 'triton'",
         ),
@@ -158,10 +205,17 @@ def test_wrong_calls_say_what_was_wrong(call, message):
         call()
 
 
-def test_what_is_named_runs_or_says_why_not():
-    a = jnp.ones((64, 64))
-    with helpers.described_gpu("H200"), pytest.raises(NotImplementedError, match="float32 is nei"):
-        gemm(a, a, implementation="mosaic_gpu")
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "message"),
+    [
+        ("float32", None, "float32 is neither bfloat16 nor float16"),
+        ("bfloat16", "complex64", "out_dtype=complex64 is none of bfloat16, float16 and float32"),
+    ],
+)
+def test_what_is_named_runs_or_says_why_not(dtype, out_dtype, message):
+    a = jnp.ones((64, 64), dtype)
+    with helpers.described_gpu("H200"), pytest.raises(NotImplementedError, match=message):
+        gemm(a, a, out_dtype=out_dtype, implementation="mosaic_gpu")
 
 
 @pytest.mark.gpu
@@ -171,6 +225,9 @@ def test_what_is_named_runs_or_says_why_not():
 def test_on_a_gpu_every_config_is_exact_and_the_same_in_any_stack(config, num_bs):
     a, *bs = integers(4, (5, 320, 512), *[(5, 512, 5 * config.tile_n + 64)] * num_bs)
     chex.assert_trees_all_equal(mosaic_gemm(a, tuple(bs), config=config), exact(a, *bs))
+    for out_dtype in map(jnp.dtype, (jnp.float16, jnp.float32)):
+        out = mosaic_gemm(a, tuple(bs), out_dtype=out_dtype, config=config)
+        chex.assert_trees_all_equal(out.astype(jnp.bfloat16), exact(a, *bs))
     a, *bs = (
         jax.random.normal(jax.random.key(i), x.shape, x.dtype) for i, x in enumerate((a, *bs))
     )
