@@ -107,7 +107,8 @@ def newton_schulz(
             `pallas_kernels.gemm`.
 
     Returns:
-        The approximate polar factors, in the shape and dtype of `x`.
+        The approximate polar factors, in the shape and dtype of `x`. Those of wide matrices in
+        float32 are not rounded to 16 bits.
 
     Raises:
         ValueError: `x` is no float matrix, or a sharded one, an argument is none of the values
