@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from muon_jax import _coefficients, _form, _grouping, _muon, _presets, _routing, _views
 from muon_jax._tables import table
-from pallas_kernels import select_implementation
+from pallas_kernels import select_implementation, unsupported_reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +96,14 @@ def describe(params: Any, **arguments: Any) -> Description:
     Raises:
         TypeError: `muon` has no such argument.
         ValueError: as `muon`, and `by_role` where it is used.
+        NotImplementedError: the named implementation cannot run here.
     """
     given = all_arguments(arguments)
     leaves = jax.tree.leaves_with_path(params)
     views = _views.assign(given["muon_weight_dimension_numbers"], params)
     stacks = [
-        [] if view is None else _views.shapes_of_stacks(_momentum_of(x, given), view)
-        for (_, x), view in zip(leaves, views, strict=True)
+        [] if view is None else _shapes_of_stacks(path, _momentum_of(x, given), view)
+        for (path, x), view in zip(leaves, views, strict=True)
     ]
     flat = [*itertools.chain.from_iterable(stacks)]
     groups = _grouping.groups(flat, given["max_group_bytes"])
@@ -133,10 +134,11 @@ def all_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: `muon` has no such argument.
-        ValueError: there is no such preset.
+        ValueError: there is no such preset, or `muon` refuses an argument.
     """
     given = {**_presets.arguments_of(given.get("preset")), **given}
     call = inspect.signature(_muon.muon).bind(0.0, **given)
+    _muon.muon(*call.args, **call.kwargs)
     call.apply_defaults()
     return call.arguments
 
@@ -158,16 +160,24 @@ def _momentum_of(x, given):
     return jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, dtype))
 
 
+def _shapes_of_stacks(path, x, view):
+    with _views.naming(jax.tree_util.keystr(path), x.shape):
+        return jax.eval_shape(lambda x: _views.to_stacks(x, view), x)
+
+
 def _group(stacks, given):
     batch = sum(stack.shape[0] for stack in stacks)
     m, n = sorted(stacks[0].shape[1:])
     form = _form.of((batch, m, n), stacks[0].dtype, **iteration(given))
     operand = jax.ShapeDtypeStruct((batch, m, n), form.dtype)
+    named = given["implementation"]
+    if named and (reason := unsupported_reason(named, operand)):
+        raise NotImplementedError(f"implementation={named!r} cannot run: {reason}")
     return Group(
         shape=operand.shape,
         method=form.method,
         dtype=str(form.dtype),
-        implementation=given["implementation"]
+        implementation=named
         or _form.implementation_of((m, n), form.dtype)
         or select_implementation(operand).implementation,
         flops=batch * m**3 * form.products.units(n / max(m, 1)),

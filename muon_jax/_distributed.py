@@ -101,7 +101,15 @@ def map_matrices(
     else:
         static = bind([None] * len(arrays)).keywords
         settings = repr((_VERSION, static, units, max_group_bytes, distributed_gram))
-        results = _when_partitioned(planned, leaves, arrays, settings)
+
+        def of_stacks(leaves, arrays):
+            """The results for stacks of these leaves."""
+            view_of = (_views.stacked(unit.view) for unit in units)
+            stacks, limits = treedef.unflatten(leaves), (max_group_bytes, distributed_gram)
+            results = map_matrices(bind(arrays), treedef.unflatten(view_of), stacks, None, *limits)
+            return jax.tree.leaves(results)
+
+        results = _when_partitioned(planned, of_stacks, leaves, arrays, settings)
     return treedef.unflatten(results)
 
 
@@ -221,11 +229,12 @@ def _arrays_of(function):
     return [leaves[i] for i in where], bind
 
 
-def _when_partitioned(planned, leaves, arrays, settings):
+def _when_partitioned(planned, of_stacks, leaves, arrays, settings):
     """Runs the plan that is made for the shardings that the compiler has arrived at.
 
-    `settings` become an operand: they decide what is compiled, and JAX's cache of compiled programs
-    knows operations of this kind by their operands alone.
+    Under `vmap` it is the plan for `of_stacks`, or, where `arrays` are mapped, one run after the
+    other. `settings` become an operand: they decide what is compiled, and JAX's cache of compiled
+    programs knows operations of this kind by their operands alone.
     """
 
     @custom_partitioning
@@ -250,7 +259,23 @@ def _when_partitioned(planned, leaves, arrays, settings):
 
     operation.def_partition(partition, sharding_rule=rule)
     digest = np.uint32(zlib.crc32(settings.encode()))
-    run = jax.custom_batching.sequential_vmap(operation)  # it has no batching rule of its own
+    run = jax.custom_batching.custom_vmap(operation)
+
+    @run.def_vmap
+    def _(axis_size, in_batched, leaves, arrays, digest):
+        are_mapped, settings_are, _ = in_batched
+        if any(settings_are):
+            in_axes = jax.tree.map(lambda mapped: 0 if mapped else None, tuple(in_batched))
+            sequential = jax.custom_batching.sequential_vmap(operation)
+            results = jax.vmap(sequential, in_axes)(leaves, arrays, digest)
+        else:
+            stacks = [
+                x if mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+                for x, mapped in zip(leaves, are_mapped, strict=True)
+            ]
+            results = of_stacks(stacks, arrays)
+        return results, [True] * len(results)
+
     return jax.jit(run)(leaves, arrays, digest)
 
 

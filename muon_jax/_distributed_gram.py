@@ -109,7 +109,8 @@ def _orthogonalize(
         owners=bucket.owners,
         count=chunk.count,
     )
-    largest = jax.lax.pmax(largest_entries(stacks), held.axes)
+    # Without a derivative: it decides a power of two alone.
+    largest = jax.lax.pmax(jax.lax.stop_gradient(largest_entries(stacks)), held.axes)
     scaled, scale = _iteration.scale_down(stacks, largest, n, form.dtype)
     x = jnp.concatenate([*map(_with_whole_rows, scaled, leaves)])
     x = _iteration.iterate(

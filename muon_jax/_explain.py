@@ -9,7 +9,15 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from muon_jax import _describe, _distributed, _distributed_gram, _form, _sharding, _views
+from muon_jax import (
+    _coefficients,
+    _describe,
+    _distributed,
+    _distributed_gram,
+    _form,
+    _sharding,
+    _views,
+)
 from muon_jax._cost import exchange_microseconds
 from muon_jax._tables import table
 
@@ -171,7 +179,8 @@ def _names(axes):
 
 def _stated(params):
     """The shardings of arrays: one device is none."""
-    return [
-        x.sharding if isinstance(x.sharding, NamedSharding) else jax.sharding.PartitionSpec()
-        for x in jax.tree.leaves(params)
-    ]
+    leaves = jax.tree.leaves(params)
+    if _coefficients.is_traced(leaves):
+        raise ValueError("explain cannot see the shardings of traced arrays: pass shardings=")
+    stated = [getattr(x, "sharding", None) for x in leaves]
+    return [s if isinstance(s, NamedSharding) else jax.sharding.PartitionSpec() for s in stated]

@@ -120,5 +120,7 @@ def _segment(syrk, syrkx, gram, triples, s, factor):
 def _sum(alpha, z, diagonal):
     """alpha·Z + diagonal·I."""
     accumulator = jnp.promote_types(z.dtype, jnp.float32)
-    alpha, diagonal = (jnp.asarray(x, accumulator)[..., None, None] for x in (alpha, diagonal))
-    return (alpha * z + diagonal * jnp.eye(z.shape[-1])).astype(z.dtype)
+    scalars = (jnp.asarray(x, accumulator) for x in (alpha, diagonal))
+    alpha, diagonal = (x[..., None, None] if x.ndim else x for x in scalars)
+    identity = jnp.broadcast_to(jnp.eye(z.shape[-1]), z.shape)
+    return (alpha * z + diagonal * identity).astype(z.dtype)

@@ -91,7 +91,8 @@ def _write(stacks):
 
     A concatenation of more than a few takes XLA several times as long.
     """
-    x = jax.lax.empty((sum(map(len, stacks)), *stacks[0].shape[1:]), stacks[0].dtype)
+    shape, like = (sum(map(len, stacks)), *stacks[0].shape[1:]), stacks[0]
+    x = jax.lax.empty(shape, like.dtype, out_sharding=jax.typeof(like).sharding)
     begins = itertools.accumulate(map(len, stacks), initial=0)
     for begin, stack in zip(begins, stacks, strict=False):
         x = jax.lax.dynamic_update_slice_in_dim(x, stack, begin, axis=0)

@@ -120,7 +120,7 @@ def _wide(x):
 def _orthogonality_residual(x):
     """‖XXᵀ - I‖_F/√m of each matrix (m, n) of a stack."""
     gram = jnp.matmul(x, x.mT.conj(), precision="highest")
-    return frobenius_norm(gram - jnp.eye(x.shape[-2])) / max(x.shape[-2], 1) ** 0.5
+    return frobenius_norm(gram - jnp.eye(x.shape[-2])[None]) / max(x.shape[-2], 1) ** 0.5
 
 
 def _stable_rank(x):

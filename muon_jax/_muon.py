@@ -6,7 +6,7 @@ Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
     bfloat16, as every other Muon does, or float16. `ns_dtype=None` is optax's choice, the
     momentum's own dtype. Its form is the faster one (`ns_method=None`), equal in exact arithmetic.
 2.  `ns_coeffs="dion"` with `ns_steps` below 5 runs its last steps and above 5 raises. optax raises
-    below and silently runs 5 above.
+    below and silently runs 5 above. Below 1 step there is an error.
 3.  `ns_coeffs` takes more names than optax's `"standard"` and `"dion"`, and the same ones in
     `scale_by_muon` as in `muon`. optax documents a name `"muon"`, which it rejects.
 4.  A gradient of zeros gives a matrix an update of zeros in every dtype (optax: NaN in float16, as
@@ -54,7 +54,7 @@ def muon(
     ns_steps: int | jax.Array = 5,
     beta: float | jax.Array = 0.95,
     eps: float | jax.Array = 1e-8,
-    weight_decay: float | jax.Array = 0.0,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
     *,
@@ -64,7 +64,7 @@ def muon(
     adam_b1: float | jax.Array = 0.9,
     adam_b2: float | jax.Array = 0.999,
     adam_eps_root: float | jax.Array = 0.0,
-    adam_weight_decay: float | jax.Array = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     muon_weight_dimension_numbers: _views.Views = None,
     consistent_rms: float | jax.Array | None = None,
@@ -99,9 +99,11 @@ def muon(
         ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
         beta: decay rate of Muon's momentum.
         eps: added to the norm that the momentum is divided by, and to AdamW's denominator.
-        weight_decay: λ, multiplied by the learning rate (`weight_decay_form`); on matrices.
+        weight_decay: λ, a number or a schedule, multiplied by the learning rate
+            (`weight_decay_form`); on matrices.
         weight_decay_mask: tree of booleans (or a callable that makes one): which matrices decay.
-        mu_dtype: dtype of the momentum and of AdamW's first moment; None for the parameters'.
+        mu_dtype: dtype of the momentum and of AdamW's first moment; None for the parameters', or
+            for AdamW, after the first update, what optax promotes that and the gradients' to.
         nesterov: whether both sides use Nesterov momentum, so that AdamW is NAdamW, as in optax
             (`adam_nesterov`).
         adaptive: whether to multiply each update by its dual norm, see `scale_by_muon`.

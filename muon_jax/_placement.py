@@ -153,13 +153,11 @@ def leaf(index: int, name: str, x: jax.ShapeDtypeStruct, view: _views.View) -> L
     Raises:
         ValueError: the view does not fit.
     """
-    try:
+    with _views.naming(name, x.shape):
         batch = _views.batch_axes(view, len(x.shape))
         shape = tuple(1 if i in batch else size for i, size in enumerate(x.shape))
         unit = jax.ShapeDtypeStruct(shape, x.dtype)
         stacks = jax.eval_shape(functools.partial(_views.to_stacks, view=view), unit)
-    except ValueError as error:
-        raise ValueError(f"the parameter {name} of shape {x.shape}: {error}") from error
     shapes = tuple(stack.shape for stack in stacks)
     return Leaf(index, name, x.shape, jnp.dtype(x.dtype), shape, batch, view, shapes)
 

@@ -12,7 +12,8 @@ import numpy as np
 import optax
 
 from muon_jax._normalization import wide
-from muon_jax._views import Split
+from muon_jax._routing import path_name
+from muon_jax._views import Split, naming
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ def qk_clip(
     Args:
         threshold: of the logits; Kimi K2's is 100.
         heads: for regular expressions (`re.search`) of parameters' paths, such as
-            `"layers/0/attention/query/kernel"`, where those have heads.
+            `"layers/0/attention/query/kernel"`, as for `by_role`, where those have heads.
 
     The update's `max_logits` is a tree of arrays `(heads,)`, or `(layers, heads)` for layers in a
     stack, at the paths of subtrees of the parameters: each is that of the attention there. Heads
@@ -119,16 +120,16 @@ def qk_clip(
                 "qk_clip needs the parameters and the largest logits of their attentions: call"
                 " update(updates, state, params, max_logits=...)"
             )
-        measured = [(_name(path), s) for path, s in jax.tree.leaves_with_path(max_logits)]
+        measured = [(path_name(path), s) for path, s in jax.tree.leaves_with_path(max_logits)]
         unused = set(heads)
 
         def clip(path, update, param):
-            name = "/".join(_name(path))
+            name = path_name(path)
             matches = [pattern for pattern in heads if re.search(pattern, name)]
             if not matches:
                 return update
             unused.difference_update(matches)
-            logits = [s for prefix, s in measured if _name(path)[: len(prefix)] == prefix]
+            logits = [s for above, s in measured if not above or name.startswith(f"{above}/")]
             if len(matches) > 1 or len(logits) != 1:
                 raise ValueError(
                     f"the parameter {name} needs one pattern of heads and one array of max_logits"
@@ -137,16 +138,17 @@ def qk_clip(
             largest = jnp.asarray(logits[0], jnp.float32)
             largest = jnp.where(jnp.isfinite(largest), largest, threshold)
             gammas = threshold / jnp.maximum(largest, threshold)
-            try:
+            with naming(name, param.shape):
                 factors = _factors(heads[matches[0]], param.shape, gammas)
-            except ValueError as error:
-                raise ValueError(f"the parameter {name} of shape {param.shape}: {error}") from error
             u = wide(update)
             return (u + (factors - 1) * (wide(param) + u)).astype(update.dtype)
 
         clipped = jax.tree.map_with_path(clip, updates, params)
         if unused:
-            raise ValueError(f"the patterns {sorted(unused)} match the path of no parameter")
+            names = [path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
+            raise ValueError(
+                f"the patterns {sorted(unused)} match the path of no parameter: these are {names}"
+            )
         return clipped, state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
@@ -155,10 +157,6 @@ def qk_clip(
 def _check_parts(parts):
     if not parts or any(size < 1 for size, _ in parts):
         raise ValueError(f"parts must be pairs of a size, at least 1, and a power, got {parts}")
-
-
-def _name(path):
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def _factors(spec: Any, shape: tuple[int, ...], gammas: jax.Array) -> jax.Array:

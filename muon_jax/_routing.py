@@ -26,7 +26,8 @@ def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
     `functools.partial(by_role, rules={…})`. A leaf is judged by its path and shape alone:
 
     -   AdamW has vectors, biases and norms (of stacked layers too), embeddings, tables of
-        positions, tokens, output heads, routers, smear gates and depthwise filters.
+        positions, tokens, output heads, routers, smear gates and depthwise filters, with them a
+        convolution of one channel, which has their shape.
     -   A convolution `(*window, in, out)` is a matrix (window·in) × out.
     -   Projections of attention may have axes of heads, as in Flax: `(in, heads, dim)` and
         `(heads, dim, out)` are one matrix, `(in, 3, heads, dim)` is three.
@@ -132,7 +133,7 @@ def _convolution(shape):
     if rank < 3:
         return _UNKNOWN
     if shape[-2] == 1 and shape[-1] > 1:
-        return None  # depthwise: a vector for each channel
+        return None  # a vector for each channel: depthwise, or of one channel
     return MuonDimensionNumbers(tuple(range(-rank, -1)), -1)
 
 
@@ -168,7 +169,11 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
         _of_rank(rank_2=MATRICES, rank_3=_OUT_OF_HEADS),
     ),
     # A hidden layer or the output head: only the place says that.
-    ("unnamed", rf"^((dense|linear)|({_CONTAINER}/)*\d+)/({_LEAF})", _unknown),
+    (
+        "unnamed",
+        rf"^((dense|linear|fc|layer|output)(_out)?\d*|({_CONTAINER}/)*\d+)/({_LEAF})",
+        _unknown,
+    ),
     ("adapter", r"lora\w*", _unknown),
     ("gate", r"\w*gate", _gate),
     (

@@ -51,7 +51,8 @@ def scale_by_muon(
         ns_coeffs: coefficients of the Newton–Schulz steps: a triple, a table of triples or a name,
             of a published set or of a composed schedule (`"fast"`, `"balanced"`, `"accurate"`), see
             `newton_schulz`.
-        ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
+        ns_steps: number of Newton–Schulz steps, see `newton_schulz`; a traced one below 1 counts
+            as 1.
         beta: decay rate β of the momentum.
         eps: added to the norm that u is divided by.
         mu_dtype: dtype of the momentum; None for that of the parameters.

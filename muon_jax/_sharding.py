@@ -105,7 +105,8 @@ def of_leaves(shardings: Shardings, tree: Any) -> list[PartitionSpec | NamedShar
     """Returns the sharding of each leaf of `tree`.
 
     Raises:
-        ValueError: one is neither a PartitionSpec nor a NamedSharding nor None.
+        ValueError: one is neither a PartitionSpec nor a NamedSharding nor None, or leaves an axis
+            unconstrained.
     """
 
     def checked(path, sharding):
@@ -114,6 +115,12 @@ def of_leaves(shardings: Shardings, tree: Any) -> list[PartitionSpec | NamedShar
             raise ValueError(
                 f"shardings{jax.tree_util.keystr(path)} must be a PartitionSpec, a"
                 f" NamedSharding or None, got {sharding!r}"
+            )
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+        if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
+            raise ValueError(
+                f"shardings{jax.tree_util.keystr(path)} must say how every axis is divided, got"
+                f" {spec}"
             )
         return sharding
 

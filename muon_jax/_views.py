@@ -10,6 +10,7 @@ nest:
     Split(-1, (16 * 128, 4 * 128, 4 * 128), Unfold(-1, (-1, 128), MuonDimensionNumbers(-3, -1)))
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -33,18 +34,27 @@ class Split:
     Attributes:
         axis: which one; counted from the end where it is negative.
         sizes: of the parts; together that of the axis.
-        view: of every part, or a list with one for each.
+        view: of every part, or a list or tuple with one for each.
     """
 
     axis: int
     sizes: tuple[int, ...]
-    view: "View | list[View]" = MATRICES
+    view: "View | list[View] | tuple[View, ...]" = MATRICES
+
+    @property
+    def views(self) -> "list[View]":
+        """Of each part."""
+        if isinstance(self.view, list | tuple) and not isinstance(self.view, MuonDimensionNumbers):
+            return [*self.view]
+        return [self.view] * len(self.sizes)
 
     def parts(self, shape: tuple[int, ...]) -> "list[tuple[slice, View]]":
         """Returns the place of each part on the axis of an array of that shape, and its view."""
-        views = self.view if isinstance(self.view, list) else [self.view] * len(self.sizes)
-        if sum(self.sizes) != _size(shape, self) or len(views) != len(self.sizes):
-            raise ValueError(f"{self} needs that size on its axis, and as many views as sizes")
+        whole, views = _size(shape, self), self.views
+        if min(self.sizes, default=0) < 0 or sum(self.sizes) != whole:
+            raise ValueError(f"{self} needs sizes that add up to {whole}, that of its axis")
+        if len(views) != len(self.sizes):
+            raise ValueError(f"{self} needs as many views as sizes")
         ends = itertools.accumulate(self.sizes)
         slices = [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
         return [*zip(slices, views, strict=True)]
@@ -71,7 +81,7 @@ class Unfold:
         sizes = (
             [size // -stated if i == -1 else i for i in self.sizes] if stated < 0 else self.sizes
         )
-        if math.prod(sizes) != size:
+        if math.prod(sizes) != size or min(sizes, default=1) < 0:
             raise ValueError(f"{self} needs axes whose sizes multiply to {size}")
         return (*shape[:axis], *sizes, *shape[axis + 1 :])
 
@@ -99,6 +109,11 @@ def to_stacks(x: jax.Array, view: View) -> list[jax.Array]:
         return [stack for part, inner in parts for stack in to_stacks(x[(*before, part)], inner)]
     if isinstance(view, Unfold):
         return to_stacks(x.reshape(view.shape(x.shape)), view.view)
+    if not isinstance(view, MuonDimensionNumbers):
+        raise ValueError(
+            f"a view must be MuonDimensionNumbers, Split or Unfold, got {view!r}: AdamW can have"
+            " whole parameters only"
+        )
     return [_matrix_axes.to_matrices(x, _matrix_axes.matrix_axes(x.ndim, view))]
 
 
@@ -118,11 +133,6 @@ def from_stacks(stacks: Iterator[jax.Array], view: View, shape: tuple[int, ...])
     )
 
 
-def shapes_of_stacks(x: jax.ShapeDtypeStruct, view: View) -> list[jax.ShapeDtypeStruct]:
-    """Returns what `to_stacks` would, as shapes."""
-    return jax.eval_shape(lambda x: to_stacks(x, view), x)
-
-
 def assign(views: Views, params: Any) -> list[View | None]:
     """Returns the view of each parameter, None for AdamW.
 
@@ -139,8 +149,7 @@ def assign(views: Views, params: Any) -> list[View | None]:
 def batch_axes(view: View, ndim: int) -> tuple[int, ...]:
     """Returns the axes of an array of rank `ndim` that are batch axes of all its matrices."""
     if isinstance(view, Split):
-        views = view.view if isinstance(view.view, list) else [view.view]
-        common = [batch_axes(inner, ndim) for inner in views]
+        common = [batch_axes(inner, ndim) for inner in view.views]
         kept = (axis for axis in range(ndim) if all(axis in axes for axes in common))
         return tuple(axis for axis in kept if axis != view.axis % ndim)
     if isinstance(view, Unfold):
@@ -228,11 +237,26 @@ def to_stacks_of_leaves(views: Views, tree: Any) -> list[list[jax.Array]]:
     """
     stacks = []
     for leaf, (name, view) in zip(jax.tree.leaves(tree), of_leaves(views, tree), strict=True):
-        try:
+        with naming(name, leaf.shape):
             stacks.append(to_stacks(leaf, view))
-        except ValueError as error:
-            raise ValueError(f"the parameter {name} of shape {leaf.shape}: {error}") from error
     return stacks
+
+
+@contextlib.contextmanager
+def naming(name: str, shape: tuple[int, ...]) -> Iterator[None]:
+    """A context in which a ValueError comes to name the parameter that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"the parameter {name} of shape {shape}: {error}") from error
+
+
+def stacked(view: View) -> View:
+    """Returns the view of arrays of this view in a stack of them, along a new first axis."""
+    if isinstance(view, MuonDimensionNumbers):
+        return jax.tree.map(lambda axis: axis + (axis >= 0), view)
+    inner = [*map(stacked, view.views)] if isinstance(view, Split) else stacked(view.view)
+    return dataclasses.replace(view, axis=view.axis + (view.axis >= 0), view=inner)
 
 
 def flatten(

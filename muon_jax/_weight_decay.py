@@ -1,5 +1,6 @@
 """Weight decay: where it enters a chain, what it is multiplied by, which entries it spares."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ def chain(
     direction: optax.GradientTransformation,
     scale: optax.GradientTransformation | None,
     learning_rate: optax.ScalarOrSchedule,
-    weight_decay: float | jax.Array,
+    weight_decay: optax.ScalarOrSchedule,
     mask: Any | Callable[[optax.Params], Any] | None,
     form: Form,
     cautious: bool,
@@ -33,7 +34,7 @@ def chain(
         direction: makes O of the gradient.
         scale: multiplies by s; None for s = 1.
         learning_rate: η, a number or a schedule.
-        weight_decay: λ.
+        weight_decay: λ, a number or a schedule.
         mask: tree of booleans, or a callable that makes one: which parameters decay.
         form: see above.
         cautious: whether p decays only where p·O ≥ 0, entry by entry.
@@ -50,23 +51,32 @@ def chain(
 
     def decay(rate, cautious=cautious):
         if isinstance(weight_decay, int | float) and weight_decay == 0:
-            return optax.identity()  # else a pass over all parameters
+            nothing = optax.identity()  # else a pass over all parameters
+            return nothing if mask is None else optax.masked(nothing, mask)
         return _decay(rate, mask, cautious)
 
-    if callable(learning_rate):
-        decay_of_palm = decay(lambda count: weight_decay * learning_rate(count))
-    else:
-        decay_of_palm = decay(weight_decay * learning_rate)
+    decay_of_palm = decay(_times(weight_decay, learning_rate))
     descend = optax.scale_by_learning_rate(learning_rate)
     parts = {
         "decoupled": (direction, scale, decay(weight_decay), descend),
-        "independent": (direction, scale, descend, decay(-weight_decay, cautious=False)),
+        "independent": (direction, scale, descend, decay(_times(-1, weight_decay), cautious=False)),
         "palm": (direction, scale, decay_of_palm, descend),
         "scaled_palm": (direction, decay_of_palm, scale, descend),
         "l2": (decay(weight_decay), direction, scale, descend),
     }
     chained = [part for part in parts[form] if part is not None]
     return _by_direction(chained) if cautious and form == "independent" else optax.chain(*chained)
+
+
+def _times(*factors: Any) -> Any:
+    """The product of numbers, or the schedule of it where one of them is a schedule."""
+
+    def value(factor: Any, count) -> Any:
+        return factor(count) if callable(factor) else factor
+
+    if not any(map(callable, factors)):
+        return math.prod(factors)
+    return lambda count: math.prod(value(factor, count) for factor in factors)
 
 
 def _decay(rate, mask, cautious):

@@ -24,13 +24,14 @@ def syrkx(
     rounded once; with `residual` a second result is what that rounding left, rounded. Complex
     operands give the Hermitian product. Mirroring is a pass of its own.
     """
-    alpha, diagonal, *betas = (x[..., None, None] for x in coefficients)
+    alpha, diagonal, *betas = (x[..., None, None] if x.ndim else x for x in coefficients)
     accumulator = jnp.promote_types(a_matrix.dtype, jnp.float32)
     right = (a_matrix if b_matrix is None else b_matrix).conj().mT
     total = alpha * jnp.matmul(a_matrix, right, preferred_element_type=accumulator)
     for beta, c_matrix in zip(betas, c_matrices, strict=True):
         total += beta * c_matrix
-    row, col = (jax.lax.broadcasted_iota(jnp.int32, total.shape[-2:], axis) for axis in (0, 1))
+    axes = total.ndim - 2, total.ndim - 1
+    row, col = (jax.lax.broadcasted_iota(jnp.int32, total.shape, axis) for axis in axes)
     total += jnp.where(row == col, diagonal, 0)
     results = (total.astype(a_matrix.dtype),)
     if residual:

@@ -1,5 +1,6 @@
 """Matrices that stay in pieces: results, collectives, and when they are chosen."""
 
+import functools
 import re
 
 import helpers
@@ -55,6 +56,20 @@ def test_one_matrix(sizes, shape, spec, exchanges):
         helpers.assert_close(updates, expected)
         zeros = jax.tree.map(jnp.zeros_like, grads)
         assert not np.any(compiled(zeros, scale_by_muon().init(zeros))[0]["w"])
+
+
+def test_it_has_a_derivative():
+    grads = sharded(AxisType.Explicit, (8,), w=((16, 104), (None, "x")))
+
+    def loss(grads, **kwargs):
+        transform = scale_by_muon(ns_steps=2, ns_dtype="float32", implementation="xla", **kwargs)
+        return jnp.sum(transform.update(grads, transform.init(grads))[0]["w"] ** 3)
+
+    derivative = jax.jit(jax.grad(functools.partial(loss, distributed_gram=True)))(grads)
+    assert derivative["w"].sharding == grads["w"].sharding
+    whole = {"w": jnp.asarray(np.asarray(grads["w"]))}
+    expected = jax.grad(functools.partial(loss, ns_method="gram"))(whole)["w"]
+    np.testing.assert_allclose(derivative["w"], expected, atol=1e-5 * jnp.abs(expected).max())
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])

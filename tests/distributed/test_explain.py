@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
@@ -51,6 +52,13 @@ def test_shardings_of_the_arguments_are_taken():
     assert (group.owners, group.each, group.dtype) == (8, 1, "float16")
     (group,) = explain(shapes(w=(64, 64))).groups
     assert (group.mode, group.owners) == ("local", 1)
+
+
+def test_arrays_of_numpy_are_on_one_device_and_traced_ones_are_refused():
+    (group,) = explain({"w": np.ones((8, 8), np.float32)}).groups
+    assert group.mode == "local"
+    with pytest.raises(ValueError, match="shardings of traced arrays: pass shardings="):
+        jax.jit(explain)({"w": jnp.ones((8, 8))})
 
 
 def test_a_mesh_is_needed():

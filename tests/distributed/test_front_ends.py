@@ -275,6 +275,46 @@ def test_vmap(axis_type):
     np.testing.assert_allclose(compiled(sharded), updates(jnp.asarray(x)), atol=2e-6)
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_an_ensemble_whose_members_are_on_devices_of_their_own(axis_type):
+    """Tall, wide and split matrices of each, and stacks of members in stacks."""
+    rng = np.random.default_rng(0)
+    sharding = NamedSharding(mesh_of(axis_type, (8,), ("member",)), PartitionSpec("member"))
+    shapes = {"tall": (32, 16), "wide": (2, 16, 32), "split": (16, 48)}
+    members = {
+        name: jax.device_put(rng.standard_normal((8, *shape)).astype(np.float32), sharding)
+        for name, shape in shapes.items()
+    }
+    views = {"tall": MuonDimensionNumbers(1, 0), "wide": MuonDimensionNumbers(1, 2)}
+    views["split"] = Split(1, (32, 16), [MuonDimensionNumbers(0, 1), MuonDimensionNumbers(-2, -1)])
+    transform = scale_by_muon(ns_dtype="float32", ns_steps=2, weight_dimension_numbers=views)
+    update = jax.vmap(lambda x: transform.update(x, transform.init(x))[0])
+    compiled = jax.jit(update).lower(members).compile()
+    assert not re.search(r"= f32\S* (all-gather|all-to-all|while)\(", compiled.as_text())
+    updates = compiled(members)
+    assert updates["tall"].sharding.is_equivalent_to(sharding, 3)
+    twice = jax.jit(jax.vmap(update))({k: v[None] for k, v in members.items()})
+    members, updates, twice = jax.device_get((members, updates, twice))
+    for i in (0, 7):
+        member = {k: jnp.asarray(v[i]) for k, v in members.items()}
+        expected, _ = transform.update(member, transform.init(member))
+        for found in (updates, {k: v[0] for k, v in twice.items()}):
+            chex.assert_trees_all_close({k: v[i] for k, v in found.items()}, expected, atol=2e-6)
+
+
+def test_an_ensemble_over_hyperparameters():
+    params = {"out": parameters(mesh_of(AxisType.Auto))["out"]}
+
+    def update(eps):
+        transform = scale_by_muon(eps=eps, ns_dtype="float32", ns_steps=2)
+        return transform.update(params, transform.init(params))[0]["out"]
+
+    eps = jnp.array([1e-8, 10.0])
+    together = jax.jit(jax.vmap(update))(eps)
+    chex.assert_trees_all_close(together, jnp.stack([*map(jax.jit(update), eps)]), atol=2e-6)
+    assert not np.allclose(*together, atol=1e-2)
+
+
 def test_programs_differ_where_the_partitioned_operation_does():
     """JAX's cache of compiled programs may leave the pointer to the operation out of its key."""
     params = {"out": parameters(mesh_of(AxisType.Auto))["out"]}
@@ -401,6 +441,14 @@ def in_shard_map(names, sizes=(4, 2), **kwargs):
             lambda: update(matrix(AxisType.Auto, AxisType.Auto), shardings={"w": "x"}),
             ValueError,
             r"shardings\['w'\] must be a PartitionSpec, a NamedSharding or None, got 'x'",
+        ),
+        (
+            lambda: update(
+                matrix(AxisType.Auto, AxisType.Auto),
+                shardings=PartitionSpec("x", PartitionSpec.UNCONSTRAINED),
+            ),
+            ValueError,
+            r"shardings must say how every axis is divided",
         ),
         (
             lambda: update(matrix(AxisType.Auto, AxisType.Auto), shardings=PartitionSpec("embed")),

@@ -39,6 +39,9 @@ def tree(seed=0, dtype=jnp.float32, names=tuple(DIMENSION_NUMBERS)):
     return {name: x for name, x in drawn.items() if name in names}
 
 
+FADING = optax.linear_schedule(0.2, 0.0, 50)
+
+
 def trajectory(optimizer, steps, names=tuple(DIMENSION_NUMBERS)):
     """The last update, parameters and state of `steps` steps on gradients drawn at random."""
     params = tree(names=names)
@@ -64,6 +67,7 @@ def trajectory(optimizer, steps, names=tuple(DIMENSION_NUMBERS)):
         {"preconditioning": "schatten", "ns_coeffs": (2.0, -1.5, 0.5), "ns_steps": 8},
         {"preconditioning": "aol"},
         {"preconditioning": "spectral", "beta": 0.8, "adam_b1": 0.8, "adam_weight_decay": 0.1},
+        {"weight_decay": FADING, "adam_weight_decay": FADING},
     ],
     ids=lambda kwargs: " ".join(kwargs) or "defaults",
 )
@@ -153,6 +157,46 @@ def test_state_holds_what_training_changes_and_nothing_else():
         assert not (old == new).all()
     for other in ("dion", "balanced", (1.0, 2.0, 3.0)):
         chex.assert_trees_all_equal_structs(state, scale_by_muon(other).init(params))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, FADING])
+def test_the_state_with_a_mask_is_that_of_optax(weight_decay):
+    mask = dict.fromkeys(DIMENSION_NUMBERS, True)
+    ours, theirs = (
+        make(0.1, weight_decay=weight_decay, weight_decay_mask=mask).init(tree())
+        for make in (muon, optax.contrib.muon)
+    )
+    decays = [state.inner_states["muon"].inner_state[2] for state in (ours, theirs)]
+    chex.assert_trees_all_equal_structs(*decays)
+    assert jax.tree.structure(decays[0]).num_nodes > 1
+
+
+@pytest.mark.parametrize("rate", [0.3, FADING])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"weight_decay_form": "palm"},
+        {"weight_decay_form": "scaled_palm"},
+        {"weight_decay_form": "l2"},
+        {"weight_decay_form": "independent"},
+        {"weight_decay_form": "independent", "cautious_weight_decay": True},
+    ],
+    ids=lambda kwargs: " ".join(map(str, kwargs.values())),
+)
+def test_every_weight_decay_takes_a_schedule(kwargs, rate):
+    def last(decay):
+        return trajectory(muon(rate, weight_decay=decay, adam_weight_decay=decay, **kwargs), 3)[0]
+
+    chex.assert_trees_all_close(last(lambda _: 0.1), last(0.1), atol=1e-6)
+
+
+def test_ranks_need_not_be_promoted():
+    stack = {"w": jnp.ones((3, 8, 16)), "v": jnp.ones((16, 8)), "b": jnp.ones(3)}
+    views = {"w": MuonDimensionNumbers(-2, -1), "v": MuonDimensionNumbers(), "b": None}
+    with jax.numpy_rank_promotion("raise"):
+        for kwargs in ({}, {"ns_method": "gram"}, {"ns_coeffs": "balanced", "ns_method": "gram"}):
+            optimizer = muon(0.1, muon_weight_dimension_numbers=views, **kwargs)
+            optimizer.update(stack, optimizer.init(stack), stack)
 
 
 def test_init_takes_shapes():

@@ -1,11 +1,14 @@
 """QK-clip against the attention logits that the clipped weights make, in float64."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
 
 from muon_jax import KeyHeads, QueryHeads, muon, qk_clip
 from muon_jax._views import Split
@@ -139,6 +142,19 @@ def test_logits_of_each_head_are_scaled_to_the_threshold(name):
     np.testing.assert_array_less(result, threshold * (1 + 1e-5))
 
 
+def test_boxes_of_flax_are_no_part_of_the_path():
+    """Parameters of linen, as variables."""
+    shapes, heads, _ = ATTENTIONS["multi-head"]
+    params = {"params": {"attention": normal(1, shapes)}}
+    transform = qk_clip(0.1, {f"^attention/{key}$": spec for key, spec in heads.items()})
+    clip = functools.partial(transform.update, max_logits={"attention": jnp.ones(4)})
+    expected, _ = clip(params, optax.EmptyState(), params)
+    assert not jnp.array_equal(*(x["params"]["attention"]["query"] for x in (expected, params)))
+    boxed = jax.tree.map(lambda x: linen.Partitioned(x, (None, None)), params)
+    clipped, _ = clip(boxed, optax.EmptyState(), boxed)
+    chex.assert_trees_all_equal(linen.unbox(clipped), expected)
+
+
 def test_weights_of_latent_attention_are_scaled_as_in_kimi_k2():
     shapes, heads, _ = ATTENTIONS["latent"]
     params, updates = normal(1, shapes), normal(2, shapes, 0.1)
@@ -203,7 +219,11 @@ def test_at_the_end_of_a_chain(dtype):
 @pytest.mark.parametrize(
     ("heads", "max_logits", "message"),
     [
-        ({"query": QueryHeads(HALF), "kye": KeyHeads(HALF)}, np.ones(4), r"\['kye'\] match the"),
+        (
+            {"query": QueryHeads(HALF), "kye": KeyHeads(HALF)},
+            np.ones(4),
+            r"\['kye'\] match the .*'query'",
+        ),
         ({"query": QueryHeads(HALF), "que": QueryHeads(HALF)}, np.ones(4), "one pattern of heads"),
         ({"query": QueryHeads(HALF)}, {"key": np.ones(4)}, r"query needs one .* and 0$"),
         (

@@ -165,6 +165,10 @@ def test_roles(name, shape, expected):
     ("name", "shape"),
     [
         ("Dense_0/kernel", (8, 10)),  # a hidden layer or the output head
+        ("linear2/kernel", (8, 10)),
+        ("fc2/kernel", (8, 10)),
+        ("linear_out/kernel", (8, 10)),
+        ("output/kernel", (8, 10)),
         ("layers/layers/2/kernel", (8, 10)),  # of nnx.Sequential, likewise
         ("layers/kernel", (3, 4)),  # a matrix or stacked vectors
         ("attn/qkv/kernel", (8, 12)),  # how wide are keys?
@@ -239,3 +243,9 @@ def test_arguments_are_those_of_muon():
         describe(params, preset="kj")
     with pytest.raises(TypeError, match="unexpected keyword argument 'ns_coefficients'"):
         describe({}, ns_coefficients="fast")
+    with pytest.raises(ValueError, match=r"mu_rounding must be one of .*, got 'up'"):
+        describe({}, mu_rounding="up")
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu' cannot run: the default device"):
+        describe({"w": half}, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match=r"parameter \['w'\] of shape \(16, 32\): Split"):
+        describe({"w": half}, muon_weight_dimension_numbers={"w": Split(0, (3, 4))})

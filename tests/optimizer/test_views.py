@@ -19,6 +19,7 @@ VIEWS = {
     "DenseGeneral out": ((2, 4, 6), MuonDimensionNumbers((0, 1), 2), [(1, 8, 6)]),
     "heads": ((6, 8), Unfold(1, (2, 4), HEADS), [(2, 6, 4)]),
     "heads of layers": ((5, 6, 8), Unfold(-1, (-1, 4), HEADS), [(10, 6, 4)]),
+    "one view each": ((6, 10), Split(1, (4, 6), (MATRICES, MATRICES)), [(1, 6, 4), (1, 6, 6)]),
     "gate and up": ((6, 10), Split(1, (5, 5)), [(1, 6, 5)] * 2),
     "qkv of layers": ((2, 6, 16), Split(-1, (8, 4, 4)), [(2, 6, 8), (2, 6, 4), (2, 6, 4)]),
     "qkv in heads": (
@@ -73,7 +74,10 @@ def test_muon_updates_each_part_by_itself_with_its_own_scale():
 @pytest.mark.parametrize(
     ("view", "message"),
     [
-        (Split(1, (8, 9)), r"\['w'\] of shape \(6, 16\): Split.*needs that size on its axis"),
+        (Split(1, (8, 9)), r"\['w'\] of shape \(6, 16\): Split.*sizes that add up to 16"),
+        (Split(1, (-8, 24)), r"Split.*sizes that add up to 16"),
+        (Split(1, (8, 8), (MATRICES, None)), r"\['w'\].*a view must be .*, got None: AdamW"),
+        (Unfold(1, (-4, -4), HEADS), r"needs axes whose sizes multiply to 16"),
         (Split(1, (8, 8), [MATRICES]), r"as many views as sizes"),
         (Unfold(1, (3, 5), HEADS), r"needs axes whose sizes multiply to 16"),
         (Unfold(1, (3, -1), HEADS), r"needs axes whose sizes multiply to 16"),
