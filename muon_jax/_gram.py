@@ -24,7 +24,7 @@ from muon_jax._coefficients import Quintics
 from muon_jax._cost import Products
 from muon_jax._normalization import EpsMode, gram_gain, normalize
 from muon_jax._pieces import Whole
-from pallas_kernels import syrk, syrkx
+from pallas_kernels import syrkx
 
 type _Triple = tuple[float, ...]
 
@@ -91,28 +91,29 @@ def run(
     x, gram, s, factor = normalize(
         x, gram, gain, eps, eps_mode, scale, preconditioning, held.spread
     )
-    square, product = (
-        functools.partial(f, implementation=held.implementation) for f in (syrk, syrkx)
-    )
+    product = functools.partial(syrkx, implementation=held.implementation)
     parts = segments(quintics, x.dtype)
     for index, triples in enumerate(parts, 1):
         if index > 1:
             (gram,), s, factor = held.gram(x), 1.0, 1.0
-        q = _segment(square, product, gram, triples, s, factor)
+        q = _segment(product, gram, triples, s, factor)
         x = held.apply(q, x, last=index == len(parts))
     return x
 
 
-def _segment(syrk, syrkx, gram, triples, s, factor):
-    """factor times the product of the steps' factors, from R = s²·gram on."""
+def _segment(syrkx, gram, triples, s, factor):
+    """factor times the product of the steps' factors, from R = s²·gram on.
+
+    R² too is a product of two: to a kernel it is another program else, to be compiled.
+    """
     (a, b, c), *others = triples
     r, scale = gram, s**2
-    z = syrk(r, r, alpha=c * scale**2, beta=b * scale)
+    z = syrkx(r, r, r, alpha=c * scale**2, beta=b * scale)
     q = _sum(factor, z, a * factor)
     for a_next, b_next, c_next in others:
         t = syrkx(r, z, r, alpha=scale, beta=a * scale)
         r, scale = syrkx(t, z, t, beta=a), 1.0
-        a, z = a_next, syrk(r, r, alpha=c_next, beta=b_next)
+        a, z = a_next, syrkx(r, r, r, alpha=c_next, beta=b_next)
         q = syrkx(q, z, q, beta=a)
     return q
 
