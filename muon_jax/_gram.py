@@ -104,7 +104,7 @@ def run(
 def _segment(syrkx, gram, triples, s, factor):
     """factor times the product of the steps' factors, from R = s²·gram on.
 
-    R² too is a product of two: to a kernel it is another program else, to be compiled.
+    R² is R·Rᵀ by `syrkx`, like the others: by `syrk` it is one program more to compile.
     """
     (a, b, c), *others = triples
     r, scale = gram, s**2
