@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from muon_jax import _coefficients, _form, _grouping, _muon, _presets, _routing, _views
 from muon_jax._tables import table
-from pallas_kernels import select_implementation, unsupported_reason
+from pallas_kernels import select_implementation
+from pallas_kernels._dispatch import check_supported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,8 +172,8 @@ def _group(stacks, given):
     form = _form.of((batch, m, n), stacks[0].dtype, **iteration(given))
     operand = jax.ShapeDtypeStruct((batch, m, n), form.dtype)
     named = given["implementation"]
-    if named and (reason := unsupported_reason(named, operand)):
-        raise NotImplementedError(f"implementation={named!r} cannot run: {reason}")
+    if named:
+        check_supported(named, operand)
     return Group(
         shape=operand.shape,
         method=form.method,

@@ -134,6 +134,15 @@ def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
     return _IMPLEMENTATIONS[implementation].unsupported_reason(a_matrix)
 
 
+def check_supported(implementation: str, a_matrix: Operand) -> None:
+    """Raises NotImplementedError where there is an `unsupported_reason`."""
+    if reason := unsupported_reason(implementation, a_matrix):
+        raise NotImplementedError(
+            f"implementation={implementation!r} cannot run: {reason}. Pass implementation=None to"
+            f" have one chosen that can."
+        )
+
+
 class Selection(NamedTuple):
     """An implementation, and what the choice rests on: "measured …", "modelled …" or "only …"."""
 
@@ -212,11 +221,7 @@ def _syrkx(
         implementation, _ = select_implementation(
             a_matrix, addend=bool(c_matrices), symmetrize_output=symmetrize_output
         )
-    if reason := unsupported_reason(implementation, a_matrix):
-        raise NotImplementedError(
-            f"implementation={implementation!r} cannot run: {reason}. Pass implementation=None to"
-            f" have one chosen that can."
-        )
+    check_supported(implementation, a_matrix)
     return _IMPLEMENTATIONS[implementation].syrkx(
         a_matrix,
         b_matrix,
