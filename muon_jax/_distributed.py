@@ -104,10 +104,9 @@ def map_matrices(
 
         def of_stacks(leaves, arrays):
             """The results for stacks of these leaves."""
-            view_of = (_views.stacked(unit.view) for unit in units)
-            stacks, limits = treedef.unflatten(leaves), (max_group_bytes, distributed_gram)
-            results = map_matrices(bind(arrays), treedef.unflatten(view_of), stacks, None, *limits)
-            return jax.tree.leaves(results)
+            views = [_views.stacked(unit.view) for unit in units]
+            limits = max_group_bytes, distributed_gram
+            return map_matrices(bind(arrays), views, leaves, None, *limits)
 
         results = _when_partitioned(planned, of_stacks, leaves, arrays, settings)
     return treedef.unflatten(results)

@@ -122,7 +122,8 @@ def explain(
     meshes = [mesh, *(s.mesh for s in placed if isinstance(s, NamedSharding))]
     sizes = next((mesh.shape for mesh in meshes if mesh is not None), {})
     specs = [s.spec if isinstance(s, NamedSharding) else s for s in placed]
-    units = _distributed.units_of(views, matrices, jax.tree.leaves(matrices))
+    # Not as it stands: a tree of parameters may be callable, and so is that of their views.
+    units = _distributed.units_of(lambda _: views, matrices, jax.tree.leaves(matrices))
     forms = [_distributed.forms_of(leaf, keywords) for leaf in units]
     plan = _distributed.make_plan(
         units, specs, sizes, forms, given["max_group_bytes"], given["distributed_gram"]

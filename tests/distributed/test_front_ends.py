@@ -1,5 +1,6 @@
 """Who says how parameters are sharded: optimizers at work in whole training steps."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -20,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import (
     MuonDimensionNumbers,
+    explain,
     keep_param_norm,
     muon,
     newton_schulz,
@@ -300,6 +302,32 @@ def test_an_ensemble_whose_members_are_on_devices_of_their_own(axis_type):
         expected, _ = transform.update(member, transform.init(member))
         for found in (updates, {k: v[0] for k, v in twice.items()}):
             chex.assert_trees_all_close({k: v[i] for k, v in found.items()}, expected, atol=2e-6)
+
+
+def test_an_ensemble_of_modules_that_are_callable():
+    """As those of Equinox are, which are trees, too."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Linear:
+        weight: jax.Array
+
+        def __call__(self, x):
+            return x @ self.weight
+
+    sharding = NamedSharding(mesh_of(AxisType.Auto, (8,), ("member",)), PartitionSpec("member"))
+    members = jax.random.normal(jax.random.key(0), (8, 16, 32))
+    transform = scale_by_muon(ns_dtype="float32", ns_steps=2)
+
+    def update(module):
+        return transform.update(module, transform.init(module))[0]
+
+    module = Linear(jax.device_put(members, sharding))
+    updates = jax.jit(jax.vmap(update))(module)
+    expected = jax.vmap(update)(Linear(members))
+    chex.assert_trees_all_close(jax.device_get(updates), expected, atol=2e-6)
+    (group,) = explain(jax.eval_shape(lambda: Linear(members[0]))).groups
+    assert group.mode == "local"
 
 
 def test_an_ensemble_over_hyperparameters():
