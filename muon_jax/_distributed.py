@@ -104,9 +104,11 @@ def map_matrices(
 
         def of_stacks(leaves, arrays):
             """The results for stacks of these leaves."""
-            views = [_views.stacked(unit.view) for unit in units]
-            limits = max_group_bytes, distributed_gram
-            return map_matrices(bind(arrays), views, leaves, None, *limits)
+            views = treedef.unflatten(_views.stacked(unit.view) for unit in units)
+            stacks, limits = treedef.unflatten(leaves), (max_group_bytes, distributed_gram)
+            # Not the views as they stand: a tree may be callable.
+            results = map_matrices(bind(arrays), lambda _: views, stacks, None, *limits)
+            return jax.tree.leaves(results)
 
         results = _when_partitioned(planned, of_stacks, leaves, arrays, settings)
     return treedef.unflatten(results)

@@ -19,8 +19,13 @@ def matrix_axes(ndim: int, dimension_numbers: MuonDimensionNumbers) -> MatrixAxe
     """Returns the axes of an array of rank `ndim`, counted from the front.
 
     Raises:
-        ValueError: no axis, an axis twice, or one that is not there.
+        ValueError: no dimension numbers, no axis, an axis twice, or one that is not there.
     """
+    if not isinstance(dimension_numbers, MuonDimensionNumbers):
+        raise ValueError(
+            f"a view must be MuonDimensionNumbers, Split or Unfold, got {dimension_numbers!r}:"
+            " AdamW can have whole parameters only"
+        )
 
     def normalize(axes) -> tuple[int, ...]:
         axes = (axes,) if isinstance(axes, int) else tuple(axes)

@@ -109,11 +109,6 @@ def to_stacks(x: jax.Array, view: View) -> list[jax.Array]:
         return [stack for part, inner in parts for stack in to_stacks(x[(*before, part)], inner)]
     if isinstance(view, Unfold):
         return to_stacks(x.reshape(view.shape(x.shape)), view.view)
-    if not isinstance(view, MuonDimensionNumbers):
-        raise ValueError(
-            f"a view must be MuonDimensionNumbers, Split or Unfold, got {view!r}: AdamW can have"
-            " whole parameters only"
-        )
     return [_matrix_axes.to_matrices(x, _matrix_axes.matrix_axes(x.ndim, view))]
 
 

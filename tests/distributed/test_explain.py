@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, explain
+from muon_jax import MuonDimensionNumbers, Split, explain
 
 MESH = AbstractMesh((8, 2), ("fsdp", "ep"))
 
@@ -59,6 +59,16 @@ def test_arrays_of_numpy_are_on_one_device_and_traced_ones_are_refused():
     assert group.mode == "local"
     with pytest.raises(ValueError, match="shardings of traced arrays: pass shardings="):
         jax.jit(explain)({"w": jnp.ones((8, 8))})
+
+
+def test_a_part_cannot_be_left_to_adamw():
+    views = {"w": Split(1, (32, 32), (MuonDimensionNumbers(), None))}
+    with pytest.raises(
+        ValueError, match=r"\['w'\] of shape \(64, 64\): a view must be .* got None"
+    ):
+        explain(
+            shapes(w=(64, 64)), PartitionSpec("fsdp"), MESH, muon_weight_dimension_numbers=views
+        )
 
 
 def test_a_mesh_is_needed():

@@ -147,12 +147,17 @@ def test_boxes_of_flax_are_no_part_of_the_path():
     shapes, heads, _ = ATTENTIONS["multi-head"]
     params = {"params": {"attention": normal(1, shapes)}}
     transform = qk_clip(0.1, {f"^attention/{key}$": spec for key, spec in heads.items()})
-    clip = functools.partial(transform.update, max_logits={"attention": jnp.ones(4)})
+    logits = {"params": {"attention": linen.Partitioned(jnp.ones(4), (None,))}}
+    clip = functools.partial(transform.update, max_logits=logits)
     expected, _ = clip(params, optax.EmptyState(), params)
     assert not jnp.array_equal(*(x["params"]["attention"]["query"] for x in (expected, params)))
     boxed = jax.tree.map(lambda x: linen.Partitioned(x, (None, None)), params)
     clipped, _ = clip(boxed, optax.EmptyState(), boxed)
     chex.assert_trees_all_equal(linen.unbox(clipped), expected)
+    above, _ = transform.update(
+        params, optax.EmptyState(), params, max_logits={"params": jnp.ones(4)}
+    )
+    chex.assert_trees_all_equal(above, expected)
 
 
 def test_weights_of_latent_attention_are_scaled_as_in_kimi_k2():
