@@ -90,18 +90,18 @@ def run(
         held: the matrices whole, or in pieces.
     """
     gain = gram_gain(log2_n)
-    for index, segment in enumerate(segments, 1):
-        alpha = gain**2 if index == 1 else 1.0
+    for index, segment in enumerate(segments):
+        alpha = 1.0 if index else gain**2
         residual = _has_residual(segment, x.dtype)
         gram, *low = held.gram(x, alpha, residual=residual, symmetrize_output=False)
         s = factor = 1.0
-        if index == 1:
+        if index == 0:
             s = inverse_norm(x, gram, 0.0, eps_mode, 1.0, "schatten")
             # 1/(ν + eps), both of them times gain·scale.
             s = s / regularize(1.0, eps * gain * scale * s, eps_mode)
             factor = gain
         q = _polynomial(segment, gram, low, s, factor, held)
-        x = held.apply(q, x, last=index == len(segments))
+        x = held.apply(q, x, last=index == len(segments) - 1)
     return x
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from muon_jax import _coefficients, _form, _grouping, _muon, _presets, _routing, _views
 from muon_jax._tables import table
-from pallas_kernels import select_implementation
+from pallas_kernels import select_implementation, unsupported_reason
 from pallas_kernels._dispatch import check_supported
 
 
@@ -139,7 +139,7 @@ def all_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = {**_presets.arguments_of(given.get("preset")), **given}
     call = inspect.signature(_muon.muon).bind(0.0, **given)
-    _muon.muon(*call.args, **call.kwargs)
+    _muon.muon(0.0, **given)
     call.apply_defaults()
     return call.arguments
 
@@ -163,7 +163,7 @@ def _momentum_of(x, given):
 
 def _shapes_of_stacks(path, x, view):
     with _views.naming(jax.tree_util.keystr(path), x.shape):
-        return jax.eval_shape(lambda x: _views.to_stacks(x, view), x)
+        return _views.shapes_of_stacks(x, view)
 
 
 def _group(stacks, given):
@@ -173,7 +173,7 @@ def _group(stacks, given):
     operand = jax.ShapeDtypeStruct((batch, m, n), form.dtype)
     named = given["implementation"]
     if named:
-        check_supported(named, operand)
+        check_supported(named, unsupported_reason(named, operand))
     return Group(
         shape=operand.shape,
         method=form.method,

@@ -264,15 +264,15 @@ def _when_partitioned(planned, of_stacks, leaves, arrays, settings):
 
     @run.def_vmap
     def _(axis_size, in_batched, leaves, arrays, digest):
-        are_mapped, settings_are, _ = in_batched
-        if any(settings_are):
+        mapped_leaves, mapped_arrays, _ = in_batched
+        if any(mapped_arrays):
             in_axes = jax.tree.map(lambda mapped: 0 if mapped else None, tuple(in_batched))
             sequential = jax.custom_batching.sequential_vmap(operation)
             results = jax.vmap(sequential, in_axes)(leaves, arrays, digest)
         else:
             stacks = [
                 x if mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
-                for x, mapped in zip(leaves, are_mapped, strict=True)
+                for x, mapped in zip(leaves, mapped_leaves, strict=True)
             ]
             results = of_stacks(stacks, arrays)
         return results, [True] * len(results)

@@ -121,7 +121,7 @@ def explain(
     placed = _stated(matrices) if shardings is None else _sharding.of_leaves(shardings, matrices)
     meshes = [mesh, *(s.mesh for s in placed if isinstance(s, NamedSharding))]
     sizes = next((mesh.shape for mesh in meshes if mesh is not None), {})
-    specs = [s.spec if isinstance(s, NamedSharding) else s for s in placed]
+    specs = [*map(_sharding.spec_of, placed)]
     # Not as it stands: a tree of parameters may be callable, and so is that of their views.
     units = _distributed.units_of(lambda _: views, matrices, jax.tree.leaves(matrices))
     forms = [_distributed.forms_of(leaf, keywords) for leaf in units]

@@ -93,11 +93,11 @@ def run(
     )
     product = functools.partial(syrkx, implementation=held.implementation)
     parts = segments(quintics, x.dtype)
-    for index, triples in enumerate(parts, 1):
-        if index > 1:
+    for index, triples in enumerate(parts):
+        if index:
             (gram,), s, factor = held.gram(x), 1.0, 1.0
         q = _segment(product, gram, triples, s, factor)
-        x = held.apply(q, x, last=index == len(parts))
+        x = held.apply(q, x, last=index == len(parts) - 1)
     return x
 
 

@@ -13,7 +13,6 @@ are better left in pieces (`_distributed_gram`) go by themselves, at most O unit
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -157,7 +156,7 @@ def leaf(index: int, name: str, x: jax.ShapeDtypeStruct, view: _views.View) -> L
         batch = _views.batch_axes(view, len(x.shape))
         shape = tuple(1 if i in batch else size for i, size in enumerate(x.shape))
         unit = jax.ShapeDtypeStruct(shape, x.dtype)
-        stacks = jax.eval_shape(functools.partial(_views.to_stacks, view=view), unit)
+        stacks = _views.shapes_of_stacks(unit, view)
     shapes = tuple(stack.shape for stack in stacks)
     return Leaf(index, name, x.shape, jnp.dtype(x.dtype), shape, batch, view, shapes)
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from muon_jax._normalization import wide
-from muon_jax._routing import path_name
+from muon_jax._routing import path_name, unboxed
 from muon_jax._views import Split, naming
 
 
@@ -120,7 +120,7 @@ def qk_clip(
                 "qk_clip needs the parameters and the largest logits of their attentions: call"
                 " update(updates, state, params, max_logits=...)"
             )
-        measured = [(_keys(path), s) for path, s in jax.tree.leaves_with_path(max_logits)]
+        measured = [(_names(path), s) for path, s in jax.tree.leaves_with_path(max_logits)]
         unused = set(heads)
 
         def clip(path, update, param):
@@ -129,7 +129,7 @@ def qk_clip(
             if not matches:
                 return update
             unused.difference_update(matches)
-            logits = [s for above, s in measured if _keys(path)[: len(above)] == above]
+            logits = [s for above, s in measured if _names(path)[: len(above)] == above]
             if len(matches) > 1 or len(logits) != 1:
                 raise ValueError(
                     f"the parameter {name} needs one pattern of heads and one array of max_logits"
@@ -159,11 +159,8 @@ def _check_parts(parts):
         raise ValueError(f"parts must be pairs of a size, at least 1, and a power, got {parts}")
 
 
-def _keys(path):
-    """The names of a path, without the box that Flax may have around an array."""
-    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
-        path = path[:-1]
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+def _names(path):
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in unboxed(path))
 
 
 def _factors(spec: Any, shape: tuple[int, ...], gammas: jax.Array) -> jax.Array:

@@ -60,9 +60,13 @@ def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
 
 def path_name(path: tuple[Any, ...]) -> str:
     """Returns the names of a path joined by slashes, without the boxes of Flax."""
-    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
-        path = path[:-1]
-    return jax.tree_util.keystr(path, simple=True, separator="/").removeprefix("params/")
+    name = jax.tree_util.keystr(unboxed(path), simple=True, separator="/")
+    return name.removeprefix("params/")
+
+
+def unboxed(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the path without the box that Flax may have around an array."""
+    return path[:-1] if path and path[-1] == jax.tree_util.GetAttrKey("value") else path
 
 
 def route(name: str, shape: tuple[int, ...], rules: Rules) -> Route | None:

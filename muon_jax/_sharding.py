@@ -43,6 +43,11 @@ def names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def spec_of(sharding: PartitionSpec | NamedSharding) -> PartitionSpec:
+    """Returns the PartitionSpec that a sharding is or has."""
+    return sharding.spec if isinstance(sharding, NamedSharding) else sharding
+
+
 def resolve(tree: Any, shardings: Shardings) -> Placed:
     """Returns where the leaves of `tree` are, arrays that are traced or not.
 
@@ -56,7 +61,7 @@ def resolve(tree: Any, shardings: Shardings) -> Placed:
     pairs = [*zip(mesh.axis_names, mesh.axis_types, strict=True)]
     types = {name: kind for name, kind in pairs if mesh.shape[name] > 1} if leaves else {}
     kinds = [kind for kind in AxisType if kind in types.values()]
-    specs = [s.spec if isinstance(s, NamedSharding) else s for s in stated or []]
+    specs = [*map(spec_of, stated or [])]
     if AxisType.Manual in mesh.axis_types and {*kinds} - {AxisType.Manual}:
         raise NotImplementedError(
             f"in a shard_map over some axes of a mesh, {dict(pairs)}: call the optimizer outside"
@@ -116,7 +121,7 @@ def of_leaves(shardings: Shardings, tree: Any) -> list[PartitionSpec | NamedShar
                 f"shardings{jax.tree_util.keystr(path)} must be a PartitionSpec, a"
                 f" NamedSharding or None, got {sharding!r}"
             )
-        spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+        spec = spec_of(sharding)
         if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
             raise ValueError(
                 f"shardings{jax.tree_util.keystr(path)} must say how every axis is divided, got"

@@ -128,6 +128,11 @@ def from_stacks(stacks: Iterator[jax.Array], view: View, shape: tuple[int, ...])
     )
 
 
+def shapes_of_stacks(x: jax.ShapeDtypeStruct, view: View) -> list[jax.ShapeDtypeStruct]:
+    """Returns what `to_stacks` would, as shapes."""
+    return jax.eval_shape(lambda x: to_stacks(x, view), x)
+
+
 def assign(views: Views, params: Any) -> list[View | None]:
     """Returns the view of each parameter, None for AdamW.
 

@@ -134,9 +134,9 @@ def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
     return _IMPLEMENTATIONS[implementation].unsupported_reason(a_matrix)
 
 
-def check_supported(implementation: str, a_matrix: Operand) -> None:
-    """Raises NotImplementedError where there is an `unsupported_reason`."""
-    if reason := unsupported_reason(implementation, a_matrix):
+def check_supported(implementation: str, reason: str | None) -> None:
+    """Raises NotImplementedError where there is a reason why the implementation cannot run."""
+    if reason:
         raise NotImplementedError(
             f"implementation={implementation!r} cannot run: {reason}. Pass implementation=None to"
             f" have one chosen that can."
@@ -221,7 +221,7 @@ def _syrkx(
         implementation, _ = select_implementation(
             a_matrix, addend=bool(c_matrices), symmetrize_output=symmetrize_output
         )
-    check_supported(implementation, a_matrix)
+    check_supported(implementation, unsupported_reason(implementation, a_matrix))
     return _IMPLEMENTATIONS[implementation].syrkx(
         a_matrix,
         b_matrix,

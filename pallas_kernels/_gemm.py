@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _device, _mosaic_gpu_gemm, _pallas_mosaic_gpu
+from pallas_kernels._dispatch import check_supported
 
 # Of one B, the smallest k, and the part of all multiprocessors' time that must go into products.
 # With these the kernel is 1 to 6% faster than cuBLAS on an H200. With smaller k it is 4% faster
@@ -76,11 +77,7 @@ def gemm(
         raise ValueError(
             f"implementation must be 'mosaic_gpu', 'xla' or None, got {implementation!r}"
         )
-    if reason:
-        raise NotImplementedError(
-            f"implementation='mosaic_gpu' cannot run: {reason}. Pass implementation=None to have"
-            " one chosen that can."
-        )
+    check_supported(implementation, reason)
     return _mosaic_gpu_gemm.gemm(a_matrix, b_matrices, out_dtype=out_dtype)
 
 
