@@ -186,8 +186,9 @@ def _resolve_schedule(schedule, ns_steps, preconditioning):
     count = len(schedule.steps)
     if not is_traced(ns_steps) and ns_steps not in (DEFAULT_STEPS, count):
         raise ValueError(
-            f"ns_coeffs={schedule.name!r} has {count} steps, none of which can be left out or"
-            f" repeated, got ns_steps={ns_steps}: leave ns_steps at its default, {DEFAULT_STEPS}"
+            f"ns_coeffs={schedule.name!r} is a whole of {count} step(s), none of which can be left"
+            f" out or repeated, got ns_steps={ns_steps}: leave ns_steps at its default,"
+            f" {DEFAULT_STEPS}"
         )
     if preconditioning != "frobenius":
         raise ValueError(

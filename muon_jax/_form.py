@@ -108,7 +108,7 @@ def _no_gram_form(recipe, preconditioning, dtype):
     """Returns why there is no gram form of the iteration, or None."""
     if isinstance(recipe, Schedule):
         segments = _composed.segments(recipe, "gram", dtype)
-        if len(segments) == len(recipe.steps):
+        if len(segments) == len(recipe.steps_in(dtype)) > 1:
             return f"no two steps of ns_coeffs={recipe.name!r} can be joined in {dtype}"
     elif _coefficients.is_traced(recipe):
         return "traced coefficients or steps have the standard form only"

@@ -56,12 +56,12 @@ each_design = pytest.mark.parametrize(("name", "dtype"), _fit.DESIGNS)
 def test_fast_is_what_is_generated():
     steps = _fit.fit(_fit.DESIGNS["fast", "float16"])
     shipped = SCHEDULES["fast"].steps_in("float16")
-    assert [[p.addend for p in step.products] for step in steps] == [
-        [p.addend for p in step.products] for step in shipped
+    assert [[p.addends for p in step.products] for step in steps] == [
+        [p.addends for p in step.products] for step in shipped
     ]
     for step, expected in zip(steps, shipped, strict=True):
         for product, known in zip(step.products, expected.products, strict=True):
-            actual, desired = dataclasses.astuple(product), dataclasses.astuple(known)
+            actual, desired = map(jax.tree.leaves, map(dataclasses.astuple, (product, known)))
             np.testing.assert_allclose(actual, desired, rtol=1e-5)
 
 
@@ -85,8 +85,8 @@ def test_intermediates_stay_within_one():
         x = sigma
         for step in SCHEDULES[name].steps_in(dtype):
             terms = step.terms(x**2)
-            assert np.abs(terms[1:-1]).max() < 1 + 1e-6, name
-            assert np.abs(terms[0]).max() < 5 and np.abs(terms[-1]).max() < 51, name
+            assert np.abs(terms[1:-1]).max() < 1.01, name
+            assert np.abs(terms[0]).max() < 5 and np.abs(terms[-1]).max() < 91, name
             x = x * terms[-1]
 
 

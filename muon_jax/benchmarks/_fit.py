@@ -16,8 +16,8 @@ Each kind is a mean over its points. Two scalings are free, and are set: Sⱼ(0)
 and beta = -1 in the first product of all steps but the first.
 """
 
-import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ import scipy.optimize
 
 from muon_jax._schedules import Product, Step
 
-type Addends = tuple[tuple[int, ...], ...]
+type Addends = tuple[tuple[tuple[int, ...], ...], ...]
 
 _ROUNDING_OF_R, _ROUNDING_OF_S, _ROUNDING_OF_OUTPUT = 2e-4, 2e-3, 5e-3
 _MARGIN = 1.05  # a step alone is fitted up to it, lest it explode right above 1
@@ -38,7 +38,7 @@ class Design(NamedTuple):
     """What a schedule is fitted for; the module's docstring says what each stands for.
 
     Attributes:
-        addends: those of the products, for each step.
+        addends: which S are added to each product of each step.
         low: l, the least singular value that is to become 1.
         noise, drift, shift: of the perturbations.
     """
@@ -50,13 +50,19 @@ class Design(NamedTuple):
     shift: float = 0.0
 
 
+
+def _single(*steps: str) -> Addends:
+    """One addend for each product: the digits."""
+    return tuple(tuple((int(digit),) for digit in step) for step in steps)
+
+
 # Each with the dtype that it is for.
 DESIGNS = {
-    ("fast", "float16"): Design(((0, 0, 0), (0, 0, 0)), 0.004),
-    ("fast", "bfloat16"): Design(((0, 0, 1), (0, 0, 1)), 0.004, 1.5, 0.03, 4e-3),
-    ("balanced", "float16"): Design(((0, 0, 0, 2), (0, 0, 1, 1)), 0.002),
-    ("balanced", "bfloat16"): Design(((0, 0, 0, 2), (0, 0, 1, 1)), 0.0025, 3.0, 0.03, 4e-3),
-    ("accurate", "bfloat16"): Design(((0, 0, 1), (0, 0, 1), (0, 0)), 0.001, 3.0, 0.03, 4e-3),
+    ("fast", "float16"): Design((((0,), (), (0, 1), (), (2, 4), (), (2, 5)),), 0.01, 0.2),
+    ("fast", "bfloat16"): Design(_single("001", "001"), 0.004, 1.5, 0.03, 4e-3),
+    ("balanced", "float16"): Design(_single("0002", "0011"), 0.002),
+    ("balanced", "bfloat16"): Design(_single("0002", "0011"), 0.0025, 3.0, 0.03, 4e-3),
+    ("accurate", "bfloat16"): Design(_single("001", "001", "00"), 0.001, 3.0, 0.03, 4e-3),
 }
 
 
@@ -96,12 +102,15 @@ def greedy(addends: Addends, low: float) -> tuple[Step, ...]:
             y = _map(_steps((indices,), free), _grid(least, _MARGIN, 300))
             return jnp.log(jnp.maximum(y, 1e-3)) / np.sqrt(y.size)
 
-        free = np.array([1.0, -2.0, *[1.0, 0.0] * (len(indices) - 2), 1.0, 1.0, 1.0])
+        first, *middle, last = indices
+        free = [1.0, *[-2.0] * len(first)]
+        free += itertools.chain.from_iterable([1.0, *[0.0] * len(each)] for each in middle)
+        free = np.array([*free, 1.0, *[1.0] * len(last), 1.0])
         free = _least_squares(logarithm, free, np.geomspace(0.3, low, 12))
         (step,) = _steps((indices,), free.tolist())
         y = np.asarray(_map((step,), _grid(low, _MARGIN, 300)))
         if steps:  # scaled so that beta is -1, and the step before to enter it
-            s = (-step.products[0].beta) ** -0.5
+            s = (-step.products[0].betas[0]) ** -0.5
             steps[-1] = _scaled(steps[-1], 1.0, 1.0 / (highest * s))
             step = _scaled(step, s, s)
         steps.append(step)
@@ -144,7 +153,7 @@ def free_coefficients(steps: Sequence[Step]) -> np.ndarray:
     values = []
     for step in steps:
         for j, product in enumerate(step.products):
-            values += [product.alpha] if values and j == 0 else [product.alpha, product.beta]
+            values += [product.alpha, *(() if values and j == 0 else product.betas)]
         values.append(step.products[-1].diagonal)
     return np.array(values)
 
@@ -153,8 +162,10 @@ def _rounded(step):
     """The step with eight significant digits."""
     products = []
     for product in step.products:
-        values = dataclasses.asdict(product).items()
-        products.append(Product(**{key: type(v)(f"{v:.8g}") for key, v in values}))
+        alpha, diagonal, *betas = (
+            float(f"{value:.8g}") for value in (product.alpha, product.diagonal, *product.betas)
+        )
+        products.append(Product(alpha, tuple(betas), product.addends, diagonal))
     return Step(tuple(products))
 
 
@@ -166,8 +177,11 @@ def _scaled(step, s, factor):
         products.append(
             Product(
                 out * product.alpha * (s**4 if j == 1 else 1.0),
-                out * product.beta * (s**2 if product.addend == 0 else 1.0),
-                product.addend,
+                tuple(
+                    out * beta * (s**2 if i == 0 else 1.0)
+                    for beta, i in zip(product.betas, product.addends, strict=True)
+                ),
+                product.addends,
                 out * product.diagonal,
             )
         )
@@ -179,12 +193,13 @@ def _steps(addends, free):
     values, steps = iter(free), []
     for indices in addends:
         products = []
-        for j, addend in enumerate(indices, 1):
+        for j, added in enumerate(indices, 1):
             alpha = next(values)
-            beta = -1.0 if steps and j == 1 else next(values)
-            at_zero = (alpha if j > 1 else 0.0) + (beta if addend else 0.0)
+            betas = (-1.0,) if steps and j == 1 else tuple(next(values) for _ in added)
+            ones = (beta for beta, i in zip(betas, added, strict=True) if i)
+            at_zero = (alpha if j > 1 else 0.0) + sum(ones)
             diagonal = next(values) if j == len(indices) else 1.0 - at_zero
-            products.append(Product(alpha, beta, addend, diagonal))
+            products.append(Product(alpha, betas, added, diagonal))
         steps.append(Step(tuple(products)))
     return tuple(steps)
 
@@ -195,8 +210,9 @@ def _map(steps, x, errors=None):
     for step in steps:
         terms = [_off(x * x, next(errors))]
         for product in step.products:
-            out = product.alpha * terms[-1] ** 2 + product.beta * terms[product.addend]
-            terms.append(out + product.diagonal)
+            weighted = zip(product.betas, product.addends, strict=True)
+            added = sum(beta * terms[i] for beta, i in weighted)
+            terms.append(product.alpha * terms[-1] ** 2 + added + product.diagonal)
             if product is not step.products[-1]:
                 terms[-1] = _off(terms[-1], next(errors))
         x = x * terms[-1] * (1.0 + next(errors))

@@ -264,13 +264,16 @@ def test_the_iteration_on_hopper_is_its_products_and_two_passes(shape):
 
 
 @needs_compiler
-def test_joined_steps_on_hopper_have_no_conversions():
+@pytest.mark.parametrize(
+    ("ns_coeffs", "symmetric", "others"), [("fast", 8, 1), ("balanced", 10, 3)]
+)
+def test_composed_steps_on_hopper_have_no_conversions(ns_coeffs, symmetric, others):
     """Q·(R_high + R_low), Q₂Q₁ and the application are one kernel each, the last in bfloat16."""
-    kwargs = {"ns_coeffs": "fast", "method": "gram"}
+    kwargs = {"ns_coeffs": ns_coeffs, "method": "gram"}
     program = NEWTON_SCHULZ.format(shape=(24, 1024, 4096), kwargs=kwargs)
     *_, entry = output_of(program, "NVIDIA H200").partition("ENTRY ")
     assert not re.search(r" dot\(|\"__cublas\$", entry)
-    assert entry.count('custom_call_target="mosaic_gpu') == 8 + 3
+    assert entry.count('custom_call_target="mosaic_gpu') == symmetric + others
     assert "f32[24,1024,1024]" not in entry
     assert re.search(r"ROOT.* = bf16\[24,1024,4096\]\S* custom-call\(", entry)
 
