@@ -32,7 +32,7 @@ type Segment = tuple[Step, ...]
 # above 1.5 in 10,000 random spectra, and all of "accurate", 872, exceeds it in 8 of 2016. No two
 # steps are safe in bfloat16, all are in 32 bits.
 _MOST_SLOPE = {"bfloat16": 0.0, "float16": 500.0}
-# Up to this slope R_low is not needed: without it "fast", 158, exceeds 1.5 in 20 of 2016 spectra.
+# Up to this slope R_low is not needed: without it steps of 158 exceed 1.5 in 20 of 2016 spectra.
 _MOST_SLOPE_WITHOUT_RESIDUAL = 100.0
 
 

@@ -50,19 +50,18 @@ class Design(NamedTuple):
     shift: float = 0.0
 
 
-
-def _single(*steps: str) -> Addends:
-    """One addend for each product: the digits."""
-    return tuple(tuple((int(digit),) for digit in step) for step in steps)
+def _addends(*steps: str) -> Addends:
+    """The digits are indices; commas separate products."""
+    return tuple(tuple(tuple(map(int, digits)) for digits in step.split(",")) for step in steps)
 
 
 # Each with the dtype that it is for.
 DESIGNS = {
-    ("fast", "float16"): Design((((0,), (), (0, 1), (), (2, 4), (), (2, 5)),), 0.01, 0.2),
-    ("fast", "bfloat16"): Design(_single("001", "001"), 0.004, 1.5, 0.03, 4e-3),
-    ("balanced", "float16"): Design(_single("0002", "0011"), 0.002),
-    ("balanced", "bfloat16"): Design(_single("0002", "0011"), 0.0025, 3.0, 0.03, 4e-3),
-    ("accurate", "bfloat16"): Design(_single("001", "001", "00"), 0.001, 3.0, 0.03, 4e-3),
+    ("fast", "float16"): Design(_addends("0,,01,,24,,25"), 0.01, 0.2),
+    ("fast", "bfloat16"): Design(_addends("0,0,1", "0,0,1"), 0.004, 1.5, 0.03, 4e-3),
+    ("balanced", "float16"): Design(_addends("0,0,0,2", "0,0,1,1"), 0.002),
+    ("balanced", "bfloat16"): Design(_addends("0,0,0,2", "0,0,1,1"), 0.0025, 3.0, 0.03, 4e-3),
+    ("accurate", "bfloat16"): Design(_addends("0,0,1", "0,0,1", "0,0"), 0.001, 3.0, 0.03, 4e-3),
 }
 
 
