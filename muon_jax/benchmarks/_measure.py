@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax.contrib
 
 from muon_jax import muon, newton_schulz
+from muon_jax._schedules import SCHEDULES
 from muon_jax.benchmarks import _accuracy, _models, _polar, _rivals, _timing
 from muon_jax.benchmarks._timing import JaxProgram, Program
 from pallas_kernels import select_implementation, syrk
@@ -56,7 +57,8 @@ def measure_newton_schulz(
 ) -> dict[str, Any]:
     """Times five Newton–Schulz steps on one shape, and beside them other coefficients.
 
-    Those are timed in both forms where n ≥ 2m; on squarer matrices the gram form costs more.
+    Those are timed in both forms where n ≥ 2m; on squarer matrices the gram form costs more, and
+    schedules of one step have but one form.
     `polar_errors` are those of `_polar.errors`, of all that were timed.
 
     Raises:
@@ -77,7 +79,8 @@ def measure_newton_schulz(
     for name in coefficients:
         run = functools.partial(newton_schulz, **_accuracy.arguments(name))
         exact = in_float64(definition(name), (x,))
-        forms = {"standard": name} | ({"gram": f"{name}, gram"} if n >= 2 * m else {})
+        is_one_step = name in SCHEDULES and len(SCHEDULES[name].steps) == 1
+        forms = {"standard": name} | ({} if n < 2 * m or is_one_step else {"gram": f"{name}, gram"})
         for form, label in forms.items():
             program = JaxProgram.compile(functools.partial(run, method=form), x)
             error = _timing.relative_error(program.result(), exact)
