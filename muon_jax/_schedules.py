@@ -25,11 +25,13 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One symmetric product, Sⱼ = alpha·Sⱼ₋₁² + Σ beta·S_addend + diagonal·I; S₀ is R."""
+    """One symmetric product, Sⱼ = alpha·Sⱼ₋₁² + Σ beta·Sᵢ + diagonal·I; S₀ is R.
+
+    `addends` are the pairs (beta, i).
+    """
 
     alpha: float
-    betas: tuple[float, ...]
-    addends: tuple[int, ...]
+    addends: tuple[tuple[float, int], ...]
     diagonal: float
 
 
@@ -48,7 +50,7 @@ class Step:
         """Returns S₀, S₁, …, h for an eigenvalue of R, or an array of them."""
         terms = [eigenvalue]
         for p in self.products:
-            added = sum(beta * terms[i] for beta, i in zip(p.betas, p.addends, strict=True))
+            added = sum(beta * terms[i] for beta, i in p.addends)
             terms.append(p.alpha * terms[-1] ** 2 + added + p.diagonal)
         return terms
 
@@ -69,13 +71,14 @@ class Step:
         terms = [gram]
         for product in self.products:
             out = factor if product is self.products[-1] else 1.0
-            weighted = zip(product.betas, product.addends, strict=True)
             terms.append(
                 syrk(
                     terms[-1],
-                    tuple(terms[i] for i in product.addends),
+                    tuple(terms[i] for _, i in product.addends),
                     alpha=out * product.alpha * (s**4 if len(terms) == 1 else 1.0),
-                    beta=tuple(out * beta * (s**2 if i == 0 else 1.0) for beta, i in weighted),
+                    beta=tuple(
+                        out * beta * (s**2 if i == 0 else 1.0) for beta, i in product.addends
+                    ),
                     diagonal=out * product.diagonal,
                 )
             )
@@ -125,29 +128,29 @@ _FAST = Schedule(  # (128), l = 0.01, slope 91, maximum 1.17
     steps=(
         Step(
             (
-                Product(3.10102, (-3.9322106,), (0,), 1.0),
-                Product(2.0060467, (), (), -1.0060467),
-                Product(1.3600454, (-0.38754839, 0.16119032), (0, 1), -0.52123574),
-                Product(1.9998175, (), (), -0.99981751),
-                Product(0.50377914, (-0.329832, 0.80957698), (2, 4), 0.016475879),
-                Product(1.2105729, (), (), -0.21057294),
-                Product(65.394399, (8.399809, 10.700642), (2, 5), 6.0671014),
+                Product(3.10102, ((-3.9322106, 0),), 1.0),
+                Product(2.0060467, (), -1.0060467),
+                Product(1.3600454, ((-0.38754839, 0), (0.16119032, 1)), -0.52123574),
+                Product(1.9998175, (), -0.99981751),
+                Product(0.50377914, ((-0.329832, 2), (0.80957698, 4)), 0.016475879),
+                Product(1.2105729, (), -0.21057294),
+                Product(65.394399, ((8.399809, 2), (10.700642, 5)), 6.0671014),
             )
         ),
     ),
     bfloat16_steps=(  # (8, 8), l = 0.004, slope 142, maximum 1.24
         Step(
             (
-                Product(5.1345373, (-5.6884683,), (0,), 1.0),
-                Product(1.3378393, (0.17487174,), (0,), -0.33783933),
-                Product(25.22406, (-0.19266418,), (1,), 0.66853204),
+                Product(5.1345373, ((-5.6884683, 0),), 1.0),
+                Product(1.3378393, ((0.17487174, 0),), -0.33783933),
+                Product(25.22406, ((-0.19266418, 1),), 0.66853204),
             )
         ),
         Step(
             (
-                Product(0.15549894, (-1.0,), (0,), 1.0),
-                Product(1.1925773, (-0.018477467,), (0,), -0.19257725),
-                Product(4.1254999, (0.60135248,), (1,), 0.8148391),
+                Product(0.15549894, ((-1.0, 0),), 1.0),
+                Product(1.1925773, ((-0.018477467, 0),), -0.19257725),
+                Product(4.1254999, ((0.60135248, 1),), 0.8148391),
             )
         ),
     ),
@@ -159,36 +162,36 @@ _BALANCED = Schedule(  # (16, 16), l = 0.002, slope 465, maximum 1.21
     steps=(
         Step(
             (
-                Product(5.7078558, (-6.2862502,), (0,), 1.0),
-                Product(1.7278047, (0.44111419,), (0,), -0.72780474),
-                Product(1.3538946, (0.39449156,), (0,), -0.35389462),
-                Product(48.050345, (0.90614708,), (2,), 1.3209006),
+                Product(5.7078558, ((-6.2862502, 0),), 1.0),
+                Product(1.7278047, ((0.44111419, 0),), -0.72780474),
+                Product(1.3538946, ((0.39449156, 0),), -0.35389462),
+                Product(48.050345, ((0.90614708, 2),), 1.3209006),
             )
         ),
         Step(
             (
-                Product(0.18248843, (-1.0,), (0,), 1.0),
-                Product(1.398959, (0.075274592,), (0,), -0.39895896),
-                Product(1.4295508, (-0.59296076,), (1,), 0.16340995),
-                Product(6.9650775, (1.9540749,), (1,), 0.32578172),
+                Product(0.18248843, ((-1.0, 0),), 1.0),
+                Product(1.398959, ((0.075274592, 0),), -0.39895896),
+                Product(1.4295508, ((-0.59296076, 1),), 0.16340995),
+                Product(6.9650775, ((1.9540749, 1),), 0.32578172),
             )
         ),
     ),
     bfloat16_steps=(  # l = 0.0025, slope 342, maximum 1.20
         Step(
             (
-                Product(5.9595379, (-6.4668959,), (0,), 1.0),
-                Product(1.7115971, (0.33367452,), (0,), -0.71159708),
-                Product(1.3019412, (0.26169684,), (0,), -0.30194122),
-                Product(36.311702, (1.0725422,), (2,), 1.5064131),
+                Product(5.9595379, ((-6.4668959, 0),), 1.0),
+                Product(1.7115971, ((0.33367452, 0),), -0.71159708),
+                Product(1.3019412, ((0.26169684, 0),), -0.30194122),
+                Product(36.311702, ((1.0725422, 2),), 1.5064131),
             )
         ),
         Step(
             (
-                Product(0.19182692, (-1.0,), (0,), 1.0),
-                Product(1.3691002, (0.079322899,), (0,), -0.36910021),
-                Product(1.3672986, (-0.53640026,), (1,), 0.1691017),
-                Product(6.5467358, (1.8121093,), (1,), 0.43947212),
+                Product(0.19182692, ((-1.0, 0),), 1.0),
+                Product(1.3691002, ((0.079322899, 0),), -0.36910021),
+                Product(1.3672986, ((-0.53640026, 1),), 0.1691017),
+                Product(6.5467358, ((1.8121093, 1),), 0.43947212),
             )
         ),
     ),
@@ -197,22 +200,22 @@ _BALANCED = Schedule(  # (16, 16), l = 0.002, slope 465, maximum 1.21
 _ACCURATE_STEPS = (  # (8, 8, 4), l = 0.001, slope 872, maximum 1.16
     Step(
         (
-            Product(4.5459842, (-5.355171,), (0,), 1.0),
-            Product(1.3177695, (0.1211263,), (0,), -0.31776946),
-            Product(27.217065, (0.33784056,), (1,), 0.27240709),
+            Product(4.5459842, ((-5.355171, 0),), 1.0),
+            Product(1.3177695, ((0.1211263, 0),), -0.31776946),
+            Product(27.217065, ((0.33784056, 1),), 0.27240709),
         )
     ),
     Step(
         (
-            Product(0.16232818, (-1.0,), (0,), 1.0),
-            Product(1.3845343, (0.049618516,), (0,), -0.3845343),
-            Product(9.3209737, (-0.18158025,), (1,), 0.59465418),
+            Product(0.16232818, ((-1.0, 0),), 1.0),
+            Product(1.3845343, ((0.049618516, 0),), -0.3845343),
+            Product(9.3209737, ((-0.18158025, 1),), 0.59465418),
         )
     ),
     Step(
         (
-            Product(0.22631546, (-1.0,), (0,), 1.0),
-            Product(2.2432328, (-0.13655309,), (0,), 0.9742584),
+            Product(0.22631546, ((-1.0, 0),), 1.0),
+            Product(2.2432328, ((-0.13655309, 0),), 0.9742584),
         )
     ),
 )

@@ -1,5 +1,6 @@
 import dataclasses
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -56,13 +57,8 @@ each_design = pytest.mark.parametrize(("name", "dtype"), _fit.DESIGNS)
 def test_fast_is_what_is_generated():
     steps = _fit.fit(_fit.DESIGNS["fast", "float16"])
     shipped = SCHEDULES["fast"].steps_in("float16")
-    assert [[p.addends for p in step.products] for step in steps] == [
-        [p.addends for p in step.products] for step in shipped
-    ]
-    for step, expected in zip(steps, shipped, strict=True):
-        for product, known in zip(step.products, expected.products, strict=True):
-            actual, desired = map(jax.tree.leaves, map(dataclasses.astuple, (product, known)))
-            np.testing.assert_allclose(actual, desired, rtol=1e-5)
+    actual, expected = ([dataclasses.astuple(step) for step in each] for each in (steps, shipped))
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5)
 
 
 @each_design

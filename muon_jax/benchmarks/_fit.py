@@ -109,7 +109,7 @@ def greedy(addends: Addends, low: float) -> tuple[Step, ...]:
         (step,) = _steps((indices,), free.tolist())
         y = np.asarray(_map((step,), _grid(low, _MARGIN, 300)))
         if steps:  # scaled so that beta is -1, and the step before to enter it
-            s = (-step.products[0].betas[0]) ** -0.5
+            s = (-step.products[0].addends[0][0]) ** -0.5
             steps[-1] = _scaled(steps[-1], 1.0, 1.0 / (highest * s))
             step = _scaled(step, s, s)
         steps.append(step)
@@ -152,19 +152,22 @@ def free_coefficients(steps: Sequence[Step]) -> np.ndarray:
     values = []
     for step in steps:
         for j, product in enumerate(step.products):
-            values += [product.alpha, *(() if values and j == 0 else product.betas)]
+            betas = () if values and j == 0 else (beta for beta, _ in product.addends)
+            values += [product.alpha, *betas]
         values.append(step.products[-1].diagonal)
     return np.array(values)
 
 
 def _rounded(step):
     """The step with eight significant digits."""
+
+    def rounded(value):
+        return float(f"{value:.8g}")
+
     products = []
     for product in step.products:
-        alpha, diagonal, *betas = (
-            float(f"{value:.8g}") for value in (product.alpha, product.diagonal, *product.betas)
-        )
-        products.append(Product(alpha, tuple(betas), product.addends, diagonal))
+        addends = tuple((rounded(beta), i) for beta, i in product.addends)
+        products.append(Product(rounded(product.alpha), addends, rounded(product.diagonal)))
     return Step(tuple(products))
 
 
@@ -176,11 +179,7 @@ def _scaled(step, s, factor):
         products.append(
             Product(
                 out * product.alpha * (s**4 if j == 1 else 1.0),
-                tuple(
-                    out * beta * (s**2 if i == 0 else 1.0)
-                    for beta, i in zip(product.betas, product.addends, strict=True)
-                ),
-                product.addends,
+                tuple((out * beta * (s**2 if i == 0 else 1.0), i) for beta, i in product.addends),
                 out * product.diagonal,
             )
         )
@@ -194,11 +193,10 @@ def _steps(addends, free):
         products = []
         for j, added in enumerate(indices, 1):
             alpha = next(values)
-            betas = (-1.0,) if steps and j == 1 else tuple(next(values) for _ in added)
-            ones = (beta for beta, i in zip(betas, added, strict=True) if i)
-            at_zero = (alpha if j > 1 else 0.0) + sum(ones)
+            pairs = tuple((-1.0 if steps and j == 1 else next(values), i) for i in added)
+            at_zero = (alpha if j > 1 else 0.0) + sum(beta for beta, i in pairs if i)
             diagonal = next(values) if j == len(indices) else 1.0 - at_zero
-            products.append(Product(alpha, betas, added, diagonal))
+            products.append(Product(alpha, pairs, diagonal))
         steps.append(Step(tuple(products)))
     return tuple(steps)
 
@@ -209,8 +207,7 @@ def _map(steps, x, errors=None):
     for step in steps:
         terms = [_off(x * x, next(errors))]
         for product in step.products:
-            weighted = zip(product.betas, product.addends, strict=True)
-            added = sum(beta * terms[i] for beta, i in weighted)
+            added = sum(beta * terms[i] for beta, i in product.addends)
             terms.append(product.alpha * terms[-1] ** 2 + added + product.diagonal)
             if product is not step.products[-1]:
                 terms[-1] = _off(terms[-1], next(errors))

@@ -31,7 +31,7 @@ def mapped(name, sigma, dtype="float64"):
     for step in SCHEDULES[name].steps_in(dtype):
         terms = [sigma**2]
         for p in step.products:
-            added = sum(beta * terms[i] for beta, i in zip(p.betas, p.addends, strict=True))
+            added = sum(beta * terms[i] for beta, i in p.addends)
             terms.append(p.alpha * terms[-1] ** 2 + added + p.diagonal)
         sigma = terms[-1] * sigma
     return sigma
