@@ -112,10 +112,10 @@ def _polynomial(segment, gram, low, s, factor, held):
         for f in (syrk, syrkx)
     )
     first, *others = segment
-    q = product = first.polynomial(square, gram, s, s if others else s * factor)
+    q = product = first.scaled(s, s if others else s * factor).polynomial(square, gram)
     for step in others:
         gram, low = product_of(q, held.gemm(q, (gram, *low))), []
-        q = step.polynomial(square, gram, factor=factor if step is others[-1] else 1.0)
+        q = step.scaled(1.0, factor if step is others[-1] else 1.0).polynomial(square, gram)
         product = held.gemm(q, product)
     return product
 

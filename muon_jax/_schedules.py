@@ -11,8 +11,8 @@ five quintics; on wide matrices the three products with X weigh more, and the sc
 
 The coefficients are ours: fitted jointly by nonlinear least squares in float64, for singular values
 of [l, 1] over the Schatten-4 norm, together with the response to the rounding of every
-intermediate. `python -m muon_jax.benchmarks coefficients` makes them anew. All |Sⱼ| ≤ 1 and h ≤ 91
-on [0, 1], R < 5 after the first step, so that nothing leaves float16.
+intermediate. `python -m muon_jax.benchmarks coefficients` makes them anew. All |Sⱼ| ≤ 1.01 and
+h ≤ 91 on [0, 1], R < 5 after the first step, so that nothing leaves float16.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ class Product:
     `addends` are the pairs (beta, i).
     """
 
-    alpha: float
-    addends: tuple[tuple[float, int], ...]
-    diagonal: float
+    alpha: float | jax.Array
+    addends: tuple[tuple[float | jax.Array, int], ...]
+    diagonal: float | jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,32 +54,39 @@ class Step:
             terms.append(p.alpha * terms[-1] ** 2 + added + p.diagonal)
         return terms
 
-    def polynomial(
-        self,
-        syrk: Callable[..., jax.Array],
-        gram: jax.Array,
-        s: float | jax.Array = 1.0,
-        factor: float | jax.Array = 1.0,
-    ) -> jax.Array:
-        """factor·h(s²·gram), without forming s²·gram.
+    def scaled(self, s: float | jax.Array, factor: float | jax.Array) -> "Step":
+        """Returns the step with the polynomial factor·h(s²·R), which needs no s²·R.
+
+        `s` and `factor` are scalars, or one for each matrix, of shape `(...)`.
+        """
+        products = []
+        for product in self.products:
+            out = factor if product is self.products[-1] else 1.0
+            products.append(
+                Product(
+                    out * product.alpha * (1.0 if products else s**4),
+                    tuple((out * beta * (1.0 if i else s**2), i) for beta, i in product.addends),
+                    out * product.diagonal,
+                )
+            )
+        return Step(tuple(products))
+
+    def polynomial(self, syrk: Callable[..., jax.Array], gram: jax.Array) -> jax.Array:
+        """h(R).
 
         Args:
             syrk: `pallas_kernels.syrk`, or a function of its arguments.
-            gram: shape `(..., m, m)`.
-            s, factor: scalars, or one for each matrix, of shape `(...)`.
+            gram: R, of shape `(..., m, m)`.
         """
         terms = [gram]
         for product in self.products:
-            out = factor if product is self.products[-1] else 1.0
             terms.append(
                 syrk(
                     terms[-1],
                     tuple(terms[i] for _, i in product.addends),
-                    alpha=out * product.alpha * (s**4 if len(terms) == 1 else 1.0),
-                    beta=tuple(
-                        out * beta * (s**2 if i == 0 else 1.0) for beta, i in product.addends
-                    ),
-                    diagonal=out * product.diagonal,
+                    alpha=product.alpha,
+                    beta=tuple(beta for beta, _ in product.addends),
+                    diagonal=product.diagonal,
                 )
             )
         return terms[-1]

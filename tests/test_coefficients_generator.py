@@ -78,11 +78,12 @@ def test_schedules_are_at_a_minimum_of_their_objective(name, dtype):
 def test_intermediates_stay_within_one():
     sigma = np.append(np.geomspace(1e-6, 1, 4000), np.linspace(0, 1.01, 4000))
     for name, dtype in _fit.DESIGNS:
+        one, highest = (1.007, 91) if (name, dtype) == ("fast", "float16") else (1 + 1e-6, 51)
         x = sigma
         for step in SCHEDULES[name].steps_in(dtype):
             terms = step.terms(x**2)
-            assert np.abs(terms[1:-1]).max() < 1.01, name
-            assert np.abs(terms[0]).max() < 5 and np.abs(terms[-1]).max() < 91, name
+            assert np.abs(terms[1:-1]).max() < one, name
+            assert np.abs(terms[0]).max() < 5 and np.abs(terms[-1]).max() < highest, name
             x = x * terms[-1]
 
 

@@ -110,8 +110,8 @@ def greedy(addends: Addends, low: float) -> tuple[Step, ...]:
         y = np.asarray(_map((step,), _grid(low, _MARGIN, 300)))
         if steps:  # scaled so that beta is -1, and the step before to enter it
             s = (-step.products[0].addends[0][0]) ** -0.5
-            steps[-1] = _scaled(steps[-1], 1.0, 1.0 / (highest * s))
-            step = _scaled(step, s, s)
+            steps[-1] = steps[-1].scaled(1.0, 1.0 / (highest * s))
+            step = step.scaled(s, s)
         steps.append(step)
         highest, low = y.max(), y.min() / y.max()
     return tuple(steps)
@@ -168,21 +168,6 @@ def _rounded(step):
     for product in step.products:
         addends = tuple((rounded(beta), i) for beta, i in product.addends)
         products.append(Product(rounded(product.alpha), addends, rounded(product.diagonal)))
-    return Step(tuple(products))
-
-
-def _scaled(step, s, factor):
-    """The step with the polynomial factor·h(s²·R)."""
-    products = []
-    for j, product in enumerate(step.products, 1):
-        out = factor if j == len(step.products) else 1.0
-        products.append(
-            Product(
-                out * product.alpha * (s**4 if j == 1 else 1.0),
-                tuple((out * beta * (s**2 if i == 0 else 1.0), i) for beta, i in product.addends),
-                out * product.diagonal,
-            )
-        )
     return Step(tuple(products))
 
 
