@@ -100,26 +100,24 @@ def gram_form(
 def _offer(recipe, method, preconditioning, dtype, in_dtype) -> Form | str:
     """The form of that method, or why there is none."""
     dtype = _products_dtype(recipe, method, dtype, in_dtype)
-    reason = _no_gram_form(recipe, preconditioning, dtype) if method == "gram" else None
+    reason = _no_gram_form(recipe, preconditioning) if method == "gram" else None
     return reason or Form(method, dtype, _products(recipe, method, dtype))
 
 
-def _no_gram_form(recipe, preconditioning, dtype):
+def _no_gram_form(recipe, preconditioning):
     """Returns why there is no gram form of the iteration, or None."""
     if isinstance(recipe, Schedule):
-        segments = _composed.segments(recipe, "gram", dtype)
-        if len(segments) == len(recipe.steps_in(dtype)) > 1:
-            return f"no two steps of ns_coeffs={recipe.name!r} can be joined in {dtype}"
-    elif _coefficients.is_traced(recipe):
+        return None  # each step has that form, whatever it is called
+    if _coefficients.is_traced(recipe):
         return "traced coefficients or steps have the standard form only"
-    elif preconditioning == "spectral":
+    if preconditioning == "spectral":
         return "preconditioning='spectral' needs more than the Gram matrix"
     return None
 
 
 def _products(recipe, method, dtype) -> Products:
     if isinstance(recipe, Schedule):
-        return _composed.products(recipe, method, dtype)
+        return _composed.products(recipe.steps_in(dtype))
     if method == "gram":
         return _gram.products(recipe, dtype)
     num_steps = recipe.last - recipe.first
@@ -129,9 +127,9 @@ def _products(recipe, method, dtype) -> Products:
 def _products_dtype(recipe, method, dtype, in_dtype):
     """The dtype that `dtype` stands for."""
     if isinstance(dtype, str) and dtype == "auto":
-        dtype = recipe.dtype if isinstance(recipe, Schedule) else "bfloat16"
-        if method == "gram":
-            dtype = "float16"
+        dtype = "float16" if method == "gram" else "bfloat16"
+        if isinstance(recipe, Schedule):
+            dtype = recipe.dtype
         if _device.platform() == "tpu":  # whose matrix units lack float16
             dtype = "bfloat16"
     dtype = jnp.dtype(in_dtype if dtype is None else dtype)

@@ -67,8 +67,8 @@ def iterate(
     x = _padded(x, held.implementation)
     with _precision_of(x.dtype):
         if isinstance(recipe, Schedule):
-            segments = _composed.segments(recipe, method, x.dtype)
-            x = _composed.run(x, segments, eps, eps_mode, scale, _log2(n), held)
+            steps = recipe.steps_in(x.dtype)
+            x = _composed.run(x, steps, eps, eps_mode, scale, _log2(n), held)
         elif method == "gram":
             x = _gram.run(x, recipe, eps, eps_mode, scale, preconditioning, _log2(n), held)
         else:

@@ -51,17 +51,17 @@ def newton_schulz(
     `syrk`, `syrk` with everything else in its epilogue, and one matrix product. The norm is read
     off the first A, ‖X‖² = trace(XXᵀ), and divided out through the first step's coefficients.
 
-    A composed schedule has one to three steps X <- h(A)·X with h of degree 4 to 128, each h made
+    A composed schedule has one to three steps X <- h(A)·X with h of degree 4 to 512, each h made
     by squaring: fewer products, most of all on wide matrices. On m×m, in products of which `syrk`
     does half the work, five triples cost 20, and
 
         ns_coeffs      cost  dtype     maps σ from l to   polar error on σ > σ₁/100 (Gaussian m×m)
         "fast"         10    float16   [0.76, 1.17]       0.09
-        "balanced"     14    float16   [0.83, 1.21]       0.08
-        "accurate"     17    bfloat16  [0.78, 1.16]       0.05
+        "balanced"     12    float16   [0.71, 1.20]       0.07
+        "accurate"     16    float16   [0.86, 1.21]       0.05
         "standard"     20    bfloat16  [0.68, 1.20]       0.18
 
-    with l = 0.01, 0.002 and 0.001 of the Schatten-4 norm, and 0.002 of the Frobenius norm. On
+    with l = 0.01, 0.0025 and 0.001 of the Schatten-4 norm, and 0.002 of the Frobenius norm. On
     σ < σ₁/100 `"fast"` is less accurate than `"standard"`, `"balanced"` about as accurate or more,
     `"accurate"` more.
 
@@ -87,21 +87,21 @@ def newton_schulz(
             squared norms instead, as in optax.
         eps_mode: `"add"`, or `"max"` to divide by the larger of norm and `eps`.
         dtype: dtype of the products, which accumulate in float32. `"auto"` is bfloat16, for a
-            composed schedule that of the table above, for the gram form float16; on TPUs, which
-            multiply no float16, bfloat16 in its place. None is that of `x`. Composed schedules
-            have coefficients of their own for bfloat16. There is no complex number of half
-            precision: complex matrices use complex64 at least.
+            composed schedule and for the gram form float16; on TPUs, which multiply no float16,
+            bfloat16 in its place. None is that of `x`. Composed schedules have coefficients of
+            their own for bfloat16. There is no complex number of half precision: complex matrices
+            use complex64 at least.
         preconditioning: what X is divided by: `"frobenius"`, its Frobenius norm; `"spectral"`, its
             largest singular value (by an SVD, slow); `"schatten"`, its Schatten-4 norm ‖A‖_F^½;
             `"aol"`, row by row the square roots of the row sums of `|A|`, which changes the polar
             factor slightly. Composed schedules always divide by the Schatten-4 norm, and take the
             default alone.
         method: `"standard"`, where every step multiplies with X; `"gram"`, the same polynomial with
-            fewer such products, most of them on XXᵀ alone (`muon_jax._gram` for triples,
-            `muon_jax._composed` for composed schedules), in float16 unless `dtype` says otherwise;
-            or None for the faster one by a model of their times. For n = m, 2m, 4m, 8m five steps
-            of triples cost 20, 35, 65, 125 units in the standard form and 20, 26, 38, 62 in the
-            other, `"balanced"` 14, 20, 32, 56 and 18, 21, 27, 39.
+            fewer such products, most of them on XXᵀ alone (`muon_jax._gram`), in float16 unless
+            `dtype` says otherwise; or None for the faster one by a model of their times. For n = m,
+            2m, 4m, 8m five steps of triples cost 20, 35, 65, 125 units in the standard form and 20,
+            26, 38, 62 in the other. Composed schedules have one form under either name; `"fast"`
+            costs 10, 13, 19, 31, `"balanced"` 12, 15, 21, 33, `"accurate"` 16, 22, 34, 58.
         implementation: `"xla"`, `"triton"`, `"mosaic_gpu"` or None, as for `pallas_kernels.syrk`;
             products that are not symmetric are by XLA under the first two, else as for
             `pallas_kernels.gemm`.

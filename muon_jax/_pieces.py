@@ -42,19 +42,14 @@ class Whole:
         )
         return out if isinstance(out, tuple) else (out,)
 
-    def gemm(
-        self,
-        a: jax.Array,
-        b: jax.Array | tuple[jax.Array, ...],
-        out_dtype: jnp.dtype | None = None,
-    ) -> jax.Array:
-        """Returns A·B, or A·(B₁ + B₂)."""
-        named = "xla" if self.implementation == "triton" else self.implementation
-        return gemm(a, b, out_dtype=out_dtype, implementation=named)
-
     def apply(self, q: jax.Array, x: jax.Array, *, last: bool) -> jax.Array:
         """Returns QX, the last one in the dtype of the result."""
-        return self.gemm(self.spread(q), x, self.out_dtype if last else None)
+        return gemm(
+            self.spread(q),
+            x,
+            out_dtype=self.out_dtype if last else None,
+            implementation="xla" if self.implementation == "triton" else self.implementation,
+        )
 
     def spread(self, q: jax.Array) -> jax.Array:
         """Returns for all matrices what this device and others have made of their Gram matrices."""

@@ -1,26 +1,27 @@
 """Composed schedules: one to three steps X <- h(XXᵀ)·X of high degree, in place of five quintics.
 
-A polynomial h of degree 2ᵏ is evaluated by k symmetric products, squares with at most two addends:
+A polynomial h of degree 2ᵏ is evaluated by k symmetric products, squares with a few addends:
 
-    S₀ = R,   Sⱼ = αⱼ·Sⱼ₋₁² + Σᵢ βⱼᵢ·Sᵢ + δⱼ·I  (some i < j - 1),   h(R) = Sₖ.
+    S₀ = R,   Sⱼ = αⱼ·Sⱼ₋₁² + Σᵢ βⱼᵢ·Sᵢ + δⱼ·I  (some i < j),   h(R) = Sₖ.
 
 So a step costs a Gram matrix, k products and the application of h, where a quintic step costs a
 Gram matrix, one product and the application. On the square matrix of size m, in units of one
-symmetric product, that is 10 for "fast", 14 for "balanced" and 17 for "accurate", against 20 for
+symmetric product, that is 10 for "fast", 12 for "balanced" and 16 for "accurate", against 20 for
 five quintics; on wide matrices the three products with X weigh more, and the schedules save more.
 
 The coefficients are ours: fitted jointly by nonlinear least squares in float64, for singular values
 of [l, 1] over the Schatten-4 norm, together with the response to the rounding of every
-intermediate. `python -m muon_jax.benchmarks coefficients` makes them anew. All |Sⱼ| ≤ 1.01 and
-h ≤ 91 on [0, 1], R < 5 after the first step, so that nothing leaves float16.
+intermediate. `python -m muon_jax.benchmarks coefficients` makes them anew. All |Sⱼ| ≤ 2.1 and
+h ≤ 313 on [0, 1], R < 5 after the first step, so that nothing leaves float16.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels import syrk, syrk_with_residual
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +38,14 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The polynomial h of one step X <- h(XXᵀ)·X, of degree 2ᵏ for k products."""
+    """The polynomial h of one step X <- h(XXᵀ)·X, of degree 2ᵏ for k products.
+
+    Of the first S, as many as `residuals` says, 16 bits need the residual too: what is left of S
+    when it is rounded. See `residual_beta`.
+    """
 
     products: tuple[Product, ...]
+    residuals: int = 0
 
     @property
     def slope(self) -> float:
@@ -53,6 +59,16 @@ class Step:
             added = sum(beta * terms[i] for beta, i in p.addends)
             terms.append(p.alpha * terms[-1] ** 2 + added + p.diagonal)
         return terms
+
+    def residual_beta(self, j: int) -> float | jax.Array:
+        """Returns the coefficient of the residual of Sⱼ in Sⱼ₊₁: dSⱼ₊₁/dSⱼ where R is 0.
+
+        So Sⱼ₊₁ is as if Sⱼ had twice the digits wherever R is small, which is where they matter,
+        and no product is needed for that.
+        """
+        product, at_zero = self.products[j], Step(self.products[:j]).terms(0.0)[-1]
+        beta = sum(beta for beta, i in product.addends if i == j)
+        return 2 * product.alpha * at_zero + beta
 
     def scaled(self, s: float | jax.Array, factor: float | jax.Array) -> "Step":
         """Returns the step with the polynomial factor·h(s²·R), which needs no s²·R.
@@ -69,26 +85,34 @@ class Step:
                     out * product.diagonal,
                 )
             )
-        return Step(tuple(products))
+        return Step(tuple(products), self.residuals)
 
-    def polynomial(self, syrk: Callable[..., jax.Array], gram: jax.Array) -> jax.Array:
+    def polynomial(
+        self, gram: jax.Array, residual: jax.Array | None = None, **options: Any
+    ) -> jax.Array:
         """h(R).
 
         Args:
-            syrk: `pallas_kernels.syrk`, or a function of its arguments.
             gram: R, of shape `(..., m, m)`.
+            residual: of R, where the step has residuals and the dtype has 16 bits.
+            options: of `pallas_kernels.syrk`.
         """
         terms = [gram]
-        for product in self.products:
-            terms.append(
-                syrk(
-                    terms[-1],
-                    tuple(terms[i] for _, i in product.addends),
-                    alpha=product.alpha,
-                    beta=tuple(beta for beta, _ in product.addends),
-                    diagonal=product.diagonal,
-                )
-            )
+        for j, product in enumerate(self.products):
+            addends = [(beta, terms[i]) for beta, i in product.addends]
+            if residual is not None:
+                addends.append((self.residual_beta(j), residual))
+            arguments = (terms[-1], tuple(c_matrix for _, c_matrix in addends))
+            options |= {
+                "alpha": product.alpha,
+                "beta": tuple(beta for beta, _ in addends),
+                "diagonal": product.diagonal,
+            }
+            if residual is not None and j + 1 < self.residuals:
+                term, residual = syrk_with_residual(*arguments, **options)
+            else:
+                term, residual = syrk(*arguments, **options), None
+            terms.append(term)
         return terms[-1]
 
 
@@ -163,71 +187,110 @@ _FAST = Schedule(  # (128), l = 0.01, slope 91, maximum 1.17
     ),
 )
 
-_BALANCED = Schedule(  # (16, 16), l = 0.002, slope 465, maximum 1.21
+_BALANCED = Schedule(  # (512), l = 0.0025, slope 312, maximum 1.20
     "balanced",
     dtype="float16",
     steps=(
         Step(
             (
-                Product(5.7078558, ((-6.2862502, 0),), 1.0),
-                Product(1.7278047, ((0.44111419, 0),), -0.72780474),
-                Product(1.3538946, ((0.39449156, 0),), -0.35389462),
-                Product(48.050345, ((0.90614708, 2),), 1.3209006),
-            )
-        ),
-        Step(
-            (
-                Product(0.18248843, ((-1.0, 0),), 1.0),
-                Product(1.398959, ((0.075274592, 0),), -0.39895896),
-                Product(1.4295508, ((-0.59296076, 1),), 0.16340995),
-                Product(6.9650775, ((1.9540749, 1),), 0.32578172),
-            )
+                Product(4.2885083, ((-4.5218649, 0),), 1.0),
+                Product(5.1621979, ((-3.8980748, 1),), -0.26412311),
+                Product(0.89638805, ((0.72772363, 2),), -0.62411168),
+                Product(1.6135527, (), -0.61355267),
+                Product(2.2764638, ((0.71301099, 4),), -1.9894748),
+                Product(0.27796996, ((-0.41093296, 3), (0.93604045, 5)), 0.19692255),
+                Product(2.02853, ((-0.67375057, 3), (0.30666452, 5)), -0.66144394),
+                Product(
+                    0.4898689,
+                    ((-0.079498851, 0), (0.11579799, 1), (0.07508304, 3), (0.61597603, 7)),
+                    -0.29672596,
+                ),
+                Product(
+                    140.99689,
+                    (
+                        (-8.2389991, 0),
+                        (10.162002, 1),
+                        (19.497028, 3),
+                        (31.013906, 6),
+                        (8.3822257, 7),
+                        (73.808196, 8),
+                    ),
+                    28.599287,
+                ),
+            ),
+            residuals=2,
         ),
     ),
-    bfloat16_steps=(  # l = 0.0025, slope 342, maximum 1.20
+    bfloat16_steps=(  # (16, 16), l = 0.003, slope 311, maximum 1.16
         Step(
             (
-                Product(5.9595379, ((-6.4668959, 0),), 1.0),
-                Product(1.7115971, ((0.33367452, 0),), -0.71159708),
-                Product(1.3019412, ((0.26169684, 0),), -0.30194122),
-                Product(36.311702, ((1.0725422, 2),), 1.5064131),
-            )
+                Product(6.3346628, ((-6.7489174, 0),), 1.0),
+                Product(1.6719749, ((0.25913381, 0),), -0.67197488),
+                Product(1.2726044, ((0.16634596, 0),), -0.27260439),
+                Product(36.678151, ((-0.24895183, 2),), 0.97197572),
+            ),
         ),
         Step(
             (
-                Product(0.19182692, ((-1.0, 0),), 1.0),
-                Product(1.3691002, ((0.079322899, 0),), -0.36910021),
-                Product(1.3672986, ((-0.53640026, 1),), 0.1691017),
-                Product(6.5467358, ((1.8121093, 1),), 0.43947212),
-            )
+                Product(0.18435323, ((-1.0, 0),), 1.0),
+                Product(1.341985, ((0.072558456, 0),), -0.34198501),
+                Product(1.3489066, ((-0.52027984, 1),), 0.17137325),
+                Product(6.0931936, ((1.7160439, 1),), 0.50225212),
+            ),
         ),
     ),
 )
 
-_ACCURATE_STEPS = (  # (8, 8, 4), l = 0.001, slope 872, maximum 1.16
-    Step(
-        (
-            Product(4.5459842, ((-5.355171, 0),), 1.0),
-            Product(1.3177695, ((0.1211263, 0),), -0.31776946),
-            Product(27.217065, ((0.33784056, 1),), 0.27240709),
-        )
+_ACCURATE = Schedule(  # (32, 32), l = 0.001, slope 1507, maximum 1.21
+    "accurate",
+    dtype="float16",
+    steps=(
+        Step(
+            (
+                Product(6.5192572, ((-7.2222573, 0),), 1.0),
+                Product(2.0979086, ((-0.0060059361, 0), (0.26265758, 1)), -1.3605662),
+                Product(0.63076899, ((0.49849517, 0), (0.80112516, 2)), -0.43189416),
+                Product(1.3469932, ((0.44817035, 0),), -0.3469932),
+                Product(89.013111, ((-2.5616086, 0), (1.929113, 3)), 2.4665513),
+            ),
+            residuals=1,
+        ),
+        Step(
+            (
+                Product(0.18730608, ((-1.0, 0),), 1.0),
+                Product(1.6796483, ((0.057521539, 0), (-0.2741442, 1)), -0.40550411),
+                Product(1.5680006, ((0.075893171, 0), (-0.00138594, 2)), -0.56661465),
+                Product(1.4557817, ((-0.030581669, 0),), -0.45578173),
+                Product(
+                    7.5856305,
+                    ((-0.38492714, 0), (0.9534597, 2), (1.0650953, 3), (4.0138464, 4)),
+                    2.5163634,
+                ),
+            ),
+        ),
     ),
-    Step(
-        (
-            Product(0.16232818, ((-1.0, 0),), 1.0),
-            Product(1.3845343, ((0.049618516, 0),), -0.3845343),
-            Product(9.3209737, ((-0.18158025, 1),), 0.59465418),
-        )
+    bfloat16_steps=(  # (8, 8, 4), l = 0.001, slope 872, maximum 1.16
+        Step(
+            (
+                Product(4.5459842, ((-5.355171, 0),), 1.0),
+                Product(1.3177695, ((0.1211263, 0),), -0.31776946),
+                Product(27.217065, ((0.33784056, 1),), 0.27240709),
+            )
+        ),
+        Step(
+            (
+                Product(0.16232818, ((-1.0, 0),), 1.0),
+                Product(1.3845343, ((0.049618516, 0),), -0.3845343),
+                Product(9.3209737, ((-0.18158025, 1),), 0.59465418),
+            )
+        ),
+        Step(
+            (
+                Product(0.22631546, ((-1.0, 0),), 1.0),
+                Product(2.2432328, ((-0.13655309, 0),), 0.9742584),
+            )
+        ),
     ),
-    Step(
-        (
-            Product(0.22631546, ((-1.0, 0),), 1.0),
-            Product(2.2432328, ((-0.13655309, 0),), 0.9742584),
-        )
-    ),
-)
-_ACCURATE = Schedule(
-    "accurate", dtype="bfloat16", steps=_ACCURATE_STEPS, bfloat16_steps=_ACCURATE_STEPS
 )
 
 SCHEDULES = {schedule.name: schedule for schedule in (_FAST, _BALANCED, _ACCURATE)}

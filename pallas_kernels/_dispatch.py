@@ -49,20 +49,31 @@ def syrk(
 
 def syrk_with_residual(
     a_matrix: jax.Array,
+    c_matrix: jax.Array | tuple[jax.Array, ...] | None = None,
     *,
     alpha: Coefficient = 1,
+    beta: Coefficient | tuple[Coefficient, ...] = 0,
+    diagonal: Coefficient = 0,
     symmetrize_output: bool = True,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """P = alpha·A·Aᵀ, rounded, and the residual P - rounded, rounded as well.
+    """P = alpha·A·Aᵀ + beta·C + diagonal·I, rounded, and the residual P - rounded, rounded as well.
 
-    Together they hold the product with twice the digits. See `syrkx` for arguments and errors.
+    Together they hold P with twice the digits. See `syrkx` for arguments and errors.
 
     Returns:
         Two symmetric matrices of shape `(..., m, m)` in the operand's dtype.
     """
     high, low = _syrkx(
-        a_matrix, None, None, alpha, 0, 0, symmetrize_output, implementation, residual=True
+        a_matrix,
+        None,
+        c_matrix,
+        alpha,
+        beta,
+        diagonal,
+        symmetrize_output,
+        implementation,
+        residual=True,
     )
     return high, low
 

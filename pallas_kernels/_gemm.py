@@ -1,6 +1,5 @@
 """`gemm`: the products of a Newton–Schulz iteration that are not symmetric."""
 
-import functools
 import math
 
 import jax
@@ -14,24 +13,22 @@ from pallas_kernels._dispatch import check_supported
 # (24×2048²) to 11% slower (12×768²), with less of the time up to 18% (2×2560²), and single small
 # matrices cuBLAS has more ways to divide (1536²: 12.6 µs to 14.3, 512²: 3.3 to 5.2).
 _LEAST_K, _LEAST_EFFICIENCY = 3072, 0.9
-# Where XLA has another product or pass to make: of several B, or for a result in other 16 bits than
-# the operands', the tiles of all matrices. With these it is 2 to 55% faster, with fewer up to 14%
-# slower.
+# Where XLA has a pass to make, for a result in other 16 bits than the operands', the tiles of all
+# matrices. With these it is 3 to 47% faster, with fewer up to 14% slower.
 _LEAST_TILES_IN_ALL = 64
 
 
 def gemm(
     a_matrix: jax.Array,
-    b_matrix: jax.Array | tuple[jax.Array, ...],
+    b_matrix: jax.Array,
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """General matrix product: A·B, or A·(B₁ + B₂ + …).
+    """General matrix product: A·B.
 
-    Sums accumulate in float32; of several B too, and in whatever dtype, they are rounded once by
-    `"mosaic_gpu"`, where `"xla"` adds the products of 16-bit operands as it adds matrices of those,
-    and converts between formats of 16 bits in a pass of its own. Leading dimensions are a batch,
+    Sums accumulate in float32. `"mosaic_gpu"` rounds them once, in whatever dtype, where `"xla"`
+    converts between formats of 16 bits in a pass of its own. Leading dimensions are a batch,
     computed in one launch, under `jax.vmap` too.
 
     `"mosaic_gpu"` (Hopper GPUs; bfloat16 and float16) has the same result for a matrix whatever
@@ -39,13 +36,13 @@ def gemm(
 
     Args:
         a_matrix: shape `(..., m, k)`.
-        b_matrix: shape `(..., k, n)` and dtype of `a_matrix`, or a tuple of such matrices.
+        b_matrix: shape `(..., k, n)` and dtype of `a_matrix`.
         out_dtype: float dtype of the product, None for the operands'; bfloat16, float16 or float32
             by `"mosaic_gpu"`.
         implementation: `"xla"`, `"mosaic_gpu"`, or None: the latter where it can run, all sizes are
-            multiples of 64, and it is faster: of one B where k ≥ 3072 and its tiles divide evenly
-            among the multiprocessors, of several, or where 16 bits become other 16 bits, where all
-            results together have 64 tiles of 128×128 or more.
+            multiples of 64, and it is faster: where k ≥ 3072 and its tiles divide evenly among the
+            multiprocessors, or, where 16 bits become other 16 bits, where all results together have
+            64 tiles of 128×128 or more.
 
     Returns:
         The product, of shape `(..., m, n)` and `out_dtype`.
@@ -58,27 +55,24 @@ def gemm(
     References:
         `GEMM <https://www.netlib.org/lapack/explore-html/>`_ of the BLAS.
     """
-    b_matrices = b_matrix if isinstance(b_matrix, tuple) else (b_matrix,)
-    _check_operands(a_matrix, b_matrices)
+    _check_operands(a_matrix, b_matrix)
     out_dtype = jnp.dtype(a_matrix.dtype if out_dtype is None else out_dtype)
     if not jnp.issubdtype(out_dtype, jnp.inexact):
         raise ValueError(f"out_dtype must be a float dtype, got {out_dtype}")
-    reason = _unsupported_reason(a_matrix, b_matrices[0], out_dtype)
+    reason = _unsupported_reason(a_matrix, b_matrix, out_dtype)
     if implementation is None:
-        is_fastest = not reason and _is_fastest(a_matrix, b_matrices, out_dtype)
+        is_fastest = not reason and _is_fastest(a_matrix, b_matrix, out_dtype)
         implementation = "mosaic_gpu" if is_fastest else "xla"
     if implementation == "xla":
         is_wide = jnp.finfo(out_dtype).bits > 16
         wide = jnp.promote_types(a_matrix.dtype, jnp.float32) if is_wide else None
-        multiply = functools.partial(jnp.matmul, a_matrix, preferred_element_type=wide)
-        # The largest of several first: XLA has cuBLAS add the other to it, before it is rounded.
-        return functools.reduce(jnp.add, map(multiply, b_matrices)).astype(out_dtype)
+        return jnp.matmul(a_matrix, b_matrix, preferred_element_type=wide).astype(out_dtype)
     if implementation != "mosaic_gpu":
         raise ValueError(
             f"implementation must be 'mosaic_gpu', 'xla' or None, got {implementation!r}"
         )
     check_supported(implementation, reason)
-    return _mosaic_gpu_gemm.gemm(a_matrix, b_matrices, out_dtype=out_dtype)
+    return _mosaic_gpu_gemm.gemm(a_matrix, b_matrix, out_dtype=out_dtype)
 
 
 def _unsupported_reason(a_matrix, b_matrix, out_dtype):
@@ -89,14 +83,13 @@ def _unsupported_reason(a_matrix, b_matrix, out_dtype):
     return of_a or of_b
 
 
-def _is_fastest(a_matrix, b_matrices, out_dtype):
+def _is_fastest(a_matrix, b_matrix, out_dtype):
     """Returns whether `"mosaic_gpu"` is as fast as XLA, and what it has to do beside."""
-    (*batch, m, k), n = a_matrix.shape, b_matrices[0].shape[-1]
+    (*batch, m, k), n = a_matrix.shape, b_matrix.shape[-1]
     if m % 64 or k % 64 or n % 64:
         return False
     stack = math.prod(batch)
-    is_converted = out_dtype != a_matrix.dtype and out_dtype.itemsize == 2
-    if len(b_matrices) > 1 or is_converted:
+    if out_dtype != a_matrix.dtype and out_dtype.itemsize == 2:
         return stack * -(-m // 128) * -(-n // 128) >= _LEAST_TILES_IN_ALL
     # A result of 32 bits takes longer to store, 4 to 7% longer than cuBLAS takes.
     is_half = out_dtype.itemsize == 2
@@ -104,17 +97,15 @@ def _is_fastest(a_matrix, b_matrices, out_dtype):
     return is_half and k >= _LEAST_K and efficiency >= _LEAST_EFFICIENCY
 
 
-def _check_operands(a_matrix, b_matrices):
+def _check_operands(a_matrix, b_matrix):
     if a_matrix.ndim < 2 or not jnp.issubdtype(a_matrix.dtype, jnp.inexact):
         raise ValueError(
             "a_matrix must have a float dtype and shape (..., m, k), got"
             f" {a_matrix.dtype}{list(a_matrix.shape)}"
         )
     *batch, _, k = a_matrix.shape
-    for b in b_matrices:
-        n = b_matrices[0].shape[-1] if b_matrices[0].ndim else 0
-        if (b.shape, b.dtype) != ((*batch, k, n), a_matrix.dtype):
-            raise ValueError(
-                f"b_matrix must be {a_matrix.dtype}{[*batch, k]} and n columns to fit a_matrix,"
-                f" {a_matrix.dtype}{list(a_matrix.shape)}; got {b.dtype}{list(b.shape)}"
-            )
+    if (b_matrix.shape[:-1], b_matrix.dtype) != ((*batch, k), a_matrix.dtype):
+        raise ValueError(
+            f"b_matrix must be {a_matrix.dtype}{[*batch, k]} and n columns to fit a_matrix,"
+            f" {a_matrix.dtype}{list(a_matrix.shape)}; got {b_matrix.dtype}{list(b_matrix.shape)}"
+        )

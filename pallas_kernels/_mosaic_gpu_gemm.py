@@ -42,14 +42,14 @@ CONFIGS = (
 
 def gemm(
     a_matrix: jax.Array,
-    b_matrices: tuple[jax.Array, ...],
+    b_matrix: jax.Array,
     *,
     out_dtype: jnp.dtype | None = None,
     config: Config | None = None,
     num_programs: int | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """A·(B₁ + B₂ + …), of `(..., m, k)` and `(..., k, n)`, in one launch, also under `vmap`.
+    """A·B, of `(..., m, k)` and `(..., k, n)`, in one launch, also under `vmap`.
 
     None as `out_dtype` is that of the operands.
 
@@ -63,9 +63,8 @@ def gemm(
         interpret=interpret,
     )
 
-    operands = map(padded, (a_matrix, *b_matrices))
-    (out,) = call_on_stacks(kernel, "mosaic_gpu", *operands)
-    return out[..., : a_matrix.shape[-2], : b_matrices[0].shape[-1]]
+    (out,) = call_on_stacks(kernel, "mosaic_gpu", padded(a_matrix), padded(b_matrix))
+    return out[..., : a_matrix.shape[-2], : b_matrix.shape[-1]]
 
 
 def default_config(shape: tuple[int, ...], n: int, num_programs: int) -> Config:
@@ -97,19 +96,19 @@ def predict(shape: tuple[int, ...], n: int, config: Config, num_programs: int) -
 
 # Jitted, so that calls of equal shapes are traced and lowered once.
 @functools.partial(jax.jit, static_argnames=("out_dtype", "config", "num_programs", "interpret"))
-def _launch(a, *bs, out_dtype, config, num_programs, interpret):
-    (batch, m, _), n = a.shape, bs[0].shape[-1]
+def _launch(a, b, *, out_dtype, config, num_programs, interpret):
+    (batch, m, _), n = a.shape, b.shape[-1]
     config = config or default_config(a.shape, n, num_programs)
     work = config.deal(batch, m, n, num_programs)
 
-    def program(a, *refs, **ring):
-        return _Program(a=a, bs=refs[:-1], out=refs[-1], **ring)
+    def program(a, b, out, **ring):
+        return _Program(a=a, b=b, out=out, **ring)
 
     return launch(
         program,
         config,
         work,
-        (a, *bs),
+        (a, b),
         (jax.ShapeDtypeStruct((batch, m, n), out_dtype),),
         b_block=(TILE_K, config.tile_n),
         buffers={"buffers": (ROWS, 2 * config.block_n // out_dtype.itemsize)},
@@ -123,37 +122,32 @@ class _Program(RingProgram):
     """A `RingProgram` with its operands and result in global memory, and its staging buffers."""
 
     a: Ref
-    bs: tuple[Ref, ...]
+    b: Ref
     out: Ref
     buffers: Ref
 
     @property
     def num_products(self) -> int:
-        """The blocks of A in a strip of rows, once for each B."""
-        return len(self.bs) * self._num_blocks
-
-    @property
-    def _num_blocks(self):
+        """The blocks of A in a strip of rows."""
         return self.a.shape[-1] // TILE_K
 
     def load(self, tile: Tile, width: int) -> None:
-        """Copies A and B, for one B after the other; beyond the last column nothing is read."""
-        for i, b in enumerate(self.bs):
+        """Copies A and B; beyond the last column nothing is read."""
 
-            def load_factors(k, _, b=b, first_step=tile.step + i * self._num_blocks):
-                slot, block = self.empty_slot(first_step + k), pl.ds(k * TILE_K, TILE_K)
-                plgpu.copy_gmem_to_smem(
-                    self.a.at[tile.batch, pl.ds(tile.row, self.config.tile_m), block],
-                    self.a_ring.at[slot],
-                    self.full.at[tile.turn, slot],
-                )
-                plgpu.copy_gmem_to_smem(
-                    b.at[tile.batch, block, pl.ds(tile.col, width)],
-                    self.b_ring.at[slot],
-                    self.full.at[tile.turn, slot],
-                )
+        def load_factors(k, _):
+            slot, block = self.empty_slot(tile.step + k), pl.ds(k * TILE_K, TILE_K)
+            plgpu.copy_gmem_to_smem(
+                self.a.at[tile.batch, pl.ds(tile.row, self.config.tile_m), block],
+                self.a_ring.at[slot],
+                self.full.at[tile.turn, slot],
+            )
+            plgpu.copy_gmem_to_smem(
+                self.b.at[tile.batch, block, pl.ds(tile.col, width)],
+                self.b_ring.at[slot],
+                self.full.at[tile.turn, slot],
+            )
 
-            lax.fori_loop(0, self._num_blocks, load_factors, None)
+        lax.fori_loop(0, self.num_products, load_factors, None)
 
     def b_block(self, slot: jax.Array, width: int) -> Ref:
         """B."""

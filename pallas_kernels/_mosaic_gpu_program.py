@@ -85,10 +85,14 @@ class Program(RingProgram):
 
     def _store(self, product, tile, alpha, diagonal, *betas):
         row_ids, col_ids = self._ids(ROWS)
-        blocks = self._blocks(product, tile, alpha, betas)
+        # Without barriers some configs add the diagonal to α·A·Aᵀ in one instruction, which rounds
+        # once, and in some sums wait for the buffers.
+        blocks = (
+            (row, col, lax.optimization_barrier(block))
+            for row, col, block in self._blocks(product, tile, alpha, betas)
+        )
         if self.config.in_turns and self.cs:
-            # At once, to leave the ring to the next tile; the barrier keeps sums from waiting.
-            blocks = [(*place, lax.optimization_barrier(block)) for *place, block in blocks]
+            blocks = [*blocks]  # at once, to leave the ring to the next tile
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for i, (row, col, block) in enumerate(blocks):
             is_stored = (row < self.outs[0].shape[1]) & (col < row + ROWS)

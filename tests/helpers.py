@@ -125,7 +125,7 @@ def by_name(implementation: str):
 
     def function(a_matrix, b_matrix=None, c_matrix=None, *, residual=False, **kwargs):
         if residual:
-            return syrk_with_residual(a_matrix, implementation=implementation, **kwargs)
+            return syrk_with_residual(a_matrix, c_matrix, implementation=implementation, **kwargs)
         if b_matrix is None:
             return syrk(a_matrix, c_matrix, implementation=implementation, **kwargs)
         return syrkx(a_matrix, b_matrix, c_matrix, implementation=implementation, **kwargs)

@@ -38,8 +38,7 @@ def measure(name: str, method: str, dtype: str, cases: Sequence[Case]) -> dict[s
     is part of their error.
 
     Returns:
-        `name`, `method`, `dtype`, `preconditioning` and either `not_offered`, the reason why
-        `newton_schulz` refuses these together, or `units`, the `symmetric_units` by aspect, and
+        `name`, `method`, `dtype`, `preconditioning`, `units`, the `symmetric_units` by aspect, and
         `cases`, the `metrics` of each.
     """
     orthogonalize = functools.partial(
@@ -49,10 +48,7 @@ def measure(name: str, method: str, dtype: str, cases: Sequence[Case]) -> dict[s
     shapes = dict.fromkeys(case.x.shape for case in cases)
     measurement: dict[str, Any] = {"name": name, "method": method, "dtype": dtype}
     measurement["preconditioning"] = arguments(name)["preconditioning"]
-    try:
-        units = {f"{n / m:g}": _rounded(symmetric_units(counted, (m, n))) for m, n in shapes}
-    except ValueError as error:
-        return measurement | {"not_offered": str(error).partition("\n")[0]}
+    units = {f"{n / m:g}": _rounded(symmetric_units(counted, (m, n))) for m, n in shapes}
     measured = [
         {"spectrum": case.spectrum, "shape": case.x.shape}
         | metrics(case, np.asarray(orthogonalize(case.x)))

@@ -19,7 +19,7 @@ class Bar(NamedTuple):
 
 _OURS = {
     "five steps": Bar("C0", ("None",)),
-    '"balanced"': Bar("C3", ("balanced", "balanced, gram")),
+    '"balanced"': Bar("C3", ("balanced",)),
 }
 # Five steps by packages for torch, and by ours.
 _PACKAGES = {

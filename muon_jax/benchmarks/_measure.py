@@ -58,7 +58,7 @@ def measure_newton_schulz(
     """Times five Newton–Schulz steps on one shape, and beside them other coefficients.
 
     Those are timed in both forms where n ≥ 2m; on squarer matrices the gram form costs more, and
-    schedules of one step have but one form.
+    composed schedules have but one form.
     `polar_errors` are those of `_polar.errors`, of all that were timed.
 
     Raises:
@@ -79,8 +79,8 @@ def measure_newton_schulz(
     for name in coefficients:
         run = functools.partial(newton_schulz, **_accuracy.arguments(name))
         exact = in_float64(definition(name), (x,))
-        is_one_step = name in SCHEDULES and len(SCHEDULES[name].steps) == 1
-        forms = {"standard": name} | ({} if n < 2 * m or is_one_step else {"gram": f"{name}, gram"})
+        has_one = n < 2 * m or name in SCHEDULES
+        forms = {"standard": name} | ({} if has_one else {"gram": f"{name}, gram"})
         for form, label in forms.items():
             program = JaxProgram.compile(functools.partial(run, method=form), x)
             error = _timing.relative_error(program.result(), exact)

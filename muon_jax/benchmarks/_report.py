@@ -96,19 +96,13 @@ def _failures(measurement: Measurement) -> list[str]:
 
 def _accuracy_markdown(report: Report) -> str:
     """The accuracy: a row for each name and dtype, medians over the cases of each spectrum."""
-    measured = [m for m in report["measurements"] if "cases" in m]
-    rows = [_accuracy_row(measurement) for measurement in measured]
+    rows = [_accuracy_row(measurement) for measurement in report["measurements"]]
     columns = _reading.union(rows)
     errors = " / ".join(f"σ > {threshold:g}σ₁" for threshold in report["thresholds"])
-    missing = absent(report) + [
-        f"not offered: {_form(m)}, {m['dtype']} ({m['not_offered']})"
-        for m in report["measurements"]
-        if "not_offered" in m
-    ]
     blocks = [
         f"{heading(report)}; errors to the polar factor on {errors}, medians",
         _table(columns, [[row[column] for column in columns] for row in rows]) if rows else "",
-        "\n".join(f"- {text}" for text in missing),
+        "\n".join(f"- {text}" for text in absent(report)),
     ]
     return "\n\n".join(filter(None, blocks))
 
@@ -133,8 +127,6 @@ def _accuracy_row(measurement: Measurement) -> dict[str, str]:
     row = {"coefficients": _form(measurement), "dtype": measurement["dtype"]}
     if measurement["preconditioning"] != "frobenius":
         row["coefficients"] += f" (preconditioning {measurement['preconditioning']})"
-    if "not_offered" in measurement:
-        return row | {"not offered": measurement["not_offered"]}
     cases = measurement["cases"]
     row |= {
         f"units at n/m = {' / '.join(measurement['units'])}": " / ".join(

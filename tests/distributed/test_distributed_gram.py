@@ -126,7 +126,8 @@ def test_inside_the_caller_s_shard_map(check_vma):
     [
         ({}, 2),  # in float16 the five steps restart once
         ({"ns_coeffs": "fast"}, 1),  # one step
-        ({"ns_coeffs": "balanced"}, 1),  # joined, with the residual of XXᵀ
+        ({"ns_coeffs": "balanced"}, 1),  # one step, with the residual of XXᵀ
+        ({"ns_coeffs": "accurate"}, 2),
         ({"ns_coeffs": "aol", "preconditioning": "aol"}, 2),
     ],
 )

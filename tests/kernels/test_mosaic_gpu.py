@@ -12,7 +12,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _tuning, syrk, unsupported_reason
+from pallas_kernels import _pallas_mosaic_gpu, _tuning, syrk, unsupported_reason
 from pallas_kernels._mosaic_gpu_config import CONFIGS, Config, default_config, predict
 
 SQUARE_BLOCKS = [config for config in CONFIGS if config.block_n == 64]
@@ -52,6 +52,35 @@ def test_every_config_is_exact_and_free_of_races(config):
     expected = helpers.exact_syrkx(a, None, c, alpha=alpha, beta=-2.0, diagonal=3.0)
     chex.assert_trees_all_equal(function(alpha), expected.astype(jnp.bfloat16))
     assert not found_races()
+
+
+@pytest.mark.gpu
+@helpers.needs_hopper
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("num_cs", [0, 1, 2, 6])
+def test_on_a_gpu_every_config_has_the_same_result_bit_for_bit(num_cs, residual):
+    """The diagonal takes away what alpha·A·Aᵀ has there: the last digit of that is seen."""
+    keys = jax.random.split(jax.random.key(0), 1 + num_cs)
+    signs, *cs = (jax.random.normal(key, (2, 448, 448)) for key in keys)
+    a = (10 * jnp.sign(signs)).astype(jnp.float16)
+    cs = tuple(helpers.symmetric(c.astype(jnp.float16)) for c in cs)
+    alpha = jnp.float32(0.7)
+    diagonal = -alpha * 44_800
+    betas = tuple(map(jnp.float32, (0.4, -0.4, 0.9, 0.1, 0.2, 0.6)[:num_cs]))
+    first, *others = (
+        _pallas_mosaic_gpu.syrkx(
+            a,
+            None,
+            cs,
+            (alpha, diagonal, *betas),
+            symmetrize_output=False,
+            residual=residual,
+            config=config,
+        )
+        for config in CONFIGS
+    )
+    for other in others:
+        chex.assert_trees_all_equal(other, first)
 
 
 @pytest.mark.parametrize("sizes", [(64, 64, 8), (128, 128, 6, True), (128, 160, 4)])

@@ -112,10 +112,8 @@ def test_it_makes_fewer_products_with_x():
     ("shape", "name", "faster"),
     [
         ((1024, 4096), "standard", "gram"),
-        ((4096, 16384), "balanced", "gram"),
         ((24, 1024, 4096), "polar_express", "gram"),
-        ((4096, 4096), "balanced", "standard"),
-        ((200, 512, 1280), "balanced", "standard"),
+        ((4096, 4096), "polar_express", "standard"),
     ],
     ids=str,
 )
@@ -171,10 +169,6 @@ def test_units_count_the_products():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        (
-            {"ns_coeffs": "accurate", "dtype": "bfloat16"},
-            "no two steps of ns_coeffs='accurate' can be joined in bfloat16",
-        ),
         ({"preconditioning": "spectral"}, "'spectral' needs more than the Gram matrix"),
         ({"method": "dual"}, "method must be 'standard', 'gram' or None, got 'dual'"),
     ],

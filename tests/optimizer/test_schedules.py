@@ -15,7 +15,7 @@ from muon_jax.benchmarks._spectra import Case
 
 OFFERED = [(name, dtype) for name in SCHEDULES for dtype in ("float16", "bfloat16")]
 # Bounds of the polar error on σ > σ₁/100, about a tenth above what was measured.
-POLAR_ERROR = {"fast": 0.165, "balanced": 0.10, "accurate": 0.09}
+POLAR_ERROR = {"fast": 0.18, "balanced": 0.075, "accurate": 0.105}
 
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
 each_offered = pytest.mark.parametrize(("name", "dtype"), OFFERED)
@@ -69,8 +69,9 @@ def test_its_polynomial_for_bfloat16_too(name, monkeypatch):
     [
         ("fast", "float16", 0.01, 0.758, 1.169),
         ("fast", "bfloat16", 0.004, 0.547, 1.241),
-        ("balanced", "float16", 0.002, 0.831, 1.206),
-        ("balanced", "bfloat16", 0.0025, 0.776, 1.199),
+        ("balanced", "float16", 0.0025, 0.714, 1.2),
+        ("balanced", "bfloat16", 0.003, 0.824, 1.162),
+        ("accurate", "float16", 0.001, 0.857, 1.210),
         ("accurate", "bfloat16", 0.001, 0.781, 1.159),
     ],
 )
@@ -107,10 +108,6 @@ def test_the_polar_error_is_as_stated_and_below_that_of_standard():
                 assert tail_error <= tail, (name, dtype)
 
 
-FORMS = [
-    *((name, dtype, "standard") for name, dtype in OFFERED),
-    *((name, "float16", "gram") for name in SCHEDULES),
-]
 M = 48
 SPECTRA = {
     "condition to 1e9": lambda rng: 10 ** (-rng.uniform(0, 9) * rng.random(M)),
@@ -157,10 +154,10 @@ EXAMPLES = 10_000 if hypothesis.settings.get_current_profile_name() == "thorough
 def test_no_spectrum_blows_up(kind, aspect, scale, seed):
     x = np.zeros((M, 8 * M), np.float32)  # one shape, so that nothing is compiled again
     x[:, : aspect * M] = 10**scale * random_matrix(kind, aspect * M, seed)
-    outs = np.stack([newton_schulz(x, name, dtype=d, method=m) for name, d, m in FORMS])
+    outs = np.stack([newton_schulz(x, name, dtype=dtype) for name, dtype in OFFERED])
     assert np.isfinite(outs).all()
     largest = np.sqrt(np.linalg.eigvalsh(outs @ outs.mT)[:, -1])
-    assert (largest <= 1.5).all(), dict(zip(FORMS, largest, strict=True))
+    assert (largest <= 1.5).all(), dict(zip(OFFERED, largest, strict=True))
 
 
 @each_offered
@@ -238,7 +235,7 @@ def products_of(name, x_dtype="float32", **kwargs):
 
 
 def test_auto_is_what_the_coefficients_need():
-    auto = {"fast": "float16", "balanced": "float16", "accurate": "bfloat16"}
+    auto = {"fast": "float16", "balanced": "float16", "accurate": "float16"}
     for name, dtype in {**auto, "standard": "bfloat16", "cans": "bfloat16"}.items():
         for x_dtype in ("float32", "float16", "bfloat16"):
             assert {product[0] for product in products_of(name, x_dtype)} == {dtype}
@@ -261,8 +258,8 @@ def test_a_tpu_which_multiplies_no_float16_gets_bfloat16_and_float32_at_its_prec
     [
         (lambda x: newton_schulz(x, "fast", 3), r"'fast' is a whole of 1 step.*got ns_steps=3"),
         (
-            lambda x: newton_schulz(x, "accurate", 2),
-            r"'accurate' is a whole of 3 step.*got ns_steps=2",
+            lambda x: newton_schulz(x, "accurate", 3),
+            r"'accurate' is a whole of 2 step.*got ns_steps=3",
         ),
         (
             lambda x: newton_schulz(x, "fast", preconditioning="aol"),
