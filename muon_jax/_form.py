@@ -127,9 +127,7 @@ def _products(recipe, method, dtype) -> Products:
 def _products_dtype(recipe, method, dtype, in_dtype):
     """The dtype that `dtype` stands for."""
     if isinstance(dtype, str) and dtype == "auto":
-        dtype = "float16" if method == "gram" else "bfloat16"
-        if isinstance(recipe, Schedule):
-            dtype = recipe.dtype
+        dtype = "float16" if method == "gram" or isinstance(recipe, Schedule) else "bfloat16"
         if _device.platform() == "tpu":  # whose matrix units lack float16
             dtype = "bfloat16"
     dtype = jnp.dtype(in_dtype if dtype is None else dtype)

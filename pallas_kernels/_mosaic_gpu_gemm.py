@@ -1,4 +1,4 @@
-"""A·(B₁ + B₂ + …) by Hopper's own instructions, TMA and wgmma, where nothing is symmetric.
+"""A·B by Hopper's own instructions, TMA and wgmma, where nothing is symmetric.
 
 A kernel of the same programs as that of the symmetric products (`_mosaic_gpu_ring`).
 """

@@ -75,15 +75,23 @@ def test_schedules_are_at_a_minimum_of_their_objective(name, dtype):
             assert cost(free * (1 + 1e-3 * direction)) > least
 
 
-def test_intermediates_stay_within_one():
+# The largest |S| but for h, and the largest h.
+STATED = {
+    ("fast", "float16"): (1.007, 91),
+    ("balanced", "float16"): (2.1, 313),
+    ("accurate", "float16"): (1.38, 94),
+}
+
+
+def test_intermediates_stay_within_what_is_stated():
     sigma = np.append(np.geomspace(1e-6, 1, 4000), np.linspace(0, 1.01, 4000))
     for name, dtype in _fit.DESIGNS:
-        one, highest = (1.007, 91) if (name, dtype) == ("fast", "float16") else (1 + 1e-6, 51)
+        most, highest = STATED.get((name, dtype), (1 + 1e-6, 38))
         x = sigma
         for step in SCHEDULES[name].steps_in(dtype):
             terms = step.terms(x**2)
-            assert np.abs(terms[1:-1]).max() < one, name
-            assert np.abs(terms[0]).max() < 5 and np.abs(terms[-1]).max() < highest, name
+            assert np.abs(terms[1:-1]).max() < most, (name, dtype)
+            assert np.abs(terms[0]).max() < 5 and np.abs(terms[-1]).max() < highest, (name, dtype)
             x = x * terms[-1]
 
 

@@ -100,7 +100,7 @@ def test_groups_have_tall_matrices_first_and_one_dtype():
     assert seen == [([1], {"float32"}), ([1], {"bfloat16"}), ([1, 2, 2, 4], {"float32"})]
 
 
-@pytest.mark.parametrize("ns_coeffs", ["standard", "balanced"])
+@pytest.mark.parametrize("ns_coeffs", ["standard", "polar_express"])
 @pytest.mark.parametrize("shape", [(1024, 4096), (768, 3072), (1024, 1024)], ids=str)
 def test_the_form_does_not_depend_on_the_group(ns_coeffs, shape):
     stack = {"stack": jax.ShapeDtypeStruct((64, *shape), jnp.float32)}

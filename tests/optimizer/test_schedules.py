@@ -15,7 +15,7 @@ from muon_jax.benchmarks._spectra import Case
 
 OFFERED = [(name, dtype) for name in SCHEDULES for dtype in ("float16", "bfloat16")]
 # Bounds of the polar error on σ > σ₁/100, about a tenth above what was measured.
-POLAR_ERROR = {"fast": 0.18, "balanced": 0.075, "accurate": 0.105}
+POLAR_ERROR = {"fast": 0.165, "balanced": 0.07, "accurate": 0.08}
 
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
 each_offered = pytest.mark.parametrize(("name", "dtype"), OFFERED)
@@ -215,7 +215,7 @@ def test_eps_is_added_to_the_norm():
     np.testing.assert_allclose(out, slope * x / (1e4 * norm), rtol=0.01, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "most"), [("fast", 0.70), ("balanced", 0.82)])
+@pytest.mark.parametrize(("name", "most"), [("fast", 0.70), ("balanced", 0.80)])
 def test_it_takes_fewer_operations_than_five_quintics(name, most):
     x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
 
