@@ -19,20 +19,18 @@ class Products(NamedTuple):
     Attributes:
         grams: XXᵀ, by half.
         squares: symmetric products of m × m matrices, by half, most with an addend.
-        fulls: other products of m × m matrices.
         applications: of an m × m matrix to X.
         passes: elementwise, over m × m matrices.
     """
 
     grams: int
     squares: int
-    fulls: int = 0
-    applications: int = 0
+    applications: int
     passes: int = 0
 
     def units(self, aspect: float) -> float:
         """Returns the FLOPs for n = aspect·m, in symmetric products of m × m matrices."""
-        return self.squares + 2 * self.fulls + aspect * (self.grams + 2 * self.applications)
+        return self.squares + aspect * (self.grams + 2 * self.applications)
 
     def microseconds(self, shape: tuple[int, ...]) -> float:
         """Returns a model's time for stacks `(..., m, n)` of 16-bit matrices.
@@ -48,7 +46,6 @@ class Products(NamedTuple):
         return (
             self.grams * time(m * wide / 2, wide + square)
             + self.squares * time(m * square / 2, 3 * square)
-            + self.fulls * time(m * square, 3 * square)
             + self.applications * time(m * wide, 2 * wide + square)
             + self.passes * time(0, 4 * square)
         )
@@ -102,7 +99,7 @@ def in_pieces(
         cuts: `(k, c)`, k of the matrices, which are cut in c parts along their short axis.
     """
     count, m, n = shape
-    with_x = products._replace(squares=0, fulls=0, passes=0)
+    with_x = products._replace(squares=0, passes=0)
     others = products._replace(grams=0, applications=0)
     cut = -(-n // owners)
     part = 1 - 1 / owners

@@ -149,6 +149,16 @@ def test_it_measures_and_reports(capsys, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_schedule_is_measured_once_under_whatever_methods(tmp_path):
+    file = tmp_path / "accuracy.json"
+    words = "accuracy --names standard fast --dtypes float32 --sizes 16 --aspects 1 --json"
+    for methods in ["gram"], ["standard", "gram"]:
+        benchmarks.main([*words.split(), str(file), "--methods", *methods])
+        measurements = json.loads(file.read_text())["measurements"]
+        measured = [(m["name"], m["method"]) for m in measurements]
+        assert measured == [*(("standard", each) for each in methods), ("fast", methods[0])]
+
+
 def test_momenta_need_scikit_learn(monkeypatch):
     monkeypatch.undo()  # the fixture's
     monkeypatch.setattr(_spectra.importlib.util, "find_spec", lambda name: None)

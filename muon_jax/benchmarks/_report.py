@@ -101,7 +101,7 @@ def _accuracy_markdown(report: Report) -> str:
     errors = " / ".join(f"σ > {threshold:g}σ₁" for threshold in report["thresholds"])
     blocks = [
         f"{heading(report)}; errors to the polar factor on {errors}, medians",
-        _table(columns, [[row[column] for column in columns] for row in rows]) if rows else "",
+        _table(columns, [[row[column] for column in columns] for row in rows]),
         "\n".join(f"- {text}" for text in absent(report)),
     ]
     return "\n\n".join(filter(None, blocks))
