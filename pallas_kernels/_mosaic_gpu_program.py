@@ -10,6 +10,7 @@ two writers. On the diagonal of A·Aᵀ, blocks are symmetric as they come: the 
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -46,7 +47,7 @@ class Program(RingProgram):
         return len(self.cs) * pl.cdiv(width, TILE_K)
 
     def load(self, tile: Tile, width: int) -> None:
-        """Copies A and B, then C in chunks of TILE_K columns."""
+        """Copies A and B, then one C after the other, in chunks of TILE_K columns."""
         tile_m = self.config.tile_m
 
         def load_factors(k, _):
@@ -63,8 +64,8 @@ class Program(RingProgram):
             )
 
         lax.fori_loop(0, self.num_products, load_factors, None)
-        chunks = itertools.product(range(pl.cdiv(width, TILE_K)), self.cs)
-        for step, (i, c) in enumerate(chunks, self.num_products):
+        chunks = itertools.product(self.cs, range(pl.cdiv(width, TILE_K)))
+        for step, (c, i) in enumerate(chunks, self.num_products):
             slot = self.empty_slot(tile.step + step)
             columns = pl.ds((lax.div(tile.col, TILE_K) + i) * TILE_K, TILE_K)
             for half in (0, tile_m // 2):  # every step is two copies
@@ -87,12 +88,10 @@ class Program(RingProgram):
         row_ids, col_ids = self._ids(ROWS)
         # Without barriers some configs add the diagonal to α·A·Aᵀ in one instruction, which rounds
         # once, and in some sums wait for the buffers.
-        blocks = (
+        blocks = [
             (row, col, lax.optimization_barrier(block))
             for row, col, block in self._blocks(product, tile, alpha, betas)
-        )
-        if self.config.in_turns and self.cs:
-            blocks = [*blocks]  # at once, to leave the ring to the next tile
+        ]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for i, (row, col, block) in enumerate(blocks):
             is_stored = (row < self.outs[0].shape[1]) & (col < row + ROWS)
@@ -142,47 +141,41 @@ class Program(RingProgram):
         plgpu.commit_smem_to_gmem_group()
 
     def _blocks(self, product, tile, alpha, betas):
-        """Yields (row, col, block) for each block of α·product + Σ β·C."""
+        """Returns (row, col, block) for each block of α·product + Σ β·C."""
         block_n, width = self.config.block_n, product.shape[1]
-        blocks_of_c = self._blocks_of_c(tile, width)
-        for i in range(0, width, block_n):
-            columns = alpha * product[:, i : i + block_n]
-            for beta, c in zip(betas, blocks_of_c(i), strict=True):
-                columns += beta * c.astype(jnp.float32)
-            for j in range(0, self.config.rows, ROWS):
-                yield tile.row + self.first_row + j, tile.col + i, columns[j : j + ROWS]
+        sums = [alpha * product[:, i : i + block_n] for i in range(0, width, block_n)]
+        for index, beta in enumerate(betas):
+            for i, c in enumerate(self._blocks_of_c(index, tile, width)):
+                sums[i] += beta * c.astype(jnp.float32)
+        return [
+            (tile.row + self.first_row + j, tile.col + i * block_n, columns[j : j + ROWS])
+            for i, columns in enumerate(sums)
+            for j in range(0, self.config.rows, ROWS)
+        ]
 
-    def _blocks_of_c(self, tile, width):
-        """Returns a function of 0, block_n, 2·block_n, …: the block of each C from that column on.
+    def _blocks_of_c(self, index, tile, width):
+        """Yields the block of one C for each block_n columns.
 
-        C comes in chunks of TILE_K columns. Where the width is no multiple of that, tiles start
-        where a chunk does, or in the middle of one.
+        C comes in chunks of TILE_K columns, each read when it is needed. Where the width is no
+        multiple of that, tiles start where a chunk does, or in the middle of one.
         """
-        block_n, first_step = self.config.block_n, tile.step + self.num_products
-        chunks = []
+        block_n, num_chunks = self.config.block_n, pl.cdiv(width, TILE_K)
+        first_step = tile.step + self.num_products + index * num_chunks
 
+        @functools.cache
         def chunk(j):
-            if j == len(chunks):
-                chunks.append([])
-                for step in range(j * len(self.cs), (j + 1) * len(self.cs)):
-                    slot = self.slot(first_step + step)
-                    plgpu.barrier_wait(self.full.at[tile.turn, slot])
-                    chunks[j].append(plgpu.load(self.own_rows(slot), layout=plgpu.Layout.WGMMA))
-                    plgpu.commit_smem()  # all threads have read it
-                    self.release(first_step + step)
-            return chunks[j]
+            slot = self.slot(first_step + j)
+            plgpu.barrier_wait(self.full.at[tile.turn, slot])
+            values = plgpu.load(self.own_rows(slot), layout=plgpu.Layout.WGMMA)
+            plgpu.commit_smem()  # all threads have read it
+            self.release(first_step + j)
+            return values
 
-        def blocks(column):
+        for column in range(0, width, block_n):
             j, offset = divmod(column, TILE_K)
-            here = [c[:, offset : offset + block_n] for c in chunk(j)]
-            if width % TILE_K == 0:
-                return here
-            if offset:
-                shifted = [c[:, :block_n] for c in chunk(j + 1)]
-            else:
-                shifted = [c[:, block_n:] for c in chunk(j)]
-            _, col_ids = self._ids(self.config.rows)
-            is_shifted = col_ids < lax.rem(tile.col, TILE_K)
-            return [jnp.where(is_shifted, *pair) for pair in zip(shifted, here, strict=True)]
-
-        return blocks
+            block = chunk(j)[:, offset : offset + block_n]
+            if width % TILE_K:
+                shifted = chunk(j + 1)[:, :block_n] if offset else chunk(j)[:, block_n:]
+                _, col_ids = self._ids(self.config.rows)
+                block = jnp.where(col_ids < lax.rem(tile.col, TILE_K), shifted, block)
+            yield block

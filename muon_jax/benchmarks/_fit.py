@@ -80,7 +80,7 @@ DESIGNS = {
     ),
     ("balanced", "bfloat16"): Design(_addends("0,0,0,2", "0,0,1,1"), 0.003, 3.0, 0.03, 5e-3),
     ("accurate", "float16"): Design(
-        _addends("0,01,02,0,03", "0,01,02,0,0234"), 0.001, 0.2, residuals=1
+        _addends("0,1,2,0,03", "0,01,0,,0234"), 0.001, 0.2, residuals=1
     ),
     ("accurate", "bfloat16"): Design(_addends("0,0,1", "0,0,1", "0,0"), 0.001, 3.0, 0.03, 4e-3),
 }
