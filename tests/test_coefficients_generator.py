@@ -58,7 +58,8 @@ def test_fast_is_what_is_generated():
     steps = _fit.fit(_fit.DESIGNS["fast", "float16"])
     shipped = SCHEDULES["fast"].steps_in("float16")
     actual, expected = ([dataclasses.astuple(step) for step in each] for each in (steps, shipped))
-    chex.assert_trees_all_close(actual, expected, rtol=1e-5)
+    # In one direction the objective is too flat for float64 to tell more: 7e-5 on some CPUs.
+    chex.assert_trees_all_close(actual, expected, rtol=3e-4)
 
 
 @each_design
