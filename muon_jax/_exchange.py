@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from muon_jax import _distributed_gram, _grouping, _views
+from muon_jax._iteration import unknown
 from muon_jax._matrix_axes import MatrixAxes, from_matrices, is_tall, to_matrices
 from muon_jax._normalization import largest_entries, powers_of_two
 from muon_jax._placement import Bucket, Chunk, Leaf, Plan
@@ -92,11 +93,13 @@ def _pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
     makes its largest entry 2¹⁵: no more is lost than where a whole matrix is cast.
     """
     slots = [chunk.slots for chunk in bucket.chunks]
-    sizes = [chunk.slots * bucket.elements(chunk) for chunk in bucket.chunks]
+    elements = [bucket.elements(chunk) for chunk in bucket.chunks]
+    sizes = [*map(operator.mul, slots, elements)]
     columns, last = itertools.accumulate(sizes, initial=0), sum(sizes)
     is_scaled = bucket.dtype == jnp.float16
     tail = sum(slots) + -sum(slots) % 64 if is_scaled else 0  # aligns the next row
-    packed = jax.lax.empty((bucket.owners, last + tail), bucket.dtype)
+    block = math.gcd(64, *elements)
+    packed = jax.lax.empty((bucket.owners, (last + tail) // block, block), bucket.dtype)
     for column, chunk in zip(columns, bucket.chunks, strict=False):
         parts = [
             to_matrices(shards[leaf.index], _unit_axes(leaf))[start:stop, :, 0]
@@ -112,22 +115,26 @@ def _pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
             ]
             factors = powers_of_two(largest_entries(rows), -15)
             exponents = jnp.pad(jnp.frexp(math.prod(factors))[1] - 1, (0, absent))
-            packed = _write(packed, chunk, last, 0, exponents[:, None])
+            flat = packed.reshape(bucket.owners, -1, 1)
+            packed = _write(flat, chunk, last, 0, exponents[:, None]).reshape(packed.shape)
             last += chunk.slots
-            first, second = (jnp.split(f[:, None], begins[1:-1]) for f in factors)
-            parts = [x * f * g for x, f, g in zip(parts, first, second, strict=True)]
+            factors = [jnp.split(f[:, None], begins[1:-1]) for f in factors]
+            # Not sliced where the parts are computed: see `_iteration.unknown`.
+            factors = jax.lax.optimization_barrier(factors)
+            parts = [x * f * g for x, f, g in zip(parts, *factors, strict=True)]
         parts.append(jnp.zeros((absent, bucket.elements(chunk))))
         for begin, units in zip(begins, parts, strict=True):
             packed = _write(packed, chunk, column, begin, units)
-    return packed
+    return packed.reshape(bucket.owners, -1)
 
 
 def _write(packed: jax.Array, chunk: Chunk, column: int, begin: int, units: jax.Array) -> jax.Array:
     """Writes the units (unit, elements) from `begin` on to (owner, slot, elements).
 
-    That is `packed`, flat, from `column` on.
+    That is `packed`, (owner, blocks, block), flat, from `column` on, where a block begins. All
+    sizes are of whole blocks, for XLA to see that it can store many elements at once.
     """
-    owners, size, end = len(packed), units.shape[1], begin + len(units)
+    (owners, _, block), size, end = packed.shape, units.shape[1], begin + len(units)
     # The end of one slot, whole slots, the beginning of another.
     whole = min(-(-begin // owners) * owners, end)
     for start, stop in itertools.pairwise((begin, whole, max(end // owners * owners, whole), end)):
@@ -136,14 +143,15 @@ def _write(packed: jax.Array, chunk: Chunk, column: int, begin: int, units: jax.
         slot, owner = divmod(start, owners)
         num_slots = -(-(stop - start) // owners)
         num_owners = (stop - start) // num_slots
-        block = units[start - begin : stop - begin].astype(packed.dtype)
-        block = block.reshape(num_slots, num_owners, size).swapaxes(0, 1)
-        block = block.reshape(num_owners, num_slots * size)
+        part = units[start - begin : stop - begin].astype(packed.dtype)
+        part = part.reshape(num_slots, num_owners, size).swapaxes(0, 1)
+        part = part.reshape(num_owners, -1, block)
         owner += chunk.first
         cut = max(0, owners - owner)  # from there on, the first owners' turn is next
-        for rows, at in ((block[:cut], owner), (block[cut:], (owner + cut) % owners)):
+        for rows, at in ((part[:cut], owner), (part[cut:], (owner + cut) % owners)):
             if len(rows):
-                packed = jax.lax.dynamic_update_slice(packed, rows, (at, column + slot * size))
+                place = unknown([at, (column + slot * size) // block, 0])
+                packed = jax.lax.dynamic_update_slice(packed, rows, place)
     return packed
 
 

@@ -38,7 +38,9 @@ def scale_down(
     rounded = functools.partial(_rounded, dtype=dtype)
     first, second = powers_of_two(rounded(largest), -(-_log2(n) // 4))
     # Each stack by itself, for XLA to make it part of the pass that computes the stack.
-    factors = (split(f[..., None, None], stacks) for f in (first, second))
+    factors = [split(f[..., None, None], stacks) for f in (first, second)]
+    if len(stacks) > 1:  # or XLA slices them there, each in another kernel: see `unknown`
+        factors = jax.lax.optimization_barrier(factors)
     scaled = [(rounded(x) * f * g).astype(dtype) for x, f, g in zip(stacks, *factors, strict=True)]
     return scaled, first * second
 
@@ -93,10 +95,19 @@ def _write(stacks):
     """
     shape, like = (sum(map(len, stacks)), *stacks[0].shape[1:]), stacks[0]
     x = jax.lax.empty(shape, like.dtype, out_sharding=jax.typeof(like).sharding)
-    begins = itertools.accumulate(map(len, stacks), initial=0)
-    for begin, stack in zip(begins, stacks, strict=False):
+    *begins, _ = itertools.accumulate(map(len, stacks), initial=0)
+    for begin, stack in zip(unknown(begins), stacks, strict=True):
         x = jax.lax.dynamic_update_slice_in_dim(x, stack, begin, axis=0)
     return x
+
+
+def unknown(numbers: Sequence[int]) -> list[jax.Array]:
+    """The numbers, which XLA does not get to know: what differs in them alone is one kernel.
+
+    Written to a place that it knows, each matrix of a model would be a kernel of its own, to be
+    tuned and compiled.
+    """
+    return jax.lax.optimization_barrier([jnp.uint32(number) for number in numbers])
 
 
 def split(x: jax.Array, stacks: Sequence[jax.Array]) -> list[jax.Array]:

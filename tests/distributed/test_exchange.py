@@ -19,10 +19,11 @@ from muon_jax._placement import Chunk
     st.integers(1, 8), st.lists(st.integers(0, 17), min_size=1, max_size=4), st.data()
 )
 def test_units_are_written_to_their_owners_slots(owners, counts, data):
-    first, column, size = data.draw(st.integers(0, owners - 1)), 5, 3
+    first, block = data.draw(st.integers(0, owners - 1)), data.draw(st.sampled_from([1, 3]))
+    column, size = 5 * block, 3
     count = sum(counts)
     chunk = Chunk((), -(-count // owners), first)
-    packed = jnp.zeros((owners, column + chunk.slots * size))
+    packed = jnp.zeros((owners, (column + chunk.slots * size) // block, block))
     units = np.arange(1, 1 + count * size, dtype=np.float32).reshape(count, size)
     begin = 0
     for part in np.split(units, np.cumsum(counts)[:-1]):
@@ -31,6 +32,7 @@ def test_units_are_written_to_their_owners_slots(owners, counts, data):
     expected = np.zeros((owners, chunk.slots, size), np.float32)
     for q, unit in enumerate(units):
         expected[(first + q) % owners, q // owners] = unit
+    packed = packed.reshape(owners, -1)
     np.testing.assert_array_equal(packed[:, column:], expected.reshape(owners, -1))
     assert not packed[:, :column].any()
 

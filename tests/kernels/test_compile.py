@@ -300,6 +300,10 @@ def test_matrices_of_a_group_are_written_where_they_go():
         "4,512,1024": 4,
         "8,512,1024": 8,
     }
+    # Kernels know no place that they write to or slice from: one for each of these shapes.
+    kernels = re.findall(r"^%fused_dynamic_update_slice.*?^}", text, re.MULTILINE | re.DOTALL)
+    assert len(kernels) == len(written)
+    assert {*re.findall(r" constant\((\d+)\)| slice\(", "".join(kernels))} == {"0"}
 
 
 @needs_compiler
