@@ -11,7 +11,8 @@ five quintics; on wide matrices the three products with X weigh more, and the sc
 
 The coefficients are ours: fitted jointly by nonlinear least squares in float64, for singular values
 of [l, 1] over the Schatten-4 norm, together with the response to the rounding of every
-intermediate. `python -m muon_jax.benchmarks coefficients` makes them anew. All |Sⱼ| ≤ 2.1 and
+intermediate. `python -m muon_jax.benchmarks coefficients` makes them anew, but for those of
+"accurate" in float16 not to the digit: their objective is too flat. All |Sⱼ| ≤ 2.1 and
 h ≤ 313 on [0, 1], R < 5 after the first step, so that nothing leaves float16.
 """
 

@@ -259,14 +259,16 @@ def _newton(function: Callable, free: np.ndarray, low: float) -> np.ndarray:
     scale = np.abs(free)
 
     def cost(scaled):
-        return jnp.sum(function(scaled * scale, low) ** 2)
+        total = jnp.sum(function(scaled * scale, low) ** 2)
+        return jnp.where(jnp.isnan(total), jnp.inf, total)  # far steps overflow
 
     gradient = jax.grad(cost)
+    hessian = jax.jit(jax.jacfwd(gradient))
     found = scipy.optimize.minimize(
         jax.jit(cost),
         free / scale,
         jac=jax.jit(gradient),
-        hess=jax.jit(jax.jacfwd(gradient)),
+        hess=lambda scaled: np.nan_to_num(hessian(scaled)),
         method="trust-exact",
         options={"gtol": 1e-9, "maxiter": 500},
     )
