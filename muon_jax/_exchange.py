@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from muon_jax import _distributed_gram, _grouping, _views
-from muon_jax._iteration import unknown
+from muon_jax._iteration import split_apart, unknown
 from muon_jax._matrix_axes import MatrixAxes, from_matrices, is_tall, to_matrices
 from muon_jax._normalization import largest_entries, powers_of_two
 from muon_jax._placement import Bucket, Chunk, Leaf, Plan
@@ -100,7 +100,7 @@ def _pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
     tail = sum(slots) + -sum(slots) % 64 if is_scaled else 0  # aligns the next row
     block = math.gcd(64, *elements)
     packed = jax.lax.empty((bucket.owners, (last + tail) // block, block), bucket.dtype)
-    for column, chunk in zip(columns, bucket.chunks, strict=False):
+    for column, size, chunk in zip(columns, elements, bucket.chunks, strict=False):
         parts = [
             to_matrices(shards[leaf.index], _unit_axes(leaf))[start:stop, :, 0]
             for leaf, start, stop in chunk.parts
@@ -118,11 +118,9 @@ def _pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
             flat = packed.reshape(bucket.owners, -1, 1)
             packed = _write(flat, chunk, last, 0, exponents[:, None]).reshape(packed.shape)
             last += chunk.slots
-            factors = [jnp.split(f[:, None], begins[1:-1]) for f in factors]
-            # Not sliced where the parts are computed: see `_iteration.unknown`.
-            factors = jax.lax.optimization_barrier(factors)
+            factors = split_apart([f[:, None] for f in factors], parts)
             parts = [x * f * g for x, f, g in zip(parts, *factors, strict=True)]
-        parts.append(jnp.zeros((absent, bucket.elements(chunk))))
+        parts.append(jnp.zeros((absent, size)))
         for begin, units in zip(begins, parts, strict=True):
             packed = _write(packed, chunk, column, begin, units)
     return packed.reshape(bucket.owners, -1)

@@ -38,9 +38,7 @@ def scale_down(
     rounded = functools.partial(_rounded, dtype=dtype)
     first, second = powers_of_two(rounded(largest), -(-_log2(n) // 4))
     # Each stack by itself, for XLA to make it part of the pass that computes the stack.
-    factors = [split(f[..., None, None], stacks) for f in (first, second)]
-    if len(stacks) > 1:  # or XLA slices them there, each in another kernel: see `unknown`
-        factors = jax.lax.optimization_barrier(factors)
+    factors = split_apart([f[..., None, None] for f in (first, second)], stacks)
     scaled = [(rounded(x) * f * g).astype(dtype) for x, f, g in zip(stacks, *factors, strict=True)]
     return scaled, first * second
 
@@ -114,6 +112,15 @@ def split(x: jax.Array, stacks: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the parts of `x` that belong to the stacks."""
     ends = itertools.accumulate(map(len, stacks))
     return [x] if len(stacks) == 1 else jnp.split(x, [*ends][:-1])
+
+
+def split_apart(factors: Sequence[jax.Array], stacks: Sequence[jax.Array]) -> list[list[jax.Array]]:
+    """As `split`, of each of the factors, not within the kernels that multiply by them.
+
+    Those would differ in what they slice, as by places that are not `unknown`.
+    """
+    parts = [split(factor, stacks) for factor in factors]
+    return jax.lax.optimization_barrier(parts) if len(stacks) > 1 else parts
 
 
 def transposed(x: jax.Array) -> jax.Array:
