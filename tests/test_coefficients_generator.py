@@ -54,12 +54,16 @@ each_design = pytest.mark.parametrize(("name", "dtype"), _fit.DESIGNS)
 
 # The command makes all of them; the others take longer.
 @pytest.mark.optimized
-def test_fast_is_what_is_generated():
-    steps = _fit.fit(_fit.DESIGNS["fast", "float16"])
-    shipped = SCHEDULES["fast"].steps_in("float16")
+@pytest.mark.parametrize(
+    ("name", "rtol"),
+    # In one direction the objective of "fast" is too flat for float64: 7e-5 on some CPUs.
+    [("fast", 3e-4), ("accurate", 1e-6)],
+)
+def test_what_is_generated_is_what_ships(name, rtol):
+    steps = _fit.fit(_fit.DESIGNS[name, "float16"])
+    shipped = SCHEDULES[name].steps_in("float16")
     actual, expected = ([dataclasses.astuple(step) for step in each] for each in (steps, shipped))
-    # In one direction the objective is too flat for float64 to tell more: 7e-5 on some CPUs.
-    chex.assert_trees_all_close(actual, expected, rtol=3e-4)
+    chex.assert_trees_all_close(actual, expected, rtol=rtol)
 
 
 @each_design
@@ -80,7 +84,7 @@ def test_schedules_are_at_a_minimum_of_their_objective(name, dtype):
 STATED = {
     ("fast", "float16"): (1.007, 91),
     ("balanced", "float16"): (2.1, 313),
-    ("accurate", "float16"): (1 + 1e-6, 76),
+    ("accurate", "float16"): (1 + 1e-6, 118),
 }
 
 
@@ -92,7 +96,7 @@ def test_intermediates_stay_within_what_is_stated():
         for step in SCHEDULES[name].steps_in(dtype):
             terms = step.terms(x**2)
             assert np.abs(terms[1:-1]).max() < most, (name, dtype)
-            assert np.abs(terms[0]).max() < 5 and np.abs(terms[-1]).max() < highest, (name, dtype)
+            assert np.abs(terms[0]).max() < 6 and np.abs(terms[-1]).max() < highest, (name, dtype)
             x = x * terms[-1]
 
 
