@@ -20,13 +20,11 @@ class Products(NamedTuple):
         grams: XXᵀ, by half.
         squares: symmetric products of m × m matrices, by half, most with an addend.
         applications: of an m × m matrix to X.
-        passes: elementwise, over m × m matrices.
     """
 
     grams: int
     squares: int
     applications: int
-    passes: int = 0
 
     def units(self, aspect: float) -> float:
         """Returns the FLOPs for n = aspect·m, in symmetric products of m × m matrices."""
@@ -47,7 +45,6 @@ class Products(NamedTuple):
             self.grams * time(m * wide / 2, wide + square)
             + self.squares * time(m * square / 2, 3 * square)
             + self.applications * time(m * wide, 2 * wide + square)
-            + self.passes * time(0, 4 * square)
         )
 
 
@@ -99,7 +96,7 @@ def in_pieces(
         cuts: `(k, c)`, k of the matrices, which are cut in c parts along their short axis.
     """
     count, m, n = shape
-    with_x = products._replace(squares=0, passes=0)
+    with_x = products._replace(squares=0)
     others = products._replace(grams=0, applications=0)
     cut = -(-n // owners)
     part = 1 - 1 / owners

@@ -68,10 +68,9 @@ def products(quintics: Quintics, dtype: jax.typing.DTypeLike) -> Products:
     num_steps = sum(map(len, parts))
     return Products(
         grams=len(parts),
-        # The first step of a segment needs no QZ, the last no T and no new R.
+        # The first step of a segment needs no Q, the last no T and no new R.
         squares=num_steps + 3 * (num_steps - len(parts)),
         applications=len(parts),
-        passes=len(parts),
     )
 
 
@@ -104,24 +103,23 @@ def run(
 def _segment(syrkx, gram, triples, s, factor):
     """factor times the product of the steps' factors, from R = s²·gram on.
 
-    R² is R·Rᵀ by `syrkx`, like the others: by `syrk` it is one program more to compile.
+    R² is R·Rᵀ by `syrkx`, like the others: by `syrk` it is one program more to compile. The first
+    Q is Z + aI, of which the second is made without it.
     """
     (a, b, c), *others = triples
     r, scale = gram, s**2
-    z = syrkx(r, r, r, alpha=c * scale**2, beta=b * scale)
-    q = _sum(factor, z, a * factor)
+    if not others:
+        alpha, beta = factor * c * scale**2, factor * b * scale
+        return syrkx(r, r, r, alpha=alpha, beta=beta, diagonal=factor * a)
+    z, q = syrkx(r, r, r, alpha=c * scale**2, beta=b * scale), None
     for a_next, b_next, c_next in others:
         t = syrkx(r, z, r, alpha=scale, beta=a * scale)
         r, scale = syrkx(t, z, t, beta=a), 1.0
-        a, z = a_next, syrkx(r, r, r, alpha=c_next, beta=b_next)
-        q = syrkx(q, z, q, beta=a)
+        z_next = syrkx(r, r, r, alpha=c_next, beta=b_next)
+        if q is None:
+            beta = factor * a_next, factor * a
+            q = syrkx(z, z_next, (z, z_next), alpha=factor, beta=beta, diagonal=beta[0] * a)
+        else:
+            q = syrkx(q, z_next, q, beta=a_next)
+        a, z = a_next, z_next
     return q
-
-
-def _sum(alpha, z, diagonal):
-    """alpha·Z + diagonal·I."""
-    accumulator = jnp.promote_types(z.dtype, jnp.float32)
-    scalars = (jnp.asarray(x, accumulator) for x in (alpha, diagonal))
-    alpha, diagonal = (x[..., None, None] if x.ndim else x for x in scalars)
-    identity = jnp.broadcast_to(jnp.eye(z.shape[-1]), z.shape)
-    return (alpha * z + diagonal * identity).astype(z.dtype)
