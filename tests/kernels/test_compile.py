@@ -212,13 +212,13 @@ def test_triton_s_kernel_and_the_iteration_compile_to_machine_code(name):
     [
         (False, 0, False),
         (False, 1, False),
-        (True, 1, False),
+        (True, 2, False),
         (False, 2, False),
         (False, 6, False),
         (False, 0, True),
         (False, 2, True),
     ],
-    ids=["A", "A, C", "A, B, C", "A, 2 C", "A, 6 C", "A, residual", "A, 2 C, residual"],
+    ids=["A", "A, C", "A, B, 2 C", "A, 2 C", "A, 6 C", "A, residual", "A, 2 C, residual"],
 )
 def test_no_config_of_the_hopper_kernel_spills_registers(has_b, num_cs, residual):
     program = MOSAIC_GPU.format(has_b=has_b, num_cs=num_cs, residual=residual)
