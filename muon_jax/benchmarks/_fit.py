@@ -85,8 +85,8 @@ DESIGNS = {
     ("balanced", "bfloat16"): Design(_addends("0,0,0,2", "0,0,1,1"), 0.003, 3.0, 0.03, 5e-3),
     ("accurate", "float16"): Design(
         _addends("0,0,0,012,", "0,,,012"),
-        0.001,
-        0.2,
+        0.0016,
+        1.5,
         residuals=1,
         start=tuple(map(float, _ACCURATE.split())),
     ),
