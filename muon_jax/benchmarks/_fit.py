@@ -87,7 +87,7 @@ DESIGNS = {
         _addends("0,0,0,012,", "0,,,012"),
         0.0016,
         1.5,
-        residuals=1,
+        shift=3.5e-4,
         start=tuple(map(float, _ACCURATE.split())),
     ),
     ("accurate", "bfloat16"): Design(_addends("0,0,1", "0,0,1", "0,0"), 0.001, 3.0, 0.03, 4e-3),
