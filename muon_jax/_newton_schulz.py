@@ -58,10 +58,10 @@ def newton_schulz(
         ns_coeffs      cost  dtype     maps σ from l to   polar error on σ > σ₁/100 (Gaussian m×m)
         "fast"         10    float16   [0.76, 1.17]       0.09
         "balanced"     12    float16   [0.71, 1.20]       0.07
-        "accurate"     16    float16   [0.86, 1.21]       0.05
+        "accurate"     15    float16   [0.91, 1.15]       0.05
         "standard"     20    bfloat16  [0.68, 1.20]       0.18
 
-    with l = 0.01, 0.0025 and 0.001 of the Schatten-4 norm, and 0.002 of the Frobenius norm. On
+    with l = 0.01, 0.0025 and 0.0016 of the Schatten-4 norm, and 0.002 of the Frobenius norm. On
     σ < σ₁/100 `"fast"` is less accurate than `"standard"`, `"balanced"` about as accurate or more,
     `"accurate"` more.
 
@@ -101,7 +101,7 @@ def newton_schulz(
             `dtype` says otherwise; or None for the faster one by a model of their times. For n = m,
             2m, 4m, 8m five steps of triples cost 20, 35, 65, 125 units in the standard form and 20,
             26, 38, 62 in the other. Composed schedules have one form under either name; `"fast"`
-            costs 10, 13, 19, 31, `"balanced"` 12, 15, 21, 33, `"accurate"` 16, 22, 34, 58.
+            costs 10, 13, 19, 31, `"balanced"` 12, 15, 21, 33, `"accurate"` 15, 21, 33, 57.
         implementation: `"xla"`, `"triton"`, `"mosaic_gpu"` or None, as for `pallas_kernels.syrk`;
             products that are not symmetric are by XLA under the first two, else as for
             `pallas_kernels.gemm`.
