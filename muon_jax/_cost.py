@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 # Of an H200, in units per µs: the FLOPs of products, the bytes that passes and small products move;
-# and µs per launch. Fitted to 105 measured times of both forms, from 896×896 to 16×2048×5464, which
-# the model meets within 12% (RMS). Other devices differ less in the ratios, which decide.
-_FLOPS, _BYTES, _LAUNCH = 650e6, 3.5e6, 2.5
+# and µs per launch. Fitted to 108 measured times of both forms, from 896×896 to 16×2048×5464, which
+# the model meets within 7% (RMS). Other devices differ less in the ratios, which decide.
+_FLOPS, _BYTES, _LAUNCH = 660e6, 3.2e6, 4.0
 # Of four H200s on NVLink, bytes per µs and µs, from the time of one update in which 302 MB a device
 # were exchanged.
 _EXCHANGE_BYTES, _EXCHANGE_LAUNCH = 250e3, 20.0
