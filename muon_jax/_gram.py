@@ -111,15 +111,15 @@ def _segment(syrkx, gram, triples, s, factor):
     if not others:
         alpha, beta = factor * c * scale**2, factor * b * scale
         return syrkx(r, r, r, alpha=alpha, beta=beta, diagonal=factor * a)
-    z, q = syrkx(r, r, r, alpha=c * scale**2, beta=b * scale), None
-    for a_next, b_next, c_next in others:
+    z = q = syrkx(r, r, r, alpha=c * scale**2, beta=b * scale)
+    for index, (a_next, b_next, c_next) in enumerate(others):
         t = syrkx(r, z, r, alpha=scale, beta=a * scale)
         r, scale = syrkx(t, z, t, beta=a), 1.0
         z_next = syrkx(r, r, r, alpha=c_next, beta=b_next)
-        if q is None:
+        if index:
+            q = syrkx(q, z_next, q, beta=a_next)
+        else:
             beta = factor * a_next, factor * a
             q = syrkx(z, z_next, (z, z_next), alpha=factor, beta=beta, diagonal=beta[0] * a)
-        else:
-            q = syrkx(q, z_next, q, beta=a_next)
         a, z = a_next, z_next
     return q
