@@ -32,10 +32,11 @@ def updates(grads, **kwargs):
     return jax.jit(optimizer.update)(grads, optimizer.init(grads))[0]
 
 
+# Some CPUs sum a product otherwise in a stack than alone; float32 keeps that in the last digits.
 def test_each_gets_its_own_update():
-    apart = updates(gradients(), max_group_bytes=0)
-    for name, update in updates(gradients()).items():
-        np.testing.assert_array_equal(update, apart[name], err_msg=name)
+    apart = updates(gradients(), max_group_bytes=0, ns_dtype="float32")
+    for name, update in updates(gradients(), ns_dtype="float32").items():
+        np.testing.assert_allclose(update, apart[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_a_nan_stays_in_its_matrix():
@@ -130,14 +131,17 @@ def test_muon_groups_what_it_gets_beside_adamw():
 
     def run(max_group_bytes):
         optimizer = muon(
-            0.1, muon_weight_dimension_numbers=numbers, max_group_bytes=max_group_bytes
+            0.1,
+            muon_weight_dimension_numbers=numbers,
+            max_group_bytes=max_group_bytes,
+            ns_dtype="float32",
         )
         return optimizer.update(params, optimizer.init(params), params)[0]
 
     together, apart = run(2**30), run(0)
     assert together.keys() == params.keys()
     for name, update in together.items():
-        np.testing.assert_allclose(update, apart[name], rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(update, apart[name], rtol=1e-4, atol=1e-7, err_msg=name)
 
 
 @pytest.mark.gpu
