@@ -101,6 +101,7 @@ def describe(params: Any, **arguments: Any) -> Description:
     """
     given = all_arguments(arguments)
     leaves = jax.tree.leaves_with_path(params)
+    named = [(_routing.path_name(path), leaf.shape) for path, leaf in leaves]
     views = _views.assign(given["muon_weight_dimension_numbers"], params)
     stacks = [
         [] if view is None else _shapes_of_stacks(path, _momentum_of(x, given), view)
@@ -114,15 +115,15 @@ def describe(params: Any, **arguments: Any) -> Description:
         tuple(
             Parameter(
                 path=name,
-                shape=leaf.shape,
+                shape=shape,
                 role=found.role if found else "unknown",
                 optimizer="adamw" if view is None else "muon",
                 matrices=tuple(stack.shape for stack in own),
                 groups=tuple(group_of[next(positions)] for _ in own),
             )
-            for (path, leaf), view, own in zip(leaves, views, stacks, strict=True)
-            for name in [_routing.path_name(path)]
-            for found in [_routing.route(name, leaf.shape, {})]
+            for (name, shape), view, own, found in zip(
+                named, views, stacks, _routing.routes(named, {}), strict=True
+            )
         ),
         tuple(_group([flat[i] for i in group], given) for group in groups),
     )

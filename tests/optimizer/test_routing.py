@@ -7,11 +7,12 @@ import chex
 import flax_models
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import linen, nnx
 
 from muon_jax import MuonDimensionNumbers, Split, by_role, describe, muon
-from muon_jax._routing import route
+from muon_jax._routing import routes
 from muon_jax._views import MATRICES
 
 QKV = {"^qkv/": Split(-1, (8, 2, 2))}
@@ -152,13 +153,24 @@ def test_updates_follow_the_routes(name):
         ("mask_token", (1, 1, 8), ("token", None)),
         ("rel_pos_bias", (7, 7), ("bias", None)),
         ("output_head/kernel", (8, 5), ("head", None)),
+        ("decoder/logitdense/kernel", (8, 5), ("head", None)),
+        ("vocab_proj/kernel", (8, 5), ("head", None)),
+        ("multi_head/query/kernel", (8, 8), ("projection to heads", MATRICES)),
+        ("PositionwiseFeedForward_0/Dense_0/kernel", (8, 32), ("matrix", MATRICES)),
+        ("position_wise_ffn/Dense_0/kernel", (8, 32), ("matrix", MATRICES)),
+        ("PreNorm_0/Attention_0/query/kernel", (8, 8), ("projection to heads", MATRICES)),
+        ("experts/b1", (4, 8), ("bias", None)),
+        ("experts/b_in", (4, 8), ("bias", None)),
+        ("experts/gate_up", (4, 8, 12), ("fused gate and up", Split(-1, (6, 6)))),
+        ("attn/to_qkv/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
+        ("attn/query_key_value/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
     ],
 )
 def test_roles(name, shape, expected):
     role, view = expected
     if type(view) is tuple:
         view = MuonDimensionNumbers(*view)
-    assert route(name, shape, {}) == (role, view)
+    assert routes([(name, shape)], {}) == [(role, view)]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +186,11 @@ def test_roles(name, shape, expected):
         ("attn/qkv/kernel", (8, 12)),  # how wide are keys?
         ("mlp/gate/kernel", (8, 4)),  # of experts or of a perceptron
         ("lora_a/kernel", (8, 4)),
+        ("attn/q_proj/lora/lora_a", (8, 4)),
+        ("attn/kqv/kernel", (8, 12)),
+        ("out/kernel", (8, 10)),
+        ("model/output/kernel", (8, 10)),
+        ("value/kernel", (8, 1)),  # a head, or a vector
         ("something", (8, 4)),
     ],
 )
@@ -188,6 +205,62 @@ def test_what_is_ambiguous_raises_with_the_remedy(name, shape):
     assert jax.tree.leaves(by_role(tree, {f"^{name}$": None})) == []
     numbers = by_role(tree, {f"^{name}$": MATRICES})
     assert jax.tree.leaves(numbers, is_leaf=lambda x: x == MATRICES) == [MATRICES]
+
+
+QUERY_AND_OUT = {"query": {"kernel": (8, 2, 4)}, "out": {"kernel": (2, 4, 8)}}
+
+
+def shapes(tree):
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        tree,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def test_a_stack_has_its_layers_first_in_all_of_its_parameters():
+    first = {
+        "up": {"kernel": (3, 8, 16)},
+        "down": {"kernel": (3, 16, 8)},
+        "norm": {"scale": (3, 8)},
+    }
+    second = {"up": {"kernel": (8, 3, 16)}, "down": {"kernel": (16, 3, 8)}}
+    views = jax.tree.leaves(by_role(shapes({"layers": first})), is_leaf=lambda x: x == MATRICES)
+    assert views == [MATRICES, MATRICES]
+    with pytest.raises(ValueError, match=r"role of layers/down/kernel.*layers/up/kernel"):
+        by_role(shapes({"layers": second}))
+    rules = {"^layers/": MuonDimensionNumbers(0, 2)}
+    assert by_role(shapes({"layers": second}), rules)["layers"]["up"]["kernel"] == (0, 2)
+
+
+@pytest.mark.parametrize("container", ["blocks", "stack", "layers", "h"])
+def test_numbers_in_names_say_that_a_container_is_no_stack(container):
+    tree = {container: {"block_0": QUERY_AND_OUT, "block_1": QUERY_AND_OUT}}
+    tree[container]["block_1"] = {**QUERY_AND_OUT, "Conv_0": {"kernel": (3, 3, 8, 8)}}
+    parameters = describe(shapes(tree), muon_weight_dimension_numbers=by_role).parameters
+    assert {p.path.rsplit("/", 2)[1]: p.matrices for p in parameters} == {
+        "query": ((1, 8, 8),),
+        "out": ((1, 8, 8),),
+        "Conv_0": ((1, 72, 8),),
+    }
+
+
+@pytest.mark.parametrize("routes", [by_role, functools.partial(by_role, rules={"up": MATRICES})])
+def test_hyperparameters_are_injected_beside_routes(routes):
+    params = {"embed": {"embedding": jnp.ones((6, 4))}, "up": {"kernel": jnp.ones((4, 8))}}
+    arguments = {"learning_rate": 0.1, "muon_weight_dimension_numbers": routes}
+    with pytest.raises(
+        ValueError, match=r"one array of shape \(\).*static_args='muon_weight_dimens"
+    ):
+        optax.inject_hyperparams(muon)(**arguments).init(params)
+    inject = optax.inject_hyperparams(muon, static_args="muon_weight_dimension_numbers")
+    expected = muon(**arguments)
+    state, injected = expected.init(params), inject(**arguments).init(params)
+    chex.assert_trees_all_close(
+        inject(**arguments).update(params, injected, params)[0],
+        expected.update(params, state, params)[0],
+        rtol=1e-4,
+    )
 
 
 def test_boxes_of_flax_are_no_part_of_the_path():
