@@ -3,7 +3,6 @@
 The standard form of steps of a triple each is here, other forms are in `_gram` and `_composed`.
 """
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from muon_jax import _coefficients, _composed, _gram
+from muon_jax import _coefficients, _composed, _gram, _precision
 from muon_jax._form import Method
 from muon_jax._matrix_axes import is_tall
 from muon_jax._normalization import EpsMode, gram_gain, normalize, powers_of_two
@@ -65,7 +64,7 @@ def iterate(
     """
     rows, cols = x.shape[-2:]
     x = _padded(x, held.implementation)
-    with _precision_of(x.dtype):
+    with _precision.context(x.dtype, is_composed=isinstance(recipe, Schedule)):
         if isinstance(recipe, Schedule):
             steps = recipe.steps_in(x.dtype)
             x = _composed.run(x, steps, eps, eps_mode, scale, _log2(n), held)
@@ -179,14 +178,6 @@ def _run_quintics(x, quintics, eps, eps_mode, scale, preconditioning, log2_n, he
     for step in range(int(first) + 1, int(last)):
         x = body(step, x)
     return x
-
-
-def _precision_of(dtype):
-    """A context in which a TPU multiplies float32 as such: by default it rounds to bfloat16."""
-    by_default = jax.config.jax_default_matmul_precision is None
-    if by_default and dtype == jnp.float32 and _device.platform() == "tpu":
-        return jax.default_matmul_precision("high")
-    return contextlib.nullcontext()
 
 
 def _padded(x, implementation):

@@ -58,12 +58,12 @@ def newton_schulz(
         ns_coeffs      cost  dtype     maps σ from l to   polar error on σ > σ₁/100 (Gaussian m×m)
         "fast"         10    float16   [0.76, 1.17]       0.09
         "balanced"     12    float16   [0.71, 1.20]       0.07
-        "accurate"     15    float16   [0.91, 1.15]       0.05
-        "standard"     20    bfloat16  [0.68, 1.20]       0.18
+        "accurate"     15    float16   [0.91, 1.14]       0.04
+        "standard"     20    bfloat16  [0.68, 1.20]       0.19
 
-    with l = 0.01, 0.0025 and 0.0016 of the Schatten-4 norm, and 0.002 of the Frobenius norm. On
-    σ < σ₁/100 `"fast"` is less accurate than `"standard"`, `"balanced"` about as accurate or more,
-    `"accurate"` more.
+    with l = 0.01, 0.0025 and 0.0016 of the Schatten-4 norm, and 0.002 of the Frobenius norm, and
+    errors for m = 256. On σ < σ₁/100 `"fast"` is less accurate than `"standard"`, `"balanced"`
+    about as accurate or more, `"accurate"` more.
 
     The result does not depend on the scale of X, as long as its entries are normal numbers: X is
     first multiplied by a power of two, exactly, so that no product overflows. Zero gives zero. A
@@ -88,9 +88,10 @@ def newton_schulz(
         eps_mode: `"add"`, or `"max"` to divide by the larger of norm and `eps`.
         dtype: dtype of the products, which accumulate in float32. `"auto"` is bfloat16, for a
             composed schedule and for the gram form float16; on TPUs, which multiply no float16,
-            bfloat16 in its place. None is that of `x`. Composed schedules have coefficients of
-            their own for bfloat16. There is no complex number of half precision: complex matrices
-            use complex64 at least.
+            bfloat16 in its place. None is that of `x`. GPUs multiply float32 as TF32, as is JAX's
+            default, but under composed schedules; `jax.default_matmul_precision` decides for all.
+            Composed schedules have coefficients of their own for bfloat16. There is no complex
+            number of half precision: complex matrices use complex64 at least.
         preconditioning: what X is divided by: `"frobenius"`, its Frobenius norm; `"spectral"`, its
             largest singular value (by an SVD, slow); `"schatten"`, its Schatten-4 norm ‖A‖_F^½;
             `"aol"`, row by row the square roots of the row sums of `|A|`, which changes the polar
@@ -113,8 +114,7 @@ def newton_schulz(
     Raises:
         ValueError: `x` is no float matrix, or a sharded one, an argument is none of the values
             above, or `dtype` is one of 8 bits, in which nothing here is safe. Or the gram
-            form does not exist for the other arguments, or is unsafe, that of composed schedules
-            in bfloat16.
+            form does not exist for the other arguments.
         NotImplementedError: the named implementation cannot run here.
 
     References:

@@ -143,6 +143,18 @@ def test_steep_steps_do_not_share_a_segment(name, dtype, expected):
     assert [len(part) for part in parts] == expected
 
 
+def test_segments_are_safe_in_what_gpus_take_float32_as():
+    def counts():
+        parts = _gram.segments(_coefficients.resolve("polar_express", 5), "float32")
+        return [len(part) for part in parts]
+
+    with helpers.described_gpu("H200"):
+        assert counts() == [1, 2, 2]
+        with jax.default_matmul_precision("highest"):
+            assert counts() == [5]
+    assert counts() == [5]
+
+
 def test_steps_that_diverge_have_segments_too():
     with warnings.catch_warnings(action="error"):
         parts = _gram.segments(_coefficients.resolve((3.0, 3.0, 3.0), 400), "float16")

@@ -1,5 +1,6 @@
 import dataclasses
 
+import helpers
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -251,6 +252,17 @@ def test_a_tpu_which_multiplies_no_float16_gets_bfloat16_and_float32_at_its_prec
             assert products_of(name) == {("bfloat16", None)}
             assert products_of(name, dtype="float32") == {("float32", high)}
         assert products_of("standard", method="gram") == {("bfloat16", None)}
+
+
+def test_gpus_multiply_float32_as_such_under_composed_schedules():
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    with helpers.described_gpu("H200"):
+        for name in ("fast", "balanced", "accurate"):
+            assert products_of(name, dtype="float32") == {("float32", highest)}
+        assert products_of("standard", dtype="float32") == {("float32", None)}
+        with jax.default_matmul_precision("tensorfloat32"):
+            assert {dtype for dtype, _ in products_of("fast", dtype="float32")} == {"float32"}
+            assert products_of("fast", dtype="float32") != {("float32", highest)}
 
 
 @pytest.mark.parametrize(
