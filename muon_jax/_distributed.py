@@ -30,6 +30,7 @@ from muon_jax import (
     _grouping,
     _placement,
     _sharding,
+    _sources,
     _views,
 )
 from muon_jax._cost import by_owners
@@ -37,9 +38,6 @@ from muon_jax._cost import by_owners
 # The most that a device sends at once, in bytes: large enough for matrices that fill a GPU, small
 # enough that exchange and computation of different buckets overlap.
 MAX_BUCKET_BYTES = 2**28
-
-# Part of the key of compiled programs in JAX's cache: another one for another plan or execution.
-_VERSION = 5
 
 
 def map_matrices(
@@ -100,12 +98,15 @@ def map_matrices(
         results = jax.jit(run)(leaves, arrays)
     else:
         static = bind([None] * len(arrays)).keywords
-        settings = repr((_VERSION, static, units, max_group_bytes, distributed_gram))
+        limits = (max_group_bytes, distributed_gram)
+        # All of the key of compiled programs in JAX's cache.
+        precision = jax.config.jax_default_matmul_precision
+        settings = repr((_sources.digest(), precision, static, units, limits))
 
         def of_stacks(leaves, arrays):
             """The results for stacks of these leaves."""
             views = treedef.unflatten(_views.stacked(unit.view) for unit in units)
-            stacks, limits = treedef.unflatten(leaves), (max_group_bytes, distributed_gram)
+            stacks = treedef.unflatten(leaves)
             # Not the views as they stand: a tree may be callable.
             results = map_matrices(bind(arrays), lambda _: views, stacks, None, *limits)
             return jax.tree.leaves(results)

@@ -86,7 +86,7 @@ class Explanation:
         sums = f" and {self.sums} sums of Gram matrices" * (self.sums > 0)
         total = (
             f"{2 * self.buckets} exchanges{sums}, {self.exchange_microseconds:.0f} µs, beside"
-            f" {self.compute_microseconds:.0f} µs of computation (model of H200s)"
+            f" {self.compute_microseconds:.0f} µs of computation (model of H200s on NVLink)"
         )
         return f"{table(_COLUMNS, rows)}\n{total}"
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muon_jax import _sharding
+
 type Rounding = Literal["nearest", "stochastic"]
 
 
@@ -26,14 +28,18 @@ def widen(tree: Any, rounding: Rounding) -> Any:
     return optax.tree.cast(tree, jnp.float32)
 
 
-def cast_like(tree: Any, like: Any, rounding: Rounding, count: jax.Array) -> Any:
+def cast_like(
+    tree: Any, like: Any, rounding: Rounding, count: jax.Array, shardings: _sharding.Shardings
+) -> Any:
     """Returns `tree` in the dtypes of `like`, rounded.
 
     Args:
         tree: float32 where `rounding` is `"stochastic"`.
         like: the same structure.
         rounding: to the nearest, or up or down at random.
-        count: of the step; random bits depend on it and on the position of a leaf, nothing else.
+        count: of the step; random bits depend on it and on the position of a leaf, and in a
+            shard_map on the shard.
+        shardings: as for `scale_by_muon`.
 
     Raises:
         ValueError: stochastic rounding to another dtype than bfloat16.
@@ -48,9 +54,9 @@ def cast_like(tree: Any, like: Any, rounding: Rounding, count: jax.Array) -> Any
                 f"mu_rounding='stochastic' rounds to bfloat16, but the momentum of the parameter"
                 f" {jax.tree_util.keystr(path)} is {old.dtype}: set mu_dtype='bfloat16'"
             )
-    return treedef.unflatten(
-        stochastic_round(x, jax.random.fold_in(key, i)) for i, x in enumerate(leaves)
-    )
+    keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
+    keys = _sharding.distinct_keys(keys, tree, shardings)
+    return treedef.unflatten(map(stochastic_round, leaves, keys))
 
 
 def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:

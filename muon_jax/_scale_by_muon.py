@@ -57,8 +57,8 @@ def scale_by_muon(
         eps: added to the norm that u is divided by.
         mu_dtype: dtype of the momentum; None for that of the parameters.
         nesterov: whether to use Nesterov momentum.
-        adaptive: whether to multiply the update o of a parameter by its dual norm ⟨u, o⟩
-            (`Bernstein and Newhouse <https://arxiv.org/abs/2409.20325>`_).
+        adaptive: whether to multiply the update o of a parameter by its dual norm ⟨u, o⟩, as optax
+            does: of a stack, the sum over its matrices (`Bernstein and Newhouse <https://arxiv.org/abs/2409.20325>`_).
         preconditioning: `"frobenius"`, `"spectral"`, `"aol"` or `"schatten"`, see `newton_schulz`.
         weight_dimension_numbers: `optax.contrib.MuonDimensionNumbers` for each parameter, as a tree
             that may be a prefix of the parameters', or a callable that makes one from them: which
@@ -75,7 +75,8 @@ def scale_by_muon(
             fastest; see `newton_schulz`.
         max_group_bytes: matrices of one shape, or its transpose, are orthogonalized together, in
             groups of at most so many bytes of momentum, and exchanged in such as well. None is
-            1 GiB, or less for 256 MiB of Gram matrices. 0 takes each parameter by itself.
+            1 GiB, or less for 256 MiB of Gram matrices. 0 takes each parameter by itself. One
+            parameter is never cut: a larger stack of layers or experts goes alone.
         shardings: `jax.sharding.PartitionSpec` or `NamedSharding` of each parameter, as a tree that
             may be a prefix of the parameters', or a callable that makes one from them, such as
             `get_partition_spec` of Flax. None finds out, except in a `shard_map`. Sharded matrices
@@ -149,7 +150,7 @@ def scale_by_muon(
             dual_norms = _sharding.inner_products(u, orthogonal, shardings)
             orthogonal = jax.tree.map(jnp.multiply, dual_norms, orthogonal)
         orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)
-        mu = _rounding.cast_like(mu, state.mu, mu_rounding, count)
+        mu = _rounding.cast_like(mu, state.mu, mu_rounding, count, shardings)
         return orthogonal, MuonState(count, mu)
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -71,8 +71,7 @@ def resolve(tree: Any, shardings: Shardings) -> Placed:
     if stated is None and kinds == [AxisType.Explicit]:
         specs = typed
     elif stated is None and (
-        kinds not in ([], [AxisType.Auto])
-        or (kinds and any(names(entry) for spec in typed for entry in spec))  # of one device
+        kinds not in ([], [AxisType.Auto]) or (kinds and any(map(_divides, typed)))  # of one device
     ):
         raise ValueError(
             f"the sharding of the parameters cannot be known on mesh axes {dict(pairs)}: pass"
@@ -98,7 +97,7 @@ def by_device(function: Callable[[Any], Any], tree: Any) -> Any:
         tree: arrays, of which those axes divide nothing that `function` needs whole.
     """
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
-    if not any(names(entry) for spec in jax.tree.leaves(specs) for entry in spec):
+    if not any(map(_divides, jax.tree.leaves(specs))):
         return function(tree)
     in_force = jax.sharding.get_abstract_mesh()  # `vmap` takes axes from it
     mesh = _mesh(jax.tree.leaves(tree), []) if in_force.empty else in_force
@@ -172,6 +171,23 @@ def inner_products(x: Any, y: Any, shardings: Shardings) -> Any:
     return treedef.unflatten(products)
 
 
+def distinct_keys(keys: list[jax.Array], tree: Any, shardings: Shardings) -> list[jax.Array]:
+    """Returns keys, one for each leaf of `tree`, that in a shard_map differ from shard to shard.
+
+    Raises:
+        ValueError: the sharding is not known, or does not fit the parameters.
+        NotImplementedError: some mesh axes are manual, others are not.
+    """
+    _, kind, specs, _ = resolve(tree, shardings)
+    if kind != AxisType.Manual:
+        return keys
+    axes = [sum(map(names, spec), ()) for spec in specs]
+    return [
+        jax.random.fold_in(key, jax.lax.axis_index(own)) if own else key
+        for key, own in zip(keys, axes, strict=True)
+    ]
+
+
 def check_whole(what: str, views: _views.Views, tree: Any, shardings: Shardings) -> None:
     """Checks that in a shard_map all matrices of `tree` are whole on a device, which `what` needs.
 
@@ -197,6 +213,11 @@ def _mesh(leaves, shardings):
     meshes = [jax.typeof(x).sharding.mesh for x in leaves] + [jax.sharding.get_abstract_mesh()]
     meshes += [s.mesh.abstract_mesh for s in shardings if isinstance(s, NamedSharding)]
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+
+
+def _divides(spec):
+    """Whether a PartitionSpec names mesh axes."""
+    return any(map(names, spec))
 
 
 def _whole(shard, spec, mesh):

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import chex
 import flax.linen as nn
@@ -21,6 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import (
     MuonDimensionNumbers,
+    _sources,
     explain,
     keep_param_norm,
     muon,
@@ -343,7 +346,7 @@ def test_an_ensemble_over_hyperparameters():
     assert not np.allclose(*together, atol=1e-2)
 
 
-def test_programs_differ_where_the_partitioned_operation_does():
+def test_programs_differ_where_the_partitioned_operation_does(monkeypatch):
     """JAX's cache of compiled programs may leave the pointer to the operation out of its key."""
     params = {"out": parameters(mesh_of(AxisType.Auto))["out"]}
 
@@ -355,7 +358,15 @@ def test_programs_differ_where_the_partitioned_operation_does():
     assert program() == program()
     others = [{"ns_coeffs": "dion"}, {"max_group_bytes": 1}, {"ns_dtype": "float32"}]
     others += [{"distributed_gram": value} for value in (True, False)]
-    assert len({program(**kwargs) for kwargs in [{}, *others]}) == 6
+    programs = {program(**kwargs) for kwargs in [{}, *others]}
+    with jax.default_matmul_precision("highest"):
+        programs.add(program())
+    _sources.digest.cache_clear()
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read_bytes(path) + b"\n")  # edited
+    programs.add(program())
+    _sources.digest.cache_clear()
+    assert len(programs) == 8
 
 
 def test_a_mesh_of_one_device_and_none_run_as_before():
@@ -368,6 +379,22 @@ def test_a_mesh_of_one_device_and_none_run_as_before():
             text = str(jax.make_jaxpr(transform.update)(params, transform.init(params)))
             assert "orthogonalize" in text
             assert "shard_map" not in text and "custom_partitioning" not in text
+
+
+def test_in_a_shard_map_shards_are_rounded_by_random_bits_of_their_own():
+    mesh = mesh_of(AxisType.Auto, (4, 2), ("fsdp", "replica"))
+    spec = PartitionSpec("fsdp")
+    transform = scale_by_muon(shardings=spec, mu_dtype="bfloat16", mu_rounding="stochastic")
+
+    def momentum(x):
+        return transform.update({"w": x}, transform.init({"w": x}))[1].mu["w"]
+
+    run = jax.shard_map(momentum, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    out = jax.jit(run)(jnp.full((16, 8), 1 / 3))
+    shards = [np.asarray(shard.data, np.float32) for shard in out.addressable_shards]
+    indices = [shard.index for shard in out.addressable_shards]
+    for (i, x), (j, y) in itertools.combinations(zip(indices, shards, strict=True), 2):
+        assert (x == y).all() == (i == j)
 
 
 @pytest.mark.parametrize("spec", [("fsdp",), (None, "fsdp"), (None, ("fsdp", "tensor"))])

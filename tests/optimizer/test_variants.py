@@ -225,7 +225,7 @@ def test_stochastic_rounding_keeps_values_of_bfloat16_infinities_and_nan():
 def test_small_increments_are_lost_to_nearest_rounding_and_not_to_stochastic():
     def sum_of(rounding):
         step = jax.jit(
-            lambda x, i: _rounding.cast_like(x.astype(jnp.float32) + 2**-10, x, rounding, i)
+            lambda x, i: _rounding.cast_like(x.astype(jnp.float32) + 2**-10, x, rounding, i, None)
         )
         total = jnp.ones((16, 24), jnp.bfloat16)  # whose neighbour is 1 + 2**-7
         for i in range(200):
