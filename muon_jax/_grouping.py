@@ -1,7 +1,7 @@
 """Matrices of one shape are orthogonalized together, from whatever parameters they come.
 
 A model of 24 layers has hundreds of matrices and a handful of shapes. One iteration for each shape,
-on a stack, is a handful of kernels in place of thousands: less to compile, and small matrices fill
+on a stack, is hundreds of kernels in place of thousands: less to compile, and small matrices fill
 the device.
 """
 

@@ -108,8 +108,8 @@ def _where_not_masked(mu, tree):
     def is_masked(node):
         return isinstance(node, optax.MaskedNode)
 
-    tree = jax.tree.map(lambda m, x: m if is_masked(m) else x, mu, tree, is_leaf=is_masked)
-    return fill_missing(tree, mu)
+    tree = fill_missing(tree, mu)
+    return jax.tree.map(lambda m, x: m if is_masked(m) else x, mu, tree, is_leaf=is_masked)
 
 
 def _wide(x):

@@ -60,7 +60,7 @@ def _addends(*steps: str) -> Addends:
     return tuple(tuple(tuple(map(int, digits)) for digits in step.split(",")) for step in steps)
 
 
-# Where the fits with all addends, 45 and 24, ended when one after the other was left out.
+# Where the fits with all addends, 45 and 25, ended when one after the other was left out.
 _BALANCED = """
      4.29  -4.52  5.16  -3.9  0.896  0.729  1.62  2.28  0.713  0.278  -0.411  0.936  2.03  -0.673
      0.307  0.49  -0.0795  0.116  0.0751  0.616  141  -8.24  10.1  19.5  31  8.38  73.8  28.6
