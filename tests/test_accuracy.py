@@ -1,5 +1,6 @@
 import functools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,6 +91,33 @@ def test_an_error_outside_of_the_row_space_counts():
     _, _, complement = np.linalg.svd(case.vt)
     metrics = _accuracy.metrics(case, case.u @ (case.vt + 0.3 * complement[8:16]))
     assert metrics["errors"] == pytest.approx([0.3, 0.3])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_composed_schedules_are_as_accurate_as_is_said(dtype):
+    path = Path(_accuracy.__file__).parent / "results" / "accuracy_cpu.json"
+    measured = {
+        (m["name"], m["dtype"]): m["cases"]
+        for m in json.loads(path.read_text())["measurements"]
+        if m["method"] == "standard"
+    }
+
+    def errors(name, dtype):
+        """Medians on both thresholds, by spectrum."""
+        cases = measured[name, dtype]
+        return {
+            spectrum: np.median([c["errors"] for c in cases if c["spectrum"] == spectrum], axis=0)
+            for spectrum in {c["spectrum"] for c in cases}
+        }
+
+    standard, polar_express = errors("standard", "bfloat16"), errors("polar_express", "bfloat16")
+    fast, balanced, accurate = (errors(name, dtype) for name in ("fast", "balanced", "accurate"))
+    assert len(standard) == 10
+    for spectrum in standard:
+        assert fast[spectrum][0] <= standard[spectrum][0]
+        assert (balanced[spectrum] <= standard[spectrum]).all()
+        assert balanced[spectrum][0] <= polar_express[spectrum][0]
+        assert (accurate[spectrum] < polar_express[spectrum]).all()
 
 
 @pytest.mark.parametrize("scale", [1.6, np.nan, np.inf])

@@ -48,3 +48,21 @@ def test_published_sets_give_the_update_sizes_of_their_sources(
         for a, b, c in rows:
             sigma = a * sigma + b * sigma**3 + c * sigma**5
         assert abs(np.sqrt(np.mean(sigma**2)) - expected) < 1.5e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "sizes"), [("dion", 4, (0.997, 1.002)), ("standard", 5, (0.919, 0.969))]
+)
+def test_aol_gives_the_update_sizes_of_its_sources(name, steps, sizes):
+    for n, expected in zip((512, 2048), sizes, strict=True):
+        x = jnp.asarray(np.random.default_rng(0).standard_normal((512, n)), jnp.float32)
+        out = newton_schulz(x, name, steps, dtype="float32", preconditioning="aol")
+        assert abs(np.linalg.norm(out) / 512**0.5 - expected) < 3e-3
+
+
+@pytest.mark.parametrize(("name", "maximum"), [("standard", 1.20), ("cubic", 1.30)])
+def test_maxima_of_maps_are_those_of_their_sources(name, maximum):
+    sigma, rows = np.linspace(0, 1, 20_001), NAMED[name]
+    for a, b, c in rows * 5 if len(rows) == 1 else rows:
+        sigma = a * sigma + b * sigma**3 + c * sigma**5
+    assert abs(sigma.max() - maximum) < 5e-3
