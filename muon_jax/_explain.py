@@ -102,7 +102,7 @@ def explain(
     Args:
         params: arrays, or shapes (`jax.ShapeDtypeStruct`), of the dtype of the momentum.
         shardings: as for `muon`; None for those that the arrays have.
-        mesh: None for that of the shardings.
+        mesh: None for that of the shardings, or of `jax.set_mesh`.
         **arguments: those of `muon`, without the learning rate; what does not concern the matrices
             is ignored.
 
@@ -119,8 +119,9 @@ def explain(
         optax.MaskedNode() if view is None else p for p, view in zip(leaves, assigned, strict=True)
     )
     placed = _stated(matrices) if shardings is None else _sharding.of_leaves(shardings, matrices)
-    meshes = [mesh, *(s.mesh for s in placed if isinstance(s, NamedSharding))]
-    sizes = next((mesh.shape for mesh in meshes if mesh is not None), {})
+    meshes = [s.mesh for s in placed if isinstance(s, NamedSharding)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    sizes = (mesh or meshes[0]).shape
     specs = [*map(_sharding.spec_of, placed)]
     # Not as it stands: a tree of parameters may be callable, and so is that of their views.
     units = _distributed.units_of(lambda _: views, matrices, jax.tree.leaves(matrices))

@@ -165,7 +165,7 @@ def placed(leaf: Leaf, spec: jax.sharding.PartitionSpec, mesh: Mapping[str, int]
     """Returns the parameter, sharded over a mesh of these axes.
 
     Raises:
-        ValueError: `spec` has an axis that the mesh lacks, or one that does not divide the shape.
+        ValueError: `spec` has an axis that the mesh lacks, one twice, or one that does not fit.
     """
     entries = [_sharding.names(entry) for entry in spec]
     entries += [()] * (len(leaf.whole) - len(entries))
@@ -175,6 +175,9 @@ def placed(leaf: Leaf, spec: jax.sharding.PartitionSpec, mesh: Mapping[str, int]
             f"{where}: its sharding {spec} must name axes of the mesh {dict(mesh)} for at most"
             f" {len(leaf.whole)} axes"
         )
+    named = [axis for entry in entries for axis in entry]
+    if len({*named}) < len(named):
+        raise ValueError(f"{where}: its sharding {spec} must name each mesh axis once")
     axes = [tuple(axis for axis in entry if mesh[axis] > 1) for entry in entries]
     cuts = [math.prod(mesh[axis] for axis in entry) for entry in axes]
     if any(size % cut for size, cut in zip(leaf.whole, cuts, strict=True)):

@@ -74,3 +74,6 @@ def test_a_part_cannot_be_left_to_adamw():
 def test_a_mesh_is_needed():
     with pytest.raises(ValueError, match=r"must name axes of the mesh \{\}"):
         explain(shapes(w=(64, 64)), PartitionSpec("fsdp"))
+    with jax.sharding.use_abstract_mesh(MESH):
+        in_force = explain(shapes(w=(64, 64)), PartitionSpec("fsdp"))
+    assert in_force == explain(shapes(w=(64, 64)), PartitionSpec("fsdp"), MESH)

@@ -161,6 +161,7 @@ def test_batch_axes(view, ndim, expected):
     [
         ((12, 8), ("x",), MATRICES, r"\(12, 8\).*does not divide it evenly on the mesh.*'x': 8"),
         ((8, 8), ("z",), MATRICES, r"must name axes of the mesh \{'x': 8\} for at most 2"),
+        ((8, 8), ("x", "x"), MATRICES, r"P\('x', 'x'\) must name each mesh axis once"),
         ((8, 8), (None, None, "x"), MATRICES, r"for at most 2 axes"),
         ((8, 8), ("x",), Split(-1, (3, 4)), r"the parameter 0 of shape \(8, 8\): Split"),
     ],
