@@ -63,7 +63,8 @@ def scale_by_muon(
         weight_dimension_numbers: `optax.contrib.MuonDimensionNumbers` for each parameter, as a tree
             that may be a prefix of the parameters', or a callable that makes one from them: which
             axes are rows (the reduction axes) and which are columns; all others are batch axes, and
-            matrices along them are orthogonalized each by itself. None for matrices: rank 2.
+            matrices along them are orthogonalized each by itself. None for matrices: rank 2. So
+            what `by_role` leaves to AdamW must not get here: `muon` sees to that.
         momentum: `"bias_corrected"` is the above; `"ema"` the same without bias correction, Keller
             Jordan's, u = βm + (1 - β)g or m; `"heavy_ball"` sums, m <- βm + g and u = βm + g or m.
         eps_mode: `"add"`, or `"max"` to divide u by the larger of its norm and `eps`.
