@@ -99,7 +99,7 @@ def map_matrices(
     else:
         static = bind([None] * len(arrays)).keywords
         limits = (max_group_bytes, distributed_gram)
-        # All of the key of compiled programs in JAX's cache.
+        # By this alone JAX's cache of compiled programs may know the operation.
         precision = jax.config.jax_default_matmul_precision
         settings = repr((_sources.digest(), precision, static, units, limits))
 
