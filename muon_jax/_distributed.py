@@ -203,7 +203,7 @@ def _is_replicated(spec: PartitionSpec, mesh: Mapping[str, int]) -> bool:
 
     Sums over a network may differ between them by rounding, and the replicas drift apart.
     """
-    divided = {name for entry in spec for name in _sharding.names(entry)}
+    divided = {*_sharding.axes_of(spec)}
     return any(size > 1 and name not in divided for name, size in mesh.items())
 
 

@@ -175,7 +175,7 @@ def placed(leaf: Leaf, spec: jax.sharding.PartitionSpec, mesh: Mapping[str, int]
             f"{where}: its sharding {spec} must name axes of the mesh {dict(mesh)} for at most"
             f" {len(leaf.whole)} axes"
         )
-    named = [axis for entry in entries for axis in entry]
+    named = _sharding.axes_of(spec)
     if len({*named}) < len(named):
         raise ValueError(f"{where}: its sharding {spec} must name each mesh axis once")
     axes = [tuple(axis for axis in entry if mesh[axis] > 1) for entry in entries]

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device
 
-type _Context = contextlib.AbstractContextManager[object]
-
 
 def roundoff(dtype: jax.typing.DTypeLike) -> float:
     """Returns the unit roundoff of operands: GPUs take float32 as TF32, cut off after ten bits.
@@ -22,7 +20,7 @@ def roundoff(dtype: jax.typing.DTypeLike) -> float:
     return float(jnp.finfo(dtype).eps) / 2
 
 
-def context(dtype: jax.typing.DTypeLike, *, is_composed: bool) -> _Context:
+def context(dtype: jax.typing.DTypeLike, *, is_composed: bool) -> contextlib.AbstractContextManager:
     """A context for products of `dtype`: a precision for float32, where the user has set none.
 
     TPUs would round it to bfloat16. GPUs may take it as TF32, but under composed schedules: of

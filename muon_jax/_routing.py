@@ -91,9 +91,11 @@ def _route(name, shape, stacked):
     """The route of a parameter whose first `stacked` axes are layers, None of that: unknown."""
     if len(shape) < 2:
         return Route("vector", None)
+    if stacked is None:
+        return None
     name = re.sub(r"_\d+(?=/|$)", "", name.lower())  # numbers that Flax appends
     for role, pattern, view_of in _ROLES:
-        if stacked is not None and re.search(rf"(^|/)({pattern})(/|$)", name):
+        if re.search(rf"(^|/)({pattern})(/|$)", name):
             view = view_of(shape[stacked:])
             return None if view is _UNKNOWN else Route(role, view)
     return None
@@ -174,7 +176,7 @@ def _fused_qkv(shape):
 def _fused_gate(shape):
     """(in, 2·out) or, of experts, (experts, in, 2·out)."""
     is_split = len(shape) == 2 or len(shape) == 3 and shape[1] > 2
-    return Split(-1, (shape[-1] // 2,) * 2) if is_split and shape[-1] % 2 == 0 else _UNKNOWN
+    return _split(2)(shape[-2:]) if is_split else _UNKNOWN
 
 
 def _gate(shape):

@@ -57,8 +57,9 @@ def scale_by_muon(
         eps: added to the norm that u is divided by.
         mu_dtype: dtype of the momentum; None for that of the parameters.
         nesterov: whether to use Nesterov momentum.
-        adaptive: whether to multiply the update o of a parameter by its dual norm ⟨u, o⟩, as optax
-            does: of a stack, the sum over its matrices (`Bernstein and Newhouse <https://arxiv.org/abs/2409.20325>`_).
+        adaptive: whether to multiply the update o of a parameter by its dual norm ⟨u, o⟩
+            (`Bernstein and Newhouse <https://arxiv.org/abs/2409.20325>`_), of a stack the sum over
+            its matrices, as in optax.
         preconditioning: `"frobenius"`, `"spectral"`, `"aol"` or `"schatten"`, see `newton_schulz`.
         weight_dimension_numbers: `optax.contrib.MuonDimensionNumbers` for each parameter, as a tree
             that may be a prefix of the parameters', or a callable that makes one from them: which

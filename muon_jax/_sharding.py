@@ -43,6 +43,11 @@ def names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
+    """Returns the mesh axes of a PartitionSpec."""
+    return sum(map(names, spec), ())
+
+
 def spec_of(sharding: PartitionSpec | NamedSharding) -> PartitionSpec:
     """Returns the PartitionSpec that a sharding is or has."""
     return sharding.spec if isinstance(sharding, NamedSharding) else sharding
@@ -71,7 +76,7 @@ def resolve(tree: Any, shardings: Shardings) -> Placed:
     if stated is None and kinds == [AxisType.Explicit]:
         specs = typed
     elif stated is None and (
-        kinds not in ([], [AxisType.Auto]) or (kinds and any(map(_divides, typed)))  # of one device
+        kinds not in ([], [AxisType.Auto]) or (kinds and any(map(axes_of, typed)))  # of one device
     ):
         raise ValueError(
             f"the sharding of the parameters cannot be known on mesh axes {dict(pairs)}: pass"
@@ -97,7 +102,7 @@ def by_device(function: Callable[[Any], Any], tree: Any) -> Any:
         tree: arrays, of which those axes divide nothing that `function` needs whole.
     """
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
-    if not any(map(_divides, jax.tree.leaves(specs))):
+    if not any(map(axes_of, jax.tree.leaves(specs))):
         return function(tree)
     in_force = jax.sharding.get_abstract_mesh()  # `vmap` takes axes from it
     mesh = _mesh(jax.tree.leaves(tree), []) if in_force.empty else in_force
@@ -166,7 +171,7 @@ def inner_products(x: Any, y: Any, shardings: Shardings) -> Any:
         jax.tree.map(lambda x, y: jnp.sum(wide(x).conj() * y), x, y)
     )
     if kind == AxisType.Manual:
-        axes = [sum(map(names, spec), ()) for spec in specs]
+        axes = map(axes_of, specs)
         products = [jax.lax.psum(*pair) for pair in zip(products, axes, strict=True)]
     return treedef.unflatten(products)
 
@@ -181,10 +186,9 @@ def distinct_keys(keys: list[jax.Array], tree: Any, shardings: Shardings) -> lis
     _, kind, specs, _ = resolve(tree, shardings)
     if kind != AxisType.Manual:
         return keys
-    axes = [sum(map(names, spec), ()) for spec in specs]
     return [
-        jax.random.fold_in(key, jax.lax.axis_index(own)) if own else key
-        for key, own in zip(keys, axes, strict=True)
+        jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
+        for key, axes in zip(keys, map(axes_of, specs), strict=True)
     ]
 
 
@@ -213,11 +217,6 @@ def _mesh(leaves, shardings):
     meshes = [jax.typeof(x).sharding.mesh for x in leaves] + [jax.sharding.get_abstract_mesh()]
     meshes += [s.mesh.abstract_mesh for s in shardings if isinstance(s, NamedSharding)]
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
-
-
-def _divides(spec):
-    """Whether a PartitionSpec names mesh axes."""
-    return any(map(names, spec))
 
 
 def _whole(shard, spec, mesh):

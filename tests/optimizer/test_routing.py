@@ -235,9 +235,9 @@ def test_a_stack_has_its_layers_first_in_all_of_its_parameters():
 
 @pytest.mark.parametrize("container", ["blocks", "stack", "layers", "h"])
 def test_numbers_in_names_say_that_a_container_is_no_stack(container):
-    tree = {container: {"block_0": QUERY_AND_OUT, "block_1": QUERY_AND_OUT}}
-    tree[container]["block_1"] = {**QUERY_AND_OUT, "Conv_0": {"kernel": (3, 3, 8, 8)}}
-    parameters = describe(shapes(tree), muon_weight_dimension_numbers=by_role).parameters
+    with_conv = {**QUERY_AND_OUT, "Conv_0": {"kernel": (3, 3, 8, 8)}}
+    tree = shapes({container: {"block_0": QUERY_AND_OUT, "block_1": with_conv}})
+    parameters = describe(tree, muon_weight_dimension_numbers=by_role).parameters
     assert {p.path.rsplit("/", 2)[1]: p.matrices for p in parameters} == {
         "query": ((1, 8, 8),),
         "out": ((1, 8, 8),),
