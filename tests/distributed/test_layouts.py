@@ -1,4 +1,4 @@
-"""Every layout: how many collectives, the results of one device, the sharding of the parameters."""
+"""Every layout: what is exchanged, the results of one device, the sharding of the parameters."""
 
 import math
 import re
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
+from muon_jax import MuonDimensionNumbers, explain, muon, scale_by_muon
 from muon_jax._views import Split, Unfold
 from muon_jax.benchmarks._sharded import collectives
 
@@ -31,22 +31,27 @@ def layer(qkv, out, up, down, count=1):
 
 
 EXPERTS = {"up": (8, 16, 32), "down": (8, 32, 16)}
-# Mesh, parameters with their specs and, where they are not the last two axes, views; all-to-alls.
+# Mesh, parameters with their specs and, where they are not the last two axes, views; for each
+# bucket the elements on each device: those of ⌈N/O⌉ of N equal matrices with O owners.
 LAYOUTS = {
-    "DDP": ({"data": 8}, layer((), (), (), ()), 0),
-    "FSDP": ({"fsdp": 8}, layer(*[("fsdp",)] * 4, count=3), 2),
-    "HSDP": ({"replica": 2, "fsdp": 4}, layer(*[("fsdp",)] * 4), 2),
-    "TP": ({"tp": 8}, layer((None, "tp"), ("tp",), (None, "tp"), ("tp",)), 2),
+    "DDP": ({"data": 8}, layer((), (), (), ()), []),
+    "FSDP": ({"fsdp": 8}, layer(*[("fsdp",)] * 4, count=3), [16 * 16 + 16 * 32]),
+    "HSDP": ({"replica": 2, "fsdp": 4}, layer(*[("fsdp",)] * 4), [16 * 16 + 16 * 32]),
+    "TP": (
+        {"tp": 8},
+        layer((None, "tp"), ("tp",), (None, "tp"), ("tp",)),
+        [16 * 16 + 16 * 32],
+    ),
     "TP + FSDP": (
         {"fsdp": 4, "tp": 2},
         layer(("fsdp", "tp"), ("tp", "fsdp"), ("fsdp", "tp"), ("tp", "fsdp")),
-        2,
+        [16 * 16 + 16 * 32],
     ),
-    "EP": ({"ep": 8}, {name: (shape, ("ep",)) for name, shape in EXPERTS.items()}, 0),
+    "EP": ({"ep": 8}, {name: (shape, ("ep",)) for name, shape in EXPERTS.items()}, []),
     "EP + FSDP": (
         {"ep": 4, "fsdp": 2},
         {"up": (EXPERTS["up"], ("ep", "fsdp")), "down": (EXPERTS["down"], ("ep", None, "fsdp"))},
-        2,
+        [2 * 16 * 32],
     ),
     "TP + EP + FSDP": (
         {"ep": 2, "fsdp": 2, "tp": 2},
@@ -55,17 +60,17 @@ LAYOUTS = {
             "dense": ((16, 32), ("fsdp", "tp")),
             "across": ((16, 16), ("fsdp", ("ep", "tp"))),
         },
-        4,  # two over (fsdp, tp), two over all three
+        [2 * 16 * 32, 16 * 16],  # over (fsdp, tp), over all three
     ),
     "layers stacked": (
         {"fsdp": 4, "tp": 2},
         {"up": ((5, 16, 32), (None, "fsdp", "tp")), "down": ((5, 32, 16), (None, ("tp", "fsdp")))},
-        2,
+        [2 * 16 * 32],
     ),
     "stages stacked": (
         {"stage": 2, "fsdp": 4},
         {"o": ((2, 3, 16, 16), ("stage", None, "fsdp"))},
-        2,
+        [16 * 16],
     ),
     "uneven counts": (
         {"fsdp": 8},
@@ -75,7 +80,7 @@ LAYOUTS = {
             **{f"down {i}": ((24, 16), ("fsdp",)) for i in range(3)},
             **{f"columns {i}": ((16, 24), (None, "fsdp")) for i in range(5)},
         },
-        2,
+        [2 * 16 * 16 + 2 * 16 * 24],
     ),
     "views": (
         {"fsdp": 2, "tp": 4},
@@ -90,7 +95,7 @@ LAYOUTS = {
             "gated": ((16, 24), ("tp", "fsdp"), Split(-1, (16, 8))),
             "batch between": ((16, 3, 16), ("fsdp", None, "tp"), (0, 2)),
         },
-        2,
+        [36 * 24 + 16 * 32 + 32 * 16 + 16 * 24 + 16 * 16],
     ),
 }  # fmt: skip
 
@@ -119,11 +124,24 @@ def placed(sizes, parameters, axis_type):
     return grads, specs, views
 
 
+def exchanged(compiled):
+    """For each all-to-all the bytes that a device has for each device."""
+    results = re.findall(r" = \((.*)\) all-to-all\(", compiled.as_text())
+    parts = [re.findall(r"[a-z](\d+)\[([\d,]+)\]", result) for result in results]
+    return [
+        [int(bits) // 8 * math.prod(map(int, sizes.split(","))) for bits, sizes in each]
+        for each in parts
+    ]
+
+
+REMATERIALIZATION = "Involuntary full rematerialization"
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(name):
+def test_layouts(name, capfd):
     grads, specs, views = problem(name, AxisType.Auto)
     expected = helpers.on_one_device(grads, weight_dimension_numbers=views)
-    exchanges = LAYOUTS[name][2]
+    sizes = sorted(4 * elements for elements in 2 * LAYOUTS[name][2])  # there and back
     for stated, axis_type in (
         (specs, AxisType.Auto),
         (None, AxisType.Auto),
@@ -133,8 +151,24 @@ def test_layouts(name):
         compiled, updates = helpers.compiled_update(
             grads, weight_dimension_numbers=views, shardings=stated
         )
-        assert collectives(compiled) == ({"all-to-all": exchanges} if exchanges else {})
+        assert collectives(compiled) == ({"all-to-all": len(sizes)} if sizes else {})
+        parts = exchanged(compiled)
+        assert sorted(map(sum, parts)) == sizes
         helpers.assert_close(updates, expected)
+    assert REMATERIALIZATION not in capfd.readouterr().err
+    explained = explain(grads, muon_weight_dimension_numbers=views, ns_dtype="float32")
+    megabytes = sum(group.megabytes for group in explained.groups)
+    assert 1e6 * megabytes == pytest.approx(sum(sum(others) for _, *others in parts))
+
+
+def test_xla_says_what_it_rematerializes(capfd):
+    """Left to it, stacked matrices go to their owners that way."""
+    sizes, parameters, _ = LAYOUTS["layers stacked"]
+    (_, *matrix), spec = parameters["up"]
+    grads, _, _ = placed(sizes, {"up": ((8, *matrix), spec)}, AxisType.Auto)
+    owners = NamedSharding(grads["up"].sharding.mesh, PartitionSpec(("fsdp", "tp")))
+    jax.jit(lambda x: x + 1, out_shardings=owners).lower(grads["up"]).compile()
+    assert REMATERIALIZATION in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("max_group_bytes", "buckets"), [(4 * 16 * (16 + 24), 3), (1, 4)])
