@@ -543,14 +543,14 @@ def test_a_mesh_in_force_on_which_no_argument_is():
 PROCESS = """
 import sys
 import jax, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from muon_jax import scale_by_muon
 
-index, count, address, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+index, count, address, path, kind = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 jax.config.update("jax_num_cpu_devices", 8 // count)
 if count > 1:
     jax.distributed.initialize(address, count, index)
-mesh = jax.make_mesh((8,), ("x",))
+mesh = jax.make_mesh((8,), ("x",), (AxisType[kind],))
 sharding = NamedSharding(mesh, PartitionSpec("x"))
 rng = np.random.default_rng(0)
 grads = {}
@@ -565,7 +565,8 @@ for name, update in updates.items():
 """
 
 
-def test_two_processes_are_one(tmp_path):
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+def test_two_processes_are_one(tmp_path, kind):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -573,7 +574,8 @@ def test_two_processes_are_one(tmp_path):
     for index, count in ((0, 2), (1, 2), (0, 1)):
         folder = tmp_path / str(count)
         folder.mkdir(exist_ok=True)
-        command = [sys.executable, "-c", PROCESS, str(index), str(count), address, str(folder)]
+        arguments = [str(index), str(count), address, str(folder), kind]
+        command = [sys.executable, "-c", PROCESS, *arguments]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         runs.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     for run in runs:
