@@ -269,9 +269,11 @@ def test_random_layouts(data):
     grads, specs, views = placed(sizes, parameters, axis_type)
     expected = helpers.on_one_device(grads, weight_dimension_numbers=views)
     shardings = specs if is_stated else None
-    _, updates = helpers.compiled_update(
+    compiled, updates = helpers.compiled_update(
         grads, weight_dimension_numbers=views, shardings=shardings, **kwargs
     )
+    if kwargs["distributed_gram"] is False:
+        assert {*collectives(compiled)} <= {"all-to-all"}
     helpers.assert_close(updates, expected, atol=4e-6)
 
 
