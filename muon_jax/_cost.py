@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 # Of an H200, in units per µs: the FLOPs of products, the bytes that passes and small products move;
-# and µs per launch. Fitted to 108 measured times of both forms, from 896×896 to 16×2048×5464, which
-# the model meets within 7% (RMS). Other devices differ less in the ratios, which decide.
-_FLOPS, _BYTES, _LAUNCH = 660e6, 3.2e6, 4.0
+# and µs per launch. Fitted to 136 measured times of both forms, from 896×896 to 16×2048×5464, which
+# the model meets within 7% (RMS). Of 26 pairs of forms it mistakes the faster in one (2048×3072, by
+# 5%). Other devices differ less in the ratios, which decide.
+_FLOPS, _BYTES, _LAUNCH = 671e6, 3.42e6, 3.95
 # Of four H200s on NVLink, bytes per µs and µs, from the time of one update in which 302 MB a device
 # were exchanged.
 _EXCHANGE_BYTES, _EXCHANGE_LAUNCH = 250e3, 20.0
@@ -18,17 +19,19 @@ class Products(NamedTuple):
 
     Attributes:
         grams: XXᵀ, by half.
-        squares: symmetric products of m × m matrices, by half, most with an addend.
+        squares: of m × m matrices, by half, most with an addend.
         applications: of an m × m matrix to X.
+        mixed: symmetric products of two m × m matrices, by half, with an addend.
     """
 
     grams: int
     squares: int
     applications: int
+    mixed: int = 0
 
     def units(self, aspect: float) -> float:
         """Returns the FLOPs for n = aspect·m, in symmetric products of m × m matrices."""
-        return self.squares + aspect * (self.grams + 2 * self.applications)
+        return self.squares + self.mixed + aspect * (self.grams + 2 * self.applications)
 
     def microseconds(self, shape: tuple[int, ...]) -> float:
         """Returns a model's time for stacks `(..., m, n)` of 16-bit matrices.
@@ -44,6 +47,7 @@ class Products(NamedTuple):
         return (
             self.grams * time(m * wide / 2, wide + square)
             + self.squares * time(m * square / 2, 3 * square)
+            + self.mixed * time(m * square / 2, 4 * square)
             + self.applications * time(m * wide, 2 * wide + square)
         )
 
@@ -96,7 +100,7 @@ def in_pieces(
         cuts: `(k, c)`, k of the matrices, which are cut in c parts along their short axis.
     """
     count, m, n = shape
-    with_x = products._replace(squares=0)
+    with_x = products._replace(squares=0, mixed=0)
     others = products._replace(grams=0, applications=0)
     cut = -(-n // owners)
     part = 1 - 1 / owners

@@ -110,6 +110,8 @@ def _no_gram_form(recipe, preconditioning):
         return None  # each step has that form, whatever it is called
     if _coefficients.is_traced(recipe):
         return "traced coefficients or steps have the standard form only"
+    if recipe.diverging:
+        return "rounding XXᵀ makes these coefficients diverge"
     if preconditioning == "spectral":
         return "preconditioning='spectral' needs more than the Gram matrix"
     return None
@@ -126,13 +128,22 @@ def _products(recipe, method, dtype) -> Products:
 
 def _products_dtype(recipe, method, dtype, in_dtype):
     """The dtype that `dtype` stands for."""
+    is_quintic = isinstance(recipe, Quintics)
+    diverging = is_quintic and recipe.diverging
     if isinstance(dtype, str) and dtype == "auto":
-        dtype = "float16" if method == "gram" or isinstance(recipe, Schedule) else "bfloat16"
+        dtype = "bfloat16" if is_quintic and method == "standard" else "float16"
         if _device.platform() == "tpu":  # whose matrix units lack float16
             dtype = "bfloat16"
+        if diverging:
+            dtype = "float32"
     dtype = jnp.dtype(in_dtype if dtype is None else dtype)
-    if not isinstance(recipe, Schedule) and jnp.finfo(dtype).bits < 16:
-        raise ValueError(f"dtype must have 16 bits or more, got {dtype}: pass dtype='auto'")
+    least = 32 if diverging else 16
+    if is_quintic and jnp.finfo(dtype).bits < least:
+        reason = ", or rounding makes these coefficients diverge" * diverging
+        raise ValueError(
+            f"dtype must have {least} bits or more{reason}, got {dtype}: pass dtype='auto'"
+            " (ns_dtype='auto' to muon)"
+        )
     if jnp.issubdtype(in_dtype, jnp.complexfloating):
         dtype = jnp.promote_types(dtype, jnp.complex64)
     return dtype

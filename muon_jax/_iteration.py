@@ -5,6 +5,7 @@ The standard form of steps of a triple each is here, other forms are in `_gram` 
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -64,7 +65,7 @@ def iterate(
     """
     rows, cols = x.shape[-2:]
     x = _padded(x, held.implementation)
-    with _precision.context(x.dtype, is_composed=isinstance(recipe, Schedule)):
+    with _precision.context(x.dtype, full=isinstance(recipe, Schedule) or recipe.diverging):
         if isinstance(recipe, Schedule):
             steps = recipe.steps_in(x.dtype)
             x = _composed.run(x, steps, eps, eps_mode, scale, _log2(n), held)
@@ -146,7 +147,7 @@ def _log2(n):
 
 def _run_quintics(x, quintics, eps, eps_mode, scale, preconditioning, log2_n, held):
     """Steps of a triple each; the first has its Gram matrix of `gram_gain`."""
-    rows, first, last = quintics
+    rows, first, last, _ = quintics
     is_traced = _coefficients.is_traced((first, last))
     product = functools.partial(syrk, symmetrize_output=False, implementation=held.implementation)
 
@@ -184,7 +185,7 @@ def _padded(x, implementation):
     """Adds rows and columns of zeros, which no step changes, in the pass that scales x.
 
     Sizes become multiples of 64 for the kernel that needs those, of 8 for others: matrix units load
-    16 bytes at a time.
+    16 bytes at a time. The columns are padded in eights, so that XLA, too, loads several at a time.
     """
 
     def sizes(multiple):
@@ -193,5 +194,8 @@ def _padded(x, implementation):
     operand = jax.ShapeDtypeStruct((*x.shape[:-2], *sizes(64)), x.dtype)
     chosen = implementation or select_implementation(operand).implementation
     m, n = sizes(64 if chosen == "mosaic_gpu" else 8)
-    rows, cols = (0, m - x.shape[-2]), (0, n - x.shape[-1])
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])
+    width = math.gcd(x.shape[-1], 8)
+    x = x.reshape(*x.shape[:-1], x.shape[-1] // width, width)
+    rows, cols = (0, m - x.shape[-3]), (0, n // width - x.shape[-2])
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 3) + [rows, cols, (0, 0)])
+    return x.reshape(*x.shape[:-2], n)

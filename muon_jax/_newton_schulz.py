@@ -88,8 +88,9 @@ def newton_schulz(
         eps_mode: `"add"`, or `"max"` to divide by the larger of norm and `eps`.
         dtype: dtype of the products, which accumulate in float32. `"auto"` is bfloat16, for a
             composed schedule and for the gram form float16; on TPUs, which multiply no float16,
-            bfloat16 in its place. None is that of `x`. GPUs multiply float32 as TF32, as is JAX's
-            default, but under composed schedules; `jax.default_matmul_precision` decides for all.
+            bfloat16 in its place; and float32 for `"cans"`, which 16 bits make diverge. None is
+            that of `x`. GPUs multiply float32 as TF32, as is JAX's default, but under composed
+            schedules and `"cans"`; `jax.default_matmul_precision` decides for all.
             Composed schedules have coefficients of their own for bfloat16. There is no complex
             number of half precision: complex matrices use complex64 at least.
         preconditioning: what X is divided by: `"frobenius"`, its Frobenius norm; `"spectral"`, its
@@ -101,8 +102,9 @@ def newton_schulz(
             fewer such products, most of them on XXᵀ alone (`muon_jax._gram`), in float16 unless
             `dtype` says otherwise; or None for the faster one by a model of their times. For n = m,
             2m, 4m, 8m five steps of triples cost 20, 35, 65, 125 units in the standard form and 20,
-            26, 38, 62 in the other. Composed schedules have one form under either name; `"fast"`
-            costs 10, 13, 19, 31, `"balanced"` 12, 15, 21, 33, `"accurate"` 15, 21, 33, 57.
+            26, 38, 62 in the other, 20, 29, 47, 83 where their slopes ask for one more restart.
+            Composed schedules have one form under either name; `"fast"` costs 10, 13, 19, 31,
+            `"balanced"` 12, 15, 21, 33, `"accurate"` 15, 21, 33, 57.
         implementation: `"xla"`, `"triton"`, `"mosaic_gpu"` or None, as for `pallas_kernels.syrk`;
             products that are not symmetric are by XLA under the first two, else as for
             `pallas_kernels.gemm`.
@@ -113,8 +115,8 @@ def newton_schulz(
 
     Raises:
         ValueError: `x` is no float matrix, or a sharded one, an argument is none of the values
-            above, or `dtype` is one of 8 bits, in which nothing here is safe. Or the gram
-            form does not exist for the other arguments.
+            above, or `dtype` is one of 8 bits, in which nothing here is safe, or of 16 under
+            `"cans"`. Or the gram form does not exist, or is not safe, for the other arguments.
         NotImplementedError: the named implementation cannot run here.
 
     References:

@@ -20,16 +20,16 @@ def roundoff(dtype: jax.typing.DTypeLike) -> float:
     return float(jnp.finfo(dtype).eps) / 2
 
 
-def context(dtype: jax.typing.DTypeLike, *, is_composed: bool) -> contextlib.AbstractContextManager:
+def context(dtype: jax.typing.DTypeLike, *, full: bool) -> contextlib.AbstractContextManager:
     """A context for products of `dtype`: a precision for float32, where the user has set none.
 
-    TPUs would round it to bfloat16. GPUs may take it as TF32, but under composed schedules: of
-    2016 random spectra 3 exceed 1.5 in it under "accurate", and 931 under "balanced", which has
-    residuals in 16 bits.
+    TPUs would round it to bfloat16. GPUs may take it as TF32, unless it is needed in full: under
+    composed schedules, of 2016 random spectra 3 exceed 1.5 in TF32 under "accurate", and 931 under
+    "balanced", which has residuals in 16 bits; and under coefficients that rounding makes diverge.
     """
     if jax.config.jax_default_matmul_precision is None and jnp.finfo(dtype).dtype == jnp.float32:
         if _device.platform() == "tpu":
             return jax.default_matmul_precision("high")
-        if _device.platform() == "gpu" and is_composed:
+        if _device.platform() == "gpu" and full:
             return jax.default_matmul_precision("highest")
     return contextlib.nullcontext()

@@ -118,13 +118,8 @@ def accuracy(arguments: argparse.Namespace) -> None:
     report |= {"absent": _spectra.absent(), "thresholds": _accuracy.THRESHOLDS, "measurements": []}
     cases = [*_spectra.cases(arguments.sizes, arguments.aspects)]
     report["sizes"] = ", ".join(map(str, arguments.sizes))
-    variants = itertools.product(arguments.names, arguments.methods, arguments.dtypes)
-    measurements = (
-        _accuracy.measure(name, method, dtype, cases)
-        for name, method, dtype in variants
-        # Composed schedules have one form under all methods.
-        if method == arguments.methods[0] or name not in _schedules.SCHEDULES
-    )
+    variants = _accuracy.variants(arguments.names, arguments.methods, arguments.dtypes)
+    measurements = (_accuracy.measure(*variant, cases) for variant in variants)
     _collect(report, measurements, arguments.json)
     print(f"\n{_report.markdown(report)}")
 

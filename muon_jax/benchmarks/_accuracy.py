@@ -1,8 +1,9 @@
 """How far `newton_schulz` is from the polar factor, and at how many FLOPs, by coefficients."""
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,23 @@ LARGEST_ALLOWED = 1.5
 def names() -> list[str]:
     """Returns the coefficients that there are by name, those of composed schedules too."""
     return [*_coefficients.NAMED, *_schedules.SCHEDULES]
+
+
+def variants(
+    names: Sequence[str], methods: Sequence[str], dtypes: Sequence[str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yields the name, the method and the dtype of all that is offered.
+
+    Composed schedules, which have one form under either method, come under the first.
+    """
+    for name, method, dtype in itertools.product(names, methods, dtypes):
+        if name in _schedules.SCHEDULES:
+            is_offered = method == methods[0]
+        else:
+            is_safe = (method, dtype) == ("standard", "float32")
+            is_offered = is_safe or name not in _coefficients.DIVERGING
+        if is_offered:
+            yield name, method, dtype
 
 
 def arguments(name: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax.contrib
 
-from muon_jax import muon, newton_schulz
+from muon_jax import _coefficients, muon, newton_schulz
 from muon_jax._schedules import SCHEDULES
 from muon_jax.benchmarks import _accuracy, _models, _polar, _rivals, _timing
 from muon_jax.benchmarks._timing import JaxProgram, Program
@@ -58,7 +58,7 @@ def measure_newton_schulz(
     """Times five Newton–Schulz steps on one shape, and beside them other coefficients.
 
     Those are timed in both forms where n ≥ 2m; on squarer matrices the gram form costs more, and
-    composed schedules have but one form.
+    composed schedules and coefficients that diverge have but one form.
     `polar_errors` are those of `_polar.errors`, of all that were timed.
 
     Raises:
@@ -79,7 +79,7 @@ def measure_newton_schulz(
     for name in coefficients:
         run = functools.partial(newton_schulz, **_accuracy.arguments(name))
         exact = in_float64(definition(name), (x,))
-        has_one = n < 2 * m or name in SCHEDULES
+        has_one = n < 2 * m or name in (*SCHEDULES, *_coefficients.DIVERGING)
         forms = {"standard": name} | ({} if has_one else {"gram": f"{name}, gram"})
         for form, label in forms.items():
             program = JaxProgram.compile(functools.partial(run, method=form), x)

@@ -33,7 +33,9 @@ def matrices(m, n):
     return np.stack(stack)
 
 
-@pytest.mark.parametrize("name", _coefficients.NAMED)
+@pytest.mark.parametrize(
+    "name", [name for name in _coefficients.NAMED if name not in _coefficients.DIVERGING]
+)
 def test_in_float64_it_equals_the_standard_form(name):
     x = np.random.default_rng(0).standard_normal((2, 12, 30))
     with jax.enable_x64(True):
@@ -107,12 +109,17 @@ def test_it_makes_fewer_products_with_x():
     assert products((64, 64), method=None) == products((64, 64), method="standard") == 15
 
 
-# Measured on an H200; the last has fewer FLOPs in the gram form.
+# Measured on an H200; of the standard ones all but the last have fewer FLOPs in the gram form.
 @pytest.mark.parametrize(
     ("shape", "name", "faster"),
     [
         ((1024, 4096), "standard", "gram"),
         ((24, 1024, 4096), "polar_express", "gram"),
+        ((4096, 6144), "standard", "gram"),
+        ((16, 1024, 2048), "standard", "gram"),
+        ((16, 1024, 1536), "standard", "standard"),
+        ((2048, 2560), "standard", "standard"),
+        ((1024, 2048), "standard", "standard"),
         ((4096, 4096), "polar_express", "standard"),
     ],
     ids=str,
@@ -129,7 +136,7 @@ def test_none_chooses_the_faster_form(shape, name, faster):
         ("standard", "bfloat16", [2, 1, 2]),
         ("standard", "float32", [5]),
         ("standard", "float64", [5]),
-        ("polar_express", "float16", [2, 3]),
+        ("polar_express", "float16", [1, 2, 2]),
         ("polar_express", "bfloat16", [1, 1, 1, 2]),
         ("polar_express_nvidia", "float16", [2, 2, 4]),
         ("polar_express_nvidia", "float32", [3, 5]),
@@ -175,12 +182,13 @@ def test_errors_of_one_segment_do_not_make_the_next_diverge(name, dtype):
 
 def test_units_count_the_products():
     products = _gram.products(_coefficients.resolve("polar_express", 5), "float16")
-    assert [products.units(aspect) for aspect in (1, 2, 4, 8)] == [20, 26, 38, 62]
+    assert [products.units(aspect) for aspect in (1, 2, 4, 8)] == [20, 29, 47, 83]
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
+        ({"ns_coeffs": "cans"}, "rounding XXᵀ makes these coefficients diverge"),
         ({"preconditioning": "spectral"}, "'spectral' needs more than the Gram matrix"),
         ({"method": "dual"}, "method must be 'standard', 'gram' or None, got 'dual'"),
     ],

@@ -135,7 +135,7 @@ def test_the_preset_of_optax_is_optax():
     chex.assert_trees_all_close(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize(
+each_variant_of_pytorch = pytest.mark.parametrize(
     ("variant", "kwargs"),
     [
         ("default", {}),
@@ -143,21 +143,40 @@ def test_the_preset_of_optax_is_optax():
         ("without_nesterov", {"nesterov": False, "weight_decay": 0.0}),
     ],
 )
+
+
+def assert_four_steps_are(theirs, recorded, **kwargs):
+    params = start = {name: jnp.asarray(recorded[f"w/{name}"]) for name in theirs}
+    optimizer = muon(0.02, preset="torch", **kwargs)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for step in range(4):
+        gradients = {name: jnp.asarray(recorded[f"g/{name}/{step}"]) for name in theirs}
+        updates, state = update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    for name, expected in theirs.items():
+        change = expected - start[name]
+        error = jnp.max(jnp.abs(params[name] - start[name] - change)) / jnp.max(jnp.abs(change))
+        assert error < (1e-4 if name == "bias" else 3e-2), name
+
+
+@each_variant_of_pytorch
 def test_four_steps_are_those_of_pytorch(variant, kwargs):
     """Recorded by tests/fixtures/make_torch_muon.py; products there are bfloat16 as well."""
     recorded = np.load(FIXTURE)
     names = ("wide", "tall", "square", "bias")
-    params = start = {name: jnp.asarray(recorded[f"w/{name}"]) for name in names}
-    optimizer = muon(0.02, preset="torch", **kwargs)
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
-    for step in range(4):
-        gradients = {name: jnp.asarray(recorded[f"g/{name}/{step}"]) for name in names}
-        updates, state = update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
-    for name in names:
-        theirs = recorded[f"{variant}/{name}"] - start[name]
-        error = jnp.max(jnp.abs(params[name] - start[name] - theirs)) / jnp.max(jnp.abs(theirs))
-        assert error < (1e-4 if name == "bias" else 3e-2), name
+    theirs = {name: recorded[f"{variant}/{name}"] for name in names}
+    assert_four_steps_are(theirs, recorded, **kwargs)
+
+
+@pytest.mark.gpu
+@each_variant_of_pytorch
+def test_four_steps_are_those_of_pytorch_on_this_gpu(variant, kwargs):
+    pytest.importorskip("torch")
+    from fixtures import make_torch_muon
+
+    recorded = np.load(FIXTURE)
+    theirs = make_torch_muon.trained(recorded, "cuda", **make_torch_muon.VARIANTS[variant])
+    assert_four_steps_are(theirs, recorded, **kwargs)
 
 
 def test_arguments_of_the_call_win_over_those_of_the_preset(monkeypatch):

@@ -1,8 +1,6 @@
 import dataclasses
 
 import helpers
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,58 +107,6 @@ def test_the_polar_error_is_as_stated_and_below_that_of_standard():
                 assert tail_error <= tail, (name, dtype)
 
 
-M = 48
-SPECTRA = {
-    "condition to 1e9": lambda rng: 10 ** (-rng.uniform(0, 9) * rng.random(M)),
-    "geometric": lambda rng: 10 ** (-rng.uniform(0, 9) * np.linspace(0, 1, M)),
-    "low rank": lambda rng: np.where(
-        np.arange(M) < rng.integers(1, M), 10 ** (-rng.uniform(0, 3) * rng.random(M)), 0
-    ),
-    "clusters": lambda rng: (
-        np.append(1, 10 ** -rng.uniform(0, 5, 3))[rng.integers(0, 4, M)]
-        * (1 + 1e-3 * rng.standard_normal(M))
-    ),
-    "spike": lambda rng: np.where(
-        np.arange(M) == 0, 1, 10 ** -rng.uniform(0.3, 4) * (1 + 0.3 * rng.random(M))
-    ),
-    "power law": lambda rng: (1.0 + np.arange(M)) ** -rng.uniform(0.2, 3),
-}
-
-
-def random_matrix(kind, n, seed):
-    rng = np.random.default_rng(seed)
-    if kind == "repeated rows":
-        rank = rng.integers(1, M // 2)
-        rows = rng.standard_normal((rank, n)) * 10 ** (-rng.uniform(0, 3) * rng.random((rank, 1)))
-        return rows[rng.integers(0, rank, M)]
-    v, _ = np.linalg.qr(rng.standard_normal((n, M)))
-    u, _ = np.linalg.qr(rng.standard_normal((M, M)))
-    if rng.random() < 0.25:  # along the axes
-        u = np.eye(M)[rng.permutation(M)]
-    return u * SPECTRA[kind](rng) @ v.T
-
-
-# `pytest --hypothesis-profile thorough -k blows_up` draws 10,000, in a quarter of an hour.
-EXAMPLES = 10_000 if hypothesis.settings.get_current_profile_name() == "thorough" else 220
-
-
-@pytest.mark.timeout(3600)
-@hypothesis.settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
-@hypothesis.given(
-    kind=st.sampled_from([*SPECTRA, "repeated rows"]),
-    aspect=st.sampled_from([1, 2, 4, 8]),
-    scale=st.floats(-4, 4),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_no_spectrum_blows_up(kind, aspect, scale, seed):
-    x = np.zeros((M, 8 * M), np.float32)  # one shape, so that nothing is compiled again
-    x[:, : aspect * M] = 10**scale * random_matrix(kind, aspect * M, seed)
-    outs = np.stack([newton_schulz(x, name, dtype=dtype) for name, dtype in OFFERED])
-    assert np.isfinite(outs).all()
-    largest = np.sqrt(np.linalg.eigvalsh(outs @ outs.mT)[:, -1])
-    assert (largest <= 1.5).all(), dict(zip(OFFERED, largest, strict=True))
-
-
 @each_offered
 @pytest.mark.parametrize("magnitude", [1e-34, 1e-30, 1e30, 3e38])
 def test_the_result_does_not_depend_on_scale(name, dtype, magnitude):
@@ -237,7 +183,7 @@ def products_of(name, x_dtype="float32", **kwargs):
 
 def test_auto_is_what_the_coefficients_need():
     auto = {"fast": "float16", "balanced": "float16", "accurate": "float16"}
-    for name, dtype in {**auto, "standard": "bfloat16", "cans": "bfloat16"}.items():
+    for name, dtype in {**auto, "standard": "bfloat16", "cans": "float32"}.items():
         for x_dtype in ("float32", "float16", "bfloat16"):
             assert {product[0] for product in products_of(name, x_dtype)} == {dtype}
     assert products_of("balanced", dtype=None) == {("float32", None)}
@@ -257,7 +203,7 @@ def test_a_tpu_which_multiplies_no_float16_gets_bfloat16_and_float32_at_its_prec
 def test_gpus_multiply_float32_as_such_under_composed_schedules():
     highest = (jax.lax.Precision.HIGHEST,) * 2
     with helpers.described_gpu("H200"):
-        for name in ("fast", "balanced", "accurate"):
+        for name in ("fast", "balanced", "accurate", "cans"):
             assert products_of(name, dtype="float32") == {("float32", highest)}
         assert products_of("standard", dtype="float32") == {("float32", None)}
         with jax.default_matmul_precision("tensorfloat32"):

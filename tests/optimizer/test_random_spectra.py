@@ -1,0 +1,71 @@
+"""No singular value exceeds 1.5, whatever the spectrum, under whatever is offered in 16 bits."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from muon_jax import newton_schulz
+from muon_jax.benchmarks import _accuracy
+
+M = 48
+SPECTRA = {
+    "condition to 1e9": lambda rng: 10 ** (-rng.uniform(0, 9) * rng.random(M)),
+    "geometric": lambda rng: 10 ** (-rng.uniform(0, 9) * np.linspace(0, 1, M)),
+    "low rank": lambda rng: np.where(
+        np.arange(M) < rng.integers(1, M), 10 ** (-rng.uniform(0, 3) * rng.random(M)), 0
+    ),
+    "clusters": lambda rng: (
+        np.append(1, 10 ** -rng.uniform(0, 5, 3))[rng.integers(0, 4, M)]
+        * (1 + 1e-3 * rng.standard_normal(M))
+    ),
+    "spike": lambda rng: np.where(
+        np.arange(M) == 0, 1, 10 ** -rng.uniform(0.3, 4) * (1 + 0.3 * rng.random(M))
+    ),
+    "power law": lambda rng: (1.0 + np.arange(M)) ** -rng.uniform(0.2, 3),
+}
+KINDS = (*SPECTRA, "repeated rows")
+
+
+def random_matrix(kind, n, seed):
+    rng = np.random.default_rng(seed)
+    if kind == "repeated rows":
+        rank = rng.integers(1, M // 2)
+        rows = rng.standard_normal((rank, n)) * 10 ** (-rng.uniform(0, 3) * rng.random((rank, 1)))
+        return rows[rng.integers(0, rank, M)]
+    v, _ = np.linalg.qr(rng.standard_normal((n, M)))
+    u, _ = np.linalg.qr(rng.standard_normal((M, M)))
+    if rng.random() < 0.25:  # along the axes
+        u = np.eye(M)[rng.permutation(M)]
+    return u * SPECTRA[kind](rng) @ v.T
+
+
+BATCH, BATCHES = 500, 20
+
+
+@functools.lru_cache(BATCHES)
+def random_matrices(seed):
+    rng = np.random.default_rng(seed)
+    x = np.zeros((BATCH, M, 2 * M), np.float32)
+    for i, matrix in enumerate(x):
+        n = M * int(rng.integers(1, 3))
+        matrix[:, :n] = random_matrix(KINDS[i % len(KINDS)], n, rng.integers(2**32))
+    return jnp.asarray(x * 10 ** rng.uniform(-4, 4, (BATCH, 1, 1)), jnp.float32)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("name", "method", "dtype"),
+    [*_accuracy.variants(_accuracy.names(), _accuracy.METHODS, ("float16", "bfloat16"))],
+)
+@hypothesis.settings(max_examples=BATCHES, deadline=None, derandomize=True, database=None)
+@hypothesis.given(seed=st.integers(0, 2**32 - 1))
+def test_no_spectrum_blows_up(name, method, dtype, seed):
+    """10,000 matrices for each."""
+    arguments = _accuracy.arguments(name)
+    out = np.asarray(newton_schulz(random_matrices(seed), dtype=dtype, method=method, **arguments))
+    assert np.isfinite(out).all()
+    assert np.sqrt(np.linalg.eigvalsh(out @ out.mT)[:, -1]).max() <= _accuracy.LARGEST_ALLOWED
