@@ -57,7 +57,7 @@ def newton_schulz(
 
         ns_coeffs      cost  dtype     maps σ from l to   polar error on σ > σ₁/100 (Gaussian m×m)
         "fast"         10    float16   [0.76, 1.17]       0.09
-        "balanced"     12    float16   [0.71, 1.20]       0.07
+        "balanced"     12    float16   [0.72, 1.15]       0.06
         "accurate"     15    float16   [0.91, 1.14]       0.04
         "standard"     20    bfloat16  [0.68, 1.20]       0.19
 
