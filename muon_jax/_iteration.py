@@ -27,7 +27,8 @@ def scale_down(
     """Returns the stacks in `dtype`, with entries of at most n^-¼, and what they are times.
 
     In 16 bits they are rounded before they are scaled, as are matrices that were sent in 16 bits:
-    those that float16 makes subnormal would be others else.
+    those that float16 makes subnormal would be others else. Stacks of 16 bits are so rounded, too,
+    which XLA does not see to where it computes them in the same pass.
 
     Args:
         stacks: as for `orthogonalize`.
@@ -35,7 +36,8 @@ def scale_down(
         n: the larger size of the matrices.
         dtype: of the products.
     """
-    rounded = functools.partial(_rounded, dtype=dtype)
+    narrow = min(dtype, stacks[0].dtype, key=lambda dtype: jnp.finfo(dtype).nmant)
+    rounded = functools.partial(_rounded, dtype=narrow)
     first, second = powers_of_two(rounded(largest), -(-_log2(n) // 4))
     # Each stack by itself, for XLA to make it part of the pass that computes the stack.
     factors = split_apart([f[..., None, None] for f in (first, second)], stacks)
@@ -126,11 +128,15 @@ def split_apart(factors: Sequence[jax.Array], stacks: Sequence[jax.Array]) -> li
 def transposed(x: jax.Array) -> jax.Array:
     """Xᵀ, where X lies in memory row by row: else XLA transposes all that X is computed from.
 
-    On GPUs alone: `jax.export` does not take programs with constraints of layouts.
+    Elsewhere than on GPUs it would change the products that X comes from or goes into instead, and
+    so their rounding. Barriers keep it from that, the second one on rows, which cannot lie in
+    memory as columns do: `jax.export` does not take programs with constraints of layouts.
     """
     if _device.platform() == "gpu":
-        x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-    return x.mT
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim)))).mT
+    x = jax.lax.optimization_barrier(x).mT
+    rows = jax.lax.optimization_barrier(jax.lax.collapse(x, 0, x.ndim - 1))
+    return rows.reshape(x.shape)
 
 
 def _rounded(x, dtype):

@@ -23,20 +23,26 @@ def syrkx(
     `(...)` or `()`. Products accumulate in float32 (float64 operands in float64) and the sum is
     rounded once; with `residual` a second result is what that rounding left, rounded. Complex
     operands give the Hermitian product. Mirroring is a pass of its own.
+
+    On CPUs a matrix has the same result in any stack, bit for bit. So nothing is transposed, which
+    XLA does to single matrices alone; one operand at most of each addition is a product, or
+    compilers choose which of two to add without rounding it; and the result is computed once, not
+    again wherever it is added to something.
     """
     alpha, diagonal, *betas = (x[..., None, None] if x.ndim else x for x in coefficients)
     accumulator = jnp.promote_types(a_matrix.dtype, jnp.float32)
-    right = (a_matrix if b_matrix is None else b_matrix).conj().mT
-    total = alpha * jnp.matmul(a_matrix, right, preferred_element_type=accumulator)
+    right = (a_matrix if b_matrix is None else b_matrix).conj()
+    product = jnp.einsum("...mk,...nk->...mn", a_matrix, right, preferred_element_type=accumulator)
+    axes = product.ndim - 2, product.ndim - 1
+    row, col = (jax.lax.broadcasted_iota(jnp.int32, product.shape, axis) for axis in axes)
+    total = jnp.where(row == col, diagonal, 0)
     for beta, c_matrix in zip(betas, c_matrices, strict=True):
         total += beta * c_matrix
-    axes = total.ndim - 2, total.ndim - 1
-    row, col = (jax.lax.broadcasted_iota(jnp.int32, total.shape, axis) for axis in axes)
-    total += jnp.where(row == col, diagonal, 0)
+    total += alpha * product
     results = (total.astype(a_matrix.dtype),)
     if residual:
         rounded = jax.lax.optimization_barrier(results[0])  # XLA would subtract the unrounded total
         results = (rounded, (total - rounded).astype(a_matrix.dtype))
-    if not symmetrize_output:
-        return results
-    return tuple(jnp.where(row >= col, out, out.conj().mT) for out in results)
+    if symmetrize_output:
+        results = tuple(jnp.where(row >= col, out, out.conj().mT) for out in results)
+    return jax.lax.optimization_barrier(results)
