@@ -126,14 +126,20 @@ def split_apart(factors: Sequence[jax.Array], stacks: Sequence[jax.Array]) -> li
 
 
 def transposed(x: jax.Array) -> jax.Array:
-    """Xᵀ, where X lies in memory row by row: else XLA transposes all that X is computed from.
-
-    Elsewhere than on GPUs it would change the products that X comes from or goes into instead, and
-    so their rounding. Barriers keep it from that, the second one on rows, which cannot lie in
-    memory as columns do: `jax.export` does not take programs with constraints of layouts.
-    """
+    """Xᵀ, where X lies in memory row by row: else GPUs transpose all that X is computed from."""
     if _device.platform() == "gpu":
         return with_layout_constraint(x, Layout(tuple(range(x.ndim)))).mT
+    return transposed_back(x)
+
+
+def transposed_back(x: jax.Array) -> jax.Array:
+    """Xᵀ. On CPUs X too lies in memory row by row: else the product that X is would be another one.
+
+    Barriers see to it, the second one on rows, which cannot lie as columns do: `jax.export` takes
+    no programs with constraints of layouts.
+    """
+    if _device.platform() != "cpu":
+        return x.mT
     x = jax.lax.optimization_barrier(x).mT
     rows = jax.lax.optimization_barrier(jax.lax.collapse(x, 0, x.ndim - 1))
     return rows.reshape(x.shape)

@@ -190,6 +190,6 @@ def _run(stacks, recipe, form, eps, eps_mode, preconditioning, held):
     x = _iteration.join(scaled)
     x = _iteration.iterate(x, recipe, form.method, eps, eps_mode, scale, preconditioning, n, held)
     return [
-        (_iteration.transposed(part) if is_tall(given) else part).astype(given.dtype)
+        (_iteration.transposed_back(part) if is_tall(given) else part).astype(given.dtype)
         for part, given in zip(_iteration.split(x, stacks), stacks, strict=True)
     ]

@@ -110,25 +110,22 @@ def symmetric_units(orthogonalize, shape: tuple[int, int]) -> float:
     """Returns the FLOPs of the products in `orthogonalize`, in units of m³, m the smaller side.
 
     A unit is one symmetric product of m×m matrices, computed by half. The products are those of the
-    traced program of implementation `"xla"`, where A·Bᵀ with the transpose written out stands for a
-    product of `syrk` or `syrkx`, and counts by half, and any other counts in full.
+    traced program of implementation `"xla"`, where A·Bᵀ, which sums along the last axes of both,
+    stands for a product of `syrk` or `syrkx`, and counts by half, and any other counts in full.
     """
     traced = jax.make_jaxpr(orthogonalize)(jax.ShapeDtypeStruct(shape, jnp.float32))
     return _flops(traced.jaxpr) / min(shape) ** 3
 
 
 def _flops(jaxpr) -> float:
-    total, transposed = 0.0, set()
+    total = 0.0
     for equation in jaxpr.eqns:
         kind = equation.primitive.name
-        if kind == "transpose":
-            transposed.update(equation.outvars)
-        elif kind == "dot_general":
-            left, right = equation.invars
-            ((contracted, _), _) = equation.params["dimension_numbers"]
-            inner = math.prod(left.aval.shape[axis] for axis in contracted)
-            flops = 2 * math.prod(equation.outvars[0].aval.shape) * inner
-            total += flops / 2 if right in transposed else flops
+        if kind == "dot_general":
+            left, right = (operand.aval for operand in equation.invars)
+            (((axis,), (right_axis,)), _) = equation.params["dimension_numbers"]
+            flops = 2 * math.prod(equation.outvars[0].aval.shape) * left.shape[axis]
+            total += flops / 2 if right_axis == right.ndim - 1 else flops
         elif kind in ("while", "scan"):
             raise NotImplementedError("FLOPs are counted of unrolled steps only")
         elif "jaxpr" in equation.params:
