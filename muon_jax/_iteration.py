@@ -27,8 +27,8 @@ def scale_down(
     """Returns the stacks in `dtype`, with entries of at most n^-¼, and what they are times.
 
     In 16 bits they are rounded before they are scaled, as are matrices that were sent in 16 bits:
-    those that float16 makes subnormal would be others else. Stacks of 16 bits are so rounded, too,
-    which XLA does not see to where it computes them in the same pass.
+    those that float16 makes subnormal would be others else. So are stacks of 16 bits, of which XLA
+    keeps more digits where it computes them in the same pass.
 
     Args:
         stacks: as for `orthogonalize`.

@@ -109,7 +109,7 @@ def test_it_makes_fewer_products_with_x():
     assert products((64, 64), method=None) == products((64, 64), method="standard") == 15
 
 
-# Measured on an H200; of the standard ones all but the last have fewer FLOPs in the gram form.
+# Measured on an H200. All but the last have fewer FLOPs in the gram form.
 @pytest.mark.parametrize(
     ("shape", "name", "faster"),
     [
