@@ -90,9 +90,9 @@ def newton_schulz(
             composed schedule and for the gram form float16; on TPUs, which multiply no float16,
             bfloat16 in its place; and float32 for `"cans"`, which 16 bits make diverge. None is
             that of `x`. GPUs multiply float32 as TF32, as is JAX's default, but under composed
-            schedules and `"cans"`; `jax.default_matmul_precision` decides for all.
-            Composed schedules have coefficients of their own for bfloat16. There is no complex
-            number of half precision: complex matrices use complex64 at least.
+            schedules and `"cans"`; `jax.default_matmul_precision` decides for all. Composed
+            schedules have coefficients of their own for bfloat16. There is no complex number of
+            half precision: complex matrices use complex64 at least.
         preconditioning: what X is divided by: `"frobenius"`, its Frobenius norm; `"spectral"`, its
             largest singular value (by an SVD, slow); `"schatten"`, its Schatten-4 norm ‖A‖_F^½;
             `"aol"`, row by row the square roots of the row sums of `|A|`, which changes the polar
