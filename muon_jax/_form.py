@@ -100,12 +100,12 @@ def gram_form(
 def _offer(recipe, method, preconditioning, dtype, in_dtype) -> Form | str:
     """The form of that method, or why there is none."""
     dtype = _products_dtype(recipe, method, dtype, in_dtype)
-    reason = _no_gram_form(recipe, preconditioning) if method == "gram" else None
+    reason = _no_gram_form(recipe, preconditioning, dtype) if method == "gram" else None
     return reason or Form(method, dtype, _products(recipe, method, dtype))
 
 
-def _no_gram_form(recipe, preconditioning):
-    """Returns why there is no gram form of the iteration, or None."""
+def _no_gram_form(recipe, preconditioning, dtype):
+    """Returns why there is no gram form of the iteration in that dtype, or None."""
     if isinstance(recipe, Schedule):
         return None  # each step has that form, whatever it is called
     if _coefficients.is_traced(recipe):
@@ -114,6 +114,8 @@ def _no_gram_form(recipe, preconditioning):
         return "rounding XXᵀ makes these coefficients diverge"
     if preconditioning == "spectral":
         return "preconditioning='spectral' needs more than the Gram matrix"
+    if _gram.loses_accuracy(recipe, dtype):
+        return f"these coefficients come so close to 1 that rounding XXᵀ to {dtype} would show"
     return None
 
 

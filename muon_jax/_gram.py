@@ -31,6 +31,19 @@ type _Triple = tuple[float, ...]
 # No singular value exceeds 1.5 on 10,000 random spectra (tests/optimizer/test_random_spectra.py).
 # Where this was 1.5, one did under "polar_express", in a segment of 1.3 (NUMERICS.md, section 3.5).
 _MOST_NOISE = 1.2
+# In half precision the rounding of this form comes to about 6u, wherever it restarts, of the standard
+# one to 2u. Where the error of the map itself (RMS for σ in [0.01, 1]) is more than this many u, the
+# sums differ by less than a tenth (NUMERICS.md, section 3.5).
+_LEAST_ERROR = 8.0
+
+
+@np.errstate(over="ignore", invalid="ignore")  # of steps that diverge
+def loses_accuracy(quintics: Quintics, dtype: jax.typing.DTypeLike) -> bool:
+    """Returns whether rounding makes the form less accurate than the standard one."""
+    u, sigma = _precision.roundoff(dtype), np.geomspace(0.01, 1, 1000)
+    for step in _steps(quintics):
+        sigma = _map(step, sigma)
+    return u > 2**-12 and bool(np.sqrt(np.mean((sigma - 1) ** 2)) < _LEAST_ERROR * u)
 
 
 def segments(quintics: Quintics, dtype: jax.typing.DTypeLike) -> list[list[_Triple]]:
@@ -39,13 +52,11 @@ def segments(quintics: Quintics, dtype: jax.typing.DTypeLike) -> list[list[_Trip
     The rounding of R, u‖R‖, is amplified by the square of a segment's slope ∏a. Its noise is
     (∏a·σ)²·u, σ being the largest singular value where the segment begins.
     """
-    rows, first, last, _ = quintics
-    steps = [*(rows * last if len(rows) == 1 else rows[first:last])]
+    steps = _steps(quintics)
     sigma, largest = np.linspace(0, 1, 1001), []
-    for a, b, c in steps:
+    for step in steps:
         largest.append(float(sigma.max()))
-        with np.errstate(over="ignore", invalid="ignore"):  # steps that diverge
-            sigma = abs(a * sigma + b * sigma**3 + c * sigma**5)
+        sigma = abs(_map(step, sigma))
     u = _precision.roundoff(dtype)
     # For each number of steps the number of segments, the largest noise, and where they begin.
     best: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
@@ -60,6 +71,17 @@ def segments(quintics: Quintics, dtype: jax.typing.DTypeLike) -> list[list[_Trip
         best.append(min(candidates, key=lambda candidate: candidate[:2]))
     starts = best[-1][2]
     return [steps[i:j] for i, j in zip(starts, (*starts[1:], len(steps)), strict=True)]
+
+
+def _steps(quintics: Quintics) -> list[_Triple]:
+    rows, first, last, _ = quintics
+    return [*(rows * last if len(rows) == 1 else rows[first:last])]
+
+
+@np.errstate(over="ignore", invalid="ignore")  # of steps that diverge
+def _map(step: _Triple, sigma: np.ndarray) -> np.ndarray:
+    a, b, c = step
+    return a * sigma + b * sigma**3 + c * sigma**5
 
 
 def products(quintics: Quintics, dtype: jax.typing.DTypeLike) -> Products:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax import _coefficients, _schedules, newton_schulz
+from muon_jax import _coefficients, _form, _schedules, newton_schulz
 from muon_jax.benchmarks._spectra import Case
 
 METHODS = ("standard", "gram")
@@ -35,13 +35,15 @@ def variants(
     Composed schedules, which have one form under either method, come under the first.
     """
     for name, method, dtype in itertools.product(names, methods, dtypes):
-        if name in _schedules.SCHEDULES:
-            is_offered = method == methods[0]
-        else:
-            is_safe = (method, dtype) == ("standard", "float32")
-            is_offered = is_safe or name not in _coefficients.DIVERGING
-        if is_offered:
-            yield name, method, dtype
+        if name in _schedules.SCHEDULES and method != methods[0]:
+            continue
+        given = arguments(name)
+        recipe = _coefficients.resolve(ns_steps=_coefficients.DEFAULT_STEPS, **given)
+        try:
+            _form.choose(recipe, method, given["preconditioning"], dtype, (1, 1), jnp.float32)
+        except ValueError:
+            continue
+        yield name, method, dtype
 
 
 def arguments(name: str) -> dict[str, str]:
