@@ -105,9 +105,8 @@ def newton_schulz(
             26, 38, 62 in the other, 20, 29, 47, 83 where their slopes ask for one more restart.
             Composed schedules have one form under either name; `"fast"` costs 10, 13, 19, 31,
             `"balanced"` 12, 15, 21, 33, `"accurate"` 15, 21, 33, 57.
-        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"` or None, as for `pallas_kernels.syrk`;
-            products that are not symmetric are by XLA under the first two, else as for
-            `pallas_kernels.gemm`.
+        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"` or None, as for `pallas_kernels.syrk`
+            and `pallas_kernels.gemm`.
 
     Returns:
         The approximate polar factors, in the shape and dtype of `x`. Those of wide matrices in
@@ -169,7 +168,7 @@ def orthogonalize(
 ) -> list[jax.Array]:
     """As `newton_schulz`, for an optimizer's matrices, whatever stacks they happen to be in.
 
-    The form, and the kernels of all products, are those for a stack of 16.
+    The form is that for a stack of 16.
 
     Args:
         stacks: arrays `(batch, m, n)` or `(batch, n, m)` of one dtype, which become one in that of
@@ -179,7 +178,8 @@ def orthogonalize(
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     in_dtype, (m, n) = stacks[0].dtype, sorted(stacks[0].shape[-2:])
     form = _form.choose(recipe, method, preconditioning, dtype, (_form.GROUP, m, n), in_dtype)
-    held = Whole(implementation=implementation or _form.implementation_of((m, n), form.dtype))
+    shape = (sum(map(len, stacks)), m, n)
+    held = Whole(implementation=implementation or _form.implementation_of(shape, form.dtype))
     return _run(stacks, recipe, form, eps, eps_mode, preconditioning, held)
 
 

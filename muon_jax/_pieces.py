@@ -17,7 +17,7 @@ class Whole:
     """Matrices that this device has whole.
 
     Attributes:
-        implementation: of the symmetric products, as for `syrk`, and of others where there is one.
+        implementation: of all products, as for `syrk` and `gemm`.
         out_dtype: of the result, None for that of the products.
     """
 
@@ -48,7 +48,7 @@ class Whole:
             self.spread(q),
             x,
             out_dtype=self.out_dtype if last else None,
-            implementation="xla" if self.implementation == "triton" else self.implementation,
+            implementation=self.implementation,
         )
 
     def spread(self, q: jax.Array) -> jax.Array:

@@ -5,11 +5,25 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _mosaic_gpu_gemm, _pallas_mosaic_gpu
+from pallas_kernels import (
+    _device,
+    _mosaic_gpu_gemm,
+    _pallas_mosaic_gpu,
+    _pallas_triton,
+    _pallas_triton_gemm,
+)
 from pallas_kernels._dispatch import check_supported
 
+# Each with the kernel of the symmetric products, which runs on the same devices and dtypes.
+_KERNELS = {
+    "triton": (_pallas_triton_gemm.gemm, _pallas_triton.unsupported_reason),
+    "mosaic_gpu": (_mosaic_gpu_gemm.gemm, _pallas_mosaic_gpu.unsupported_reason),
+}
+# The largest k, and batch·m·k·n, with which "triton" is faster than cuBLAS on an H200: there by 38%
+# (64²) to 5% (384²·384×1536: slower by 5%), with four times as many products slower by 21%.
+_MOST_K, _MOST_PRODUCTS = 512, 2**28
 # Of one B, the smallest k, and the part of all multiprocessors' time that must go into products.
-# With these the kernel is 1 to 6% faster than cuBLAS on an H200. With smaller k it is 4% faster
+# With these "mosaic_gpu" is 1 to 6% faster than cuBLAS on an H200. With smaller k it is 4% faster
 # (24×2048²) to 11% slower (12×768²), with less of the time up to 18% (2×2560²), and single small
 # matrices cuBLAS has more ways to divide (1536²: 12.6 µs to 14.3, 512²: 3.3 to 5.2).
 _LEAST_K, _LEAST_EFFICIENCY = 3072, 0.9
@@ -27,22 +41,24 @@ def gemm(
 ) -> jax.Array:
     """General matrix product: A·B.
 
-    Sums accumulate in float32. `"mosaic_gpu"` rounds them once, in whatever dtype, where `"xla"`
+    Sums accumulate in float32. The kernels round them once, in whatever dtype, where `"xla"`
     converts between formats of 16 bits in a pass of its own. Leading dimensions are a batch,
     computed in one launch, under `jax.vmap` too.
 
-    `"mosaic_gpu"` (Hopper GPUs; bfloat16 and float16) has the same result for a matrix whatever
-    stack it is in, bit for bit. XLA's libraries choose among kernels by the size of the stack.
+    `"mosaic_gpu"` (Hopper GPUs; bfloat16 and float16) and `"triton"` (NVIDIA GPUs since Ampere)
+    have the same result for a matrix whatever stack it is in, on an H200 one another's, bit for
+    bit. XLA's libraries choose among kernels by the size of the stack.
 
     Args:
         a_matrix: shape `(..., m, k)`.
         b_matrix: shape `(..., k, n)` and dtype of `a_matrix`.
         out_dtype: float dtype of the product, None for the operands'; bfloat16, float16 or float32
-            by `"mosaic_gpu"`.
-        implementation: `"xla"`, `"mosaic_gpu"`, or None: the latter where it can run, all sizes are
-            multiples of 64, and it is faster: where k ≥ 3072 and its tiles divide evenly among the
-            multiprocessors, or, where 16 bits become other 16 bits, where all results together have
-            64 tiles of 128×128 or more.
+            by the kernels.
+        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"`, or None for the fastest, in 16 bits:
+            `"triton"` where it can run, all sizes are multiples of 8, k is at most 512 and
+            batch·m·k·n at most 2²⁸; `"mosaic_gpu"` where it can run, all sizes are multiples of 64,
+            and k ≥ 3072 with tiles that divide evenly among the multiprocessors, or, where 16 bits
+            become other 16 bits, all results together have 64 tiles of 128×128 or more.
 
     Returns:
         The product, of shape `(..., m, n)` and `out_dtype`.
@@ -50,7 +66,7 @@ def gemm(
     Raises:
         ValueError: the operands do not fit together, `out_dtype` is no float dtype, or
             `implementation` no implementation.
-        NotImplementedError: `"mosaic_gpu"` cannot run here.
+        NotImplementedError: the named implementation cannot run here.
 
     References:
         `GEMM <https://www.netlib.org/lapack/explore-html/>`_ of the BLAS.
@@ -59,31 +75,52 @@ def gemm(
     out_dtype = jnp.dtype(a_matrix.dtype if out_dtype is None else out_dtype)
     if not jnp.issubdtype(out_dtype, jnp.inexact):
         raise ValueError(f"out_dtype must be a float dtype, got {out_dtype}")
-    reason = _unsupported_reason(a_matrix, b_matrix, out_dtype)
     if implementation is None:
-        is_fastest = not reason and _is_fastest(a_matrix, b_matrix, out_dtype)
-        implementation = "mosaic_gpu" if is_fastest else "xla"
+        implementation = _fastest(a_matrix, b_matrix, out_dtype)
     if implementation == "xla":
         is_wide = jnp.finfo(out_dtype).bits > 16
         wide = jnp.promote_types(a_matrix.dtype, jnp.float32) if is_wide else None
         return jnp.matmul(a_matrix, b_matrix, preferred_element_type=wide).astype(out_dtype)
-    if implementation != "mosaic_gpu":
+    if implementation not in _KERNELS:
         raise ValueError(
-            f"implementation must be 'mosaic_gpu', 'xla' or None, got {implementation!r}"
+            f"implementation must be one of {sorted([*_KERNELS, 'xla'])} or None,"
+            f" got {implementation!r}"
         )
-    check_supported(implementation, reason)
-    return _mosaic_gpu_gemm.gemm(a_matrix, b_matrix, out_dtype=out_dtype)
+    check_supported(
+        implementation, _unsupported_reason(implementation, a_matrix, b_matrix, out_dtype)
+    )
+    kernel, _ = _KERNELS[implementation]
+    return kernel(a_matrix, b_matrix, out_dtype=out_dtype)
 
 
-def _unsupported_reason(a_matrix, b_matrix, out_dtype):
-    """Returns why `"mosaic_gpu"` cannot run, or None."""
+def _unsupported_reason(implementation, a_matrix, b_matrix, out_dtype):
+    """Returns why the kernel cannot run, or None."""
     if out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"out_dtype={out_dtype} is none of bfloat16, float16 and float32"
-    of_a, of_b = map(_pallas_mosaic_gpu.unsupported_reason, (a_matrix, b_matrix))
+    _, unsupported_reason = _KERNELS[implementation]
+    of_a, of_b = map(unsupported_reason, (a_matrix, b_matrix))
     return of_a or of_b
 
 
-def _is_fastest(a_matrix, b_matrix, out_dtype):
+def _fastest(a_matrix, b_matrix, out_dtype):
+    """Returns the implementation that None stands for."""
+    for implementation, is_fastest in (("triton", _is_small), ("mosaic_gpu", _is_efficient)):
+        if not _unsupported_reason(implementation, a_matrix, b_matrix, out_dtype):
+            if is_fastest(a_matrix, b_matrix, out_dtype):
+                return implementation
+    return "xla"
+
+
+def _is_small(a_matrix, b_matrix, out_dtype):
+    """Returns whether `"triton"` is faster than XLA."""
+    del out_dtype
+    (*_, m, k), n = a_matrix.shape, b_matrix.shape[-1]
+    if a_matrix.dtype.itemsize != 2 or m % 8 or k % 8 or n % 8:
+        return False
+    return k <= _MOST_K and a_matrix.size * n <= _MOST_PRODUCTS
+
+
+def _is_efficient(a_matrix, b_matrix, out_dtype):
     """Returns whether `"mosaic_gpu"` is as fast as XLA, and what it has to do beside."""
     (*batch, m, k), n = a_matrix.shape, b_matrix.shape[-1]
     if m % 64 or k % 64 or n % 64:

@@ -9,13 +9,16 @@ Of a tiny A·Aᵀ the tiles above the diagonal, mirror images for the same reaso
 that takes less time than to transpose.
 
 JAX has deprecated this lowering (no removal date is announced as of 0.12.0). Nothing else in the
-package imports from this file but the dispatch table, so it can be deleted whole.
+package imports from this file and `_pallas_triton_gemm` but the tables of the dispatch, so they can
+be deleted whole.
 """
 
 import dataclasses
 import functools
 import math
+import operator
 import warnings
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,12 +76,14 @@ def is_fastest(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Returns whether None should mean this kernel for `(..., m, n)` operands.
 
     Measured on an H200 against `_reference.syrkx` by `python -m muon_jax.benchmarks syrk`, untuned
-    elsewhere. XLA is faster in float32, on rows that do not start on 16 bytes, and on wide operands
-    with too few tiles to fill the GPU (1024×4096: 17.7 µs against 19.6), whose sums it splits.
+    elsewhere. XLA is faster in float32, on rows that do not start on 16 bytes, and on operands that
+    are not small, but wide, with too few tiles to fill the GPU (1024×4096: 17.7 µs against 19.6),
+    whose sums it splits.
     """
     *batch, m, n = a_matrix.shape
     aligned = jnp.dtype(a_matrix.dtype).itemsize == 2 and m % 8 == n % 8 == 0
-    return aligned and not (n >= 4 * m and _programs(batch, m, tile=64) <= 264)
+    is_small = math.prod(a_matrix.shape) * m < 2**26
+    return aligned and (is_small or n < 4 * m or _programs(batch, m, tile=64) > 264)
 
 
 def default_config(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Config:
@@ -201,26 +206,13 @@ def _kernel(
         tile_row, tile_col = _triangle.row_col(index)
     else:
         tile_row, tile_col = index // pl.cdiv(m, tile), index % pl.cdiv(m, tile)
-    rows, cols = pl.ds(tile_row * tile, tile), pl.ds(tile_col * tile, tile)
-    row_ids = tile_row * tile + jnp.arange(tile)
-    col_ids = tile_col * tile + jnp.arange(tile)
-
-    def in_bounds(ids_0, ids_1, limit_1):
-        """Mask of a tile of an (m, limit_1) matrix, or None where every tile fits."""
-        if m % tile == 0 and limit_1 % ids_1.size == 0:
-            return None
-        return (ids_0 < m)[:, None] & (ids_1 < limit_1)[None, :]
-
-    def load(gmem, rows, row_ids, cols, col_ids):
-        mask = in_bounds(row_ids, col_ids, gmem.shape[-1])
-        other = None if mask is None else 0.0
-        return plt.load(gmem.at[batch, rows, cols], mask=mask, other=other)
+    row, col = tile_row * tile, tile_col * tile
 
     def accumulate(step, accumulator):
-        start = step * tile_k
-        depth, depth_ids = pl.ds(start, tile_k), start + jnp.arange(tile_k)
-        a_tile = load(a_gmem, rows, row_ids, depth, depth_ids)
-        b_tile = load(a_gmem if b_gmem is None else b_gmem, cols, col_ids, depth, depth_ids)
+        depth = step * tile_k
+        a_tile = Tile(a_gmem, batch, row, depth, (tile, tile_k)).load()
+        b = a_gmem if b_gmem is None else b_gmem
+        b_tile = Tile(b, batch, col, depth, (tile, tile_k)).load()
         return accumulator + plt.dot(a_tile, b_tile, trans_b=True)
 
     accumulator = jax.lax.fori_loop(
@@ -232,15 +224,48 @@ def _kernel(
     )
     total = alpha * accumulator
     for beta, c_gmem in zip(betas, c_gmems, strict=True):
-        total += beta * load(c_gmem, rows, row_ids, cols, col_ids).astype(jnp.float32)
+        c_tile = Tile(c_gmem, batch, row, col, (tile, tile)).load()
+        total += beta * c_tile.astype(jnp.float32)
+    row_ids, col_ids = (start + jnp.arange(tile) for start in (row, col))
     total += jnp.where(row_ids[:, None] == col_ids[None, :], diagonal, 0.0)
     for out_gmem in out_gmems:  # the result, then what its rounding left
         out = total.astype(out_gmem.dtype)
         total -= out.astype(jnp.float32)
         if mirrored_on_diagonal:
             out = jnp.where(row_ids[:, None] >= col_ids[None, :], out, out.T)
-        plt.store(out_gmem.at[batch, rows, cols], out, mask=in_bounds(row_ids, col_ids, m))
+        Tile(out_gmem, batch, row, col, (tile, tile)).store(out)
 
         @pl.when(mirrors and tile_row != tile_col)
         def _(out_gmem=out_gmem, out=out):
-            plt.store(out_gmem.at[batch, cols, rows], out.T, mask=in_bounds(col_ids, row_ids, m))
+            Tile(out_gmem, batch, col, row, (tile, tile)).store(out.T)
+
+
+class Tile(NamedTuple):
+    """A block of a matrix of a stack in global memory, some of it perhaps out of bounds."""
+
+    gmem: Any
+    batch: jax.Array
+    row: jax.Array
+    col: jax.Array
+    shape: tuple[int, int]
+
+    def load(self) -> jax.Array:
+        """Returns the block, zeros where it is out of bounds."""
+        mask = self._mask()
+        return plt.load(self._ref(), mask=mask, other=None if mask is None else 0.0)
+
+    def store(self, values: jax.Array) -> None:
+        """Writes what is within bounds."""
+        plt.store(self._ref(), values, mask=self._mask())
+
+    def _ref(self):
+        rows, cols = map(pl.ds, (self.row, self.col), self.shape)
+        return self.gmem.at[self.batch, rows, cols]
+
+    def _mask(self):
+        """What is within bounds, or None where every tile is."""
+        _, m, n = self.gmem.shape
+        if m % self.shape[0] == 0 and n % self.shape[1] == 0:
+            return None
+        row_ids, col_ids = map(operator.add, (self.row, self.col), map(jnp.arange, self.shape))
+        return (row_ids < m)[:, None] & (col_ids < n)[None, :]

@@ -42,12 +42,12 @@ device_description_str: "{name}"
 
 # In a process of its own: the plugin must not become the other tests' backend.
 PROLOGUE = """
-import functools, sys
+import functools, itertools, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from muon_jax import MuonDimensionNumbers, newton_schulz, scale_by_muon
-from pallas_kernels import _mosaic_gpu_config, _pallas_mosaic_gpu, syrk
+from pallas_kernels import _mosaic_gpu_config, _pallas_mosaic_gpu, _pallas_triton_gemm, syrk
 
 jax.devices()  # loads the plugins
 target = sys.stdin.read()
@@ -80,7 +80,13 @@ for dtype, sizes in ((jnp.bfloat16, half), (jnp.float16, (100, 1024)), (jnp.floa
 
 iteration = functools.partial(newton_schulz, implementation="triton")
 text = compiled(iteration, (4096, 2048), dtype=jnp.float32)
-assert text.count('"__gpu$xla.gpu.triton"') == 10, text.count('"__gpu$xla.gpu.triton"')
+assert text.count('"__gpu$xla.gpu.triton"') == 15, text.count('"__gpu$xla.gpu.triton"')
+
+# Of every default config.
+for n, dtype in itertools.product((100, 512, 700, 2048), (jnp.bfloat16, jnp.float16, jnp.float32)):
+    gemm = functools.partial(_pallas_triton_gemm.gemm, out_dtype=dtype)
+    text = compiled(gemm, (n, n), (n, n), dtype=dtype)
+    assert text.count('"__gpu$xla.gpu.triton"') == 1
 print("compiled")
 """
 

@@ -1,4 +1,4 @@
-"""`gemm`: on the CPU its kernel runs in Pallas' interpreter, which finds races."""
+"""`gemm`: on the CPU its kernels run in Pallas' interpreters, of which Mosaic's finds races."""
 
 import functools
 
@@ -12,16 +12,23 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import gemm
+from pallas_kernels import _pallas_triton_gemm, gemm
 from pallas_kernels._mosaic_gpu_gemm import CONFIGS, default_config
 from pallas_kernels._mosaic_gpu_gemm import gemm as mosaic_gemm
 
+each_triton_config = pytest.mark.parametrize("config", _pallas_triton_gemm.CONFIGS, ids=str)
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
 
 
 def interpreted(a, b, config=CONFIGS[0], detect_races=False, **kwargs):
     interpret = plgpu.InterpretGPUParams(detect_races=detect_races)
     return mosaic_gemm(a, b, config=config, num_programs=3, interpret=interpret, **kwargs)
+
+
+def triton(a, b, out_dtype=jnp.bfloat16, config=None):
+    return _pallas_triton_gemm.gemm(
+        a, b, out_dtype=jnp.dtype(out_dtype), config=config, interpret=True
+    )
 
 
 def exact(a, b):
@@ -61,6 +68,25 @@ def test_sums_are_rounded_once_to_the_dtype_of_the_result(config, out_dtype):
     out = interpreted(a, b, config=config, out_dtype=jnp.dtype(out_dtype), detect_races=True)
     assert not interpret_pallas_call.get_races().races_found
     chex.assert_trees_all_equal(out, product.astype(out_dtype))
+
+
+@each_triton_config
+@pytest.mark.parametrize("sizes", [(100, 70, 300), (128, 64, 128)], ids=str)
+def test_every_config_of_triton_is_exact_and_rounds_once(config, sizes):
+    """Tiles that end beyond the matrices, and tiles that fit."""
+    m, k, n = sizes
+    a, b, product = with_exact_product((2, m, k), (2, k, n))
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        out = triton(a, b, dtype, config)
+        chex.assert_trees_all_equal(out, product.astype(dtype))
+
+
+def test_vmap_gives_triton_the_batch():
+    a, b = integers(2, (2, 3, 16, 24), (3, 24, 40))
+    out = jax.vmap(triton, (0, None))(a, b)
+    chex.assert_trees_all_equal(out, exact(a, np.broadcast_to(b, (2, *b.shape))))
+    with pytest.raises(NotImplementedError, match="'triton' has no derivative"):
+        jax.grad(lambda a: triton(a, b, jnp.float32).sum())(a[0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -109,6 +135,27 @@ def test_none_is_the_kernel_where_it_runs_and_is_faster(shape, n, dtype, gpu, ke
     with helpers.described_gpu(gpu):
         text = jax.jit(gemm).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == kernel
+
+
+@pytest.mark.parametrize("gpu", helpers.GPUS)
+@pytest.mark.parametrize(
+    ("shape", "n", "dtype", "kernel"),
+    [
+        ((128, 128), 512, jnp.bfloat16, True),
+        ((16, 256, 256), 256, jnp.float16, True),
+        ((16, 256, 256), 512, jnp.float16, False),
+        ((100, 100), 512, jnp.bfloat16, False),  # rows do not start on 16 bytes
+        ((64, 1024), 64, jnp.bfloat16, False),  # whose sums XLA splits
+        ((128, 128), 512, jnp.float32, False),
+    ],
+    ids=str,
+)
+def test_none_is_triton_s_kernel_where_products_are_small(shape, n, dtype, gpu, kernel):
+    *batch, _, k = shape
+    operands = operand(*shape, dtype=dtype), operand(*batch, k, n, dtype=dtype)
+    with helpers.described_gpu(gpu):
+        text = jax.jit(gemm).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count('name = "gemm"') == kernel
 
 
 @pytest.mark.parametrize(
@@ -180,8 +227,8 @@ def test_the_tile_follows_the_number_of_rounds(shape, n, tile_n):
             r"out_dtype must be a float dtype, got int",
         ),
         (
-            lambda: gemm(jnp.ones((2, 2)), jnp.ones((2, 2)), implementation="triton"),
-            "implementation must be 'mosaic_gpu', 'xla' or None, got 'triton'",
+            lambda: gemm(jnp.ones((2, 2)), jnp.ones((2, 2)), implementation="cublas"),
+            r"one of \['mosaic_gpu', 'triton', 'xla'\] or None, got 'cublas'",
         ),
     ],
 )
@@ -191,16 +238,17 @@ def test_wrong_calls_say_what_was_wrong(call, message):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "out_dtype", "message"),
+    ("implementation", "dtype", "out_dtype", "message"),
     [
-        ("float32", None, "float32 is neither bfloat16 nor float16"),
-        ("bfloat16", "complex64", "out_dtype=complex64 is none of bfloat16, float16 and float32"),
+        ("mosaic_gpu", "float32", None, "float32 is neither bfloat16 nor float16"),
+        ("triton", "complex64", "float32", "complex64 is not one of bfloat16, float16, float32"),
+        ("triton", "bfloat16", "complex64", "out_dtype=complex64 is none of bfloat16, float16 and"),
     ],
 )
-def test_what_is_named_runs_or_says_why_not(dtype, out_dtype, message):
+def test_what_is_named_runs_or_says_why_not(implementation, dtype, out_dtype, message):
     a = jnp.ones((64, 64), dtype)
     with helpers.described_gpu("H200"), pytest.raises(NotImplementedError, match=message):
-        gemm(a, a, out_dtype=out_dtype, implementation="mosaic_gpu")
+        gemm(a, a, out_dtype=out_dtype, implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -217,3 +265,20 @@ def test_on_a_gpu_every_config_is_exact_and_the_same_in_any_stack(config):
     for other in CONFIGS:
         alone = mosaic_gemm(a[3], b[3], config=other)
         chex.assert_trees_all_equal(alone, together[3])
+
+
+@pytest.mark.gpu
+@helpers.needs_hopper
+@each_triton_config
+def test_on_a_gpu_every_config_of_triton_is_exact_and_the_same_as_the_other_kernel(config):
+    a, b = integers(4, (5, 320, 512), (5, 512, 448))
+    out_dtype = jnp.dtype("bfloat16")
+    run = functools.partial(_pallas_triton_gemm.gemm, out_dtype=out_dtype, config=config)
+    chex.assert_trees_all_equal(run(a, b), exact(a, b))
+    for dtype in (jnp.bfloat16, jnp.float16):
+        keys = jax.random.split(jax.random.key(0))
+        a, b = (jax.random.normal(k, x.shape, dtype) for k, x in zip(keys, (a, b), strict=True))
+        run = functools.partial(_pallas_triton_gemm.gemm, config=config, out_dtype=a.dtype)
+        together = run(a, b)
+        chex.assert_trees_all_equal(together, mosaic_gemm(a, b))
+        chex.assert_trees_all_equal(run(a[3], b[3]), together[3])

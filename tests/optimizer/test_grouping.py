@@ -183,9 +183,36 @@ def test_muon_groups_what_it_gets_beside_adamw():
         np.testing.assert_allclose(update, apart[name], rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("shape", "implementation"),
+    [
+        ((64, 576), "triton"),
+        ((20, 256, 256), "mosaic_gpu"),
+        ((2048, 8192), "mosaic_gpu"),
+        ((64, 65536), "xla"),  # which splits the sums
+    ],
+    ids=str,
+)
+def test_on_hopper_all_products_are_by_kernels_that_do_not_depend_on_the_stack(
+    shape, implementation
+):
+    params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    numbers = MuonDimensionNumbers(-2, -1)
+    optimizer = scale_by_muon(weight_dimension_numbers=numbers)
+    state = jax.eval_shape(optimizer.init, params)
+    with helpers.described_gpu("H200"):
+        (group,) = describe(params, muon_weight_dimension_numbers=numbers).groups
+        lowered = jax.jit(optimizer.update).trace(params, state).lower(lowering_platforms=("cuda",))
+    assert group.implementation == implementation
+    assert ("stablehlo.dot_general" in lowered.as_text()) == (implementation == "xla")
+
+
 @pytest.mark.gpu
 @helpers.needs_hopper
 @pytest.mark.parametrize("ns_coeffs", ["standard", "balanced"])
-@pytest.mark.parametrize(("m", "n"), [(400, 640), (512, 512), (768, 3072), (2048, 4096)])
+@pytest.mark.parametrize(
+    ("m", "n"),
+    [(64, 64), (64, 576), (128, 128), (200, 280), (256, 2304), (400, 640), (512, 512), (768, 3072)],
+)
 def test_on_hopper_results_are_the_same_alone_bit_for_bit(m, n, ns_coeffs):
     assert_same_alone(m, n, ns_coeffs=ns_coeffs)
