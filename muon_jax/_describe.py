@@ -180,7 +180,7 @@ def _group(stacks, given):
         method=form.method,
         dtype=str(form.dtype),
         implementation=named
-        or _form.implementation_of(operand.shape, form.dtype)
+        or _form.implementation_of((m, n), form.dtype)
         or select_implementation(operand).implementation,
         flops=batch * m**3 * form.products.units(n / max(m, 1)),
     )

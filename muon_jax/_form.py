@@ -15,8 +15,8 @@ type Method = Literal["standard", "gram"]
 type ProductsDType = jax.typing.DTypeLike | Literal["auto"] | None
 
 
-# The form of an optimizer's matrices is that of a stack of so many, however many are grouped: their
-# updates do not depend on the grouping.
+# The form and the kernels of an optimizer's matrices are those of a stack of so many, however many
+# are grouped: their updates do not depend on the grouping.
 GROUP = 16
 
 
@@ -70,20 +70,17 @@ def of(
     return choose(recipe, method, preconditioning, dtype, (GROUP, *shape[-2:]), in_dtype)
 
 
-def implementation_of(shape: tuple[int, ...], dtype: jnp.dtype) -> str | None:
-    """Returns what an optimizer multiplies `(..., m, n)`, m ≤ n, of the products' dtype with.
+def implementation_of(shape: tuple[int, int], dtype: jnp.dtype) -> str | None:
+    """Returns what an optimizer multiplies matrices `(m, n)`, m ≤ n, of the products' dtype with.
 
-    On Hopper GPUs that is a kernel, `"triton"` for small stacks and `"mosaic_gpu"` for others: of a
-    matrix they give the same products in any stack, and one another's, bit for bit. Elsewhere, and
-    for matrices so wide that XLA is faster, None: the fastest of each product.
+    On Hopper GPUs that is the faster of the kernels, whose products of a matrix are the same in any
+    stack, bit for bit. Elsewhere, and for matrices so wide that XLA is faster, None: the fastest of
+    each product.
     """
-    *batch, m, n = (*shape[:-2], *(size + -size % 64 for size in shape[-2:]))
-    stack, typical = (jax.ShapeDtypeStruct((*b, m, n), dtype) for b in (batch, (GROUP,)))
-    is_wide = select_implementation(typical).implementation == "xla"
-    if is_wide or unsupported_reason("mosaic_gpu", typical):
-        return None
-    chosen, _ = select_implementation(stack)
-    return "mosaic_gpu" if chosen == "xla" else chosen
+    padded = (size + -size % 64 for size in shape)
+    operand = jax.ShapeDtypeStruct((GROUP, *padded), dtype)
+    chosen, _ = select_implementation(operand)
+    return None if chosen == "xla" or unsupported_reason("mosaic_gpu", operand) else chosen
 
 
 def gram_form(

@@ -18,7 +18,7 @@ from muon_jax._matrix_axes import is_tall
 from muon_jax._normalization import EpsMode, gram_gain, normalize, powers_of_two
 from muon_jax._pieces import Whole
 from muon_jax._schedules import Schedule
-from pallas_kernels import _device, syrk, unsupported_reason
+from pallas_kernels import _device, select_implementation, syrk
 
 
 def scale_down(
@@ -196,16 +196,16 @@ def _run_quintics(x, quintics, eps, eps_mode, scale, preconditioning, log2_n, he
 def _padded(x, implementation):
     """Adds rows and columns of zeros, which no step changes, in the pass that scales x.
 
-    Sizes become multiples of 64 where the kernel that needs those can run, whichever then runs, for
-    norms to be the same sums. Elsewhere of 8: matrix units load 16 bytes at a time. The columns are
-    padded in eights, so that XLA, too, loads several at a time.
+    Sizes become multiples of 64 for the kernel that needs those, of 8 for others: matrix units load
+    16 bytes at a time. The columns are padded in eights, so that XLA, too, loads several at a time.
     """
 
     def sizes(multiple):
         return tuple(size + -size % multiple for size in x.shape[-2:])
 
-    only_by_8 = implementation == "xla" or unsupported_reason("mosaic_gpu", x)
-    m, n = sizes(8 if only_by_8 else 64)
+    operand = jax.ShapeDtypeStruct((*x.shape[:-2], *sizes(64)), x.dtype)
+    chosen = implementation or select_implementation(operand).implementation
+    m, n = sizes(64 if chosen == "mosaic_gpu" else 8)
     width = math.gcd(x.shape[-1], 8)
     x = x.reshape(*x.shape[:-1], x.shape[-1] // width, width)
     rows, cols = (0, m - x.shape[-3]), (0, n // width - x.shape[-2])

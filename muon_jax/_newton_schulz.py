@@ -168,7 +168,7 @@ def orthogonalize(
 ) -> list[jax.Array]:
     """As `newton_schulz`, for an optimizer's matrices, whatever stacks they happen to be in.
 
-    The form is that for a stack of 16.
+    The form, and the kernels of all products, are those for a stack of 16.
 
     Args:
         stacks: arrays `(batch, m, n)` or `(batch, n, m)` of one dtype, which become one in that of
@@ -178,8 +178,7 @@ def orthogonalize(
     recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
     in_dtype, (m, n) = stacks[0].dtype, sorted(stacks[0].shape[-2:])
     form = _form.choose(recipe, method, preconditioning, dtype, (_form.GROUP, m, n), in_dtype)
-    shape = (sum(map(len, stacks)), m, n)
-    held = Whole(implementation=implementation or _form.implementation_of(shape, form.dtype))
+    held = Whole(implementation=implementation or _form.implementation_of((m, n), form.dtype))
     return _run(stacks, recipe, form, eps, eps_mode, preconditioning, held)
 
 

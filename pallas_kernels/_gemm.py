@@ -46,8 +46,8 @@ def gemm(
     computed in one launch, under `jax.vmap` too.
 
     `"mosaic_gpu"` (Hopper GPUs; bfloat16 and float16) and `"triton"` (NVIDIA GPUs since Ampere)
-    have the same result for a matrix whatever stack it is in, on an H200 one another's, bit for
-    bit. XLA's libraries choose among kernels by the size of the stack.
+    have the same result for a matrix whatever stack it is in, bit for bit. XLA's libraries choose
+    among kernels by the size of the stack.
 
     Args:
         a_matrix: shape `(..., m, k)`.
