@@ -14,7 +14,7 @@ from pallas_kernels import (
 )
 from pallas_kernels._dispatch import check_supported
 
-# Each with the kernel of the symmetric products, which runs on the same devices and dtypes.
+# Each with what says where the kernel of the symmetric products runs: it runs there, too.
 _KERNELS = {
     "triton": (_pallas_triton_gemm.gemm, _pallas_triton.unsupported_reason),
     "mosaic_gpu": (_mosaic_gpu_gemm.gemm, _pallas_mosaic_gpu.unsupported_reason),
@@ -104,20 +104,22 @@ def _unsupported_reason(implementation, a_matrix, b_matrix, out_dtype):
 
 def _fastest(a_matrix, b_matrix, out_dtype):
     """Returns the implementation that None stands for."""
-    for implementation, is_fastest in (("triton", _is_small), ("mosaic_gpu", _is_efficient)):
-        if not _unsupported_reason(implementation, a_matrix, b_matrix, out_dtype):
-            if is_fastest(a_matrix, b_matrix, out_dtype):
-                return implementation
+
+    def runs(implementation):
+        return not _unsupported_reason(implementation, a_matrix, b_matrix, out_dtype)
+
+    if runs("triton") and _is_small(a_matrix, b_matrix):
+        return "triton"
+    if runs("mosaic_gpu") and _is_efficient(a_matrix, b_matrix, out_dtype):
+        return "mosaic_gpu"
     return "xla"
 
 
-def _is_small(a_matrix, b_matrix, out_dtype):
+def _is_small(a_matrix, b_matrix):
     """Returns whether `"triton"` is faster than XLA."""
-    del out_dtype
     (*_, m, k), n = a_matrix.shape, b_matrix.shape[-1]
-    if a_matrix.dtype.itemsize != 2 or m % 8 or k % 8 or n % 8:
-        return False
-    return k <= _MOST_K and a_matrix.size * n <= _MOST_PRODUCTS
+    is_aligned = a_matrix.dtype.itemsize == 2 and m % 8 == k % 8 == n % 8 == 0
+    return is_aligned and k <= _MOST_K and a_matrix.size * n <= _MOST_PRODUCTS
 
 
 def _is_efficient(a_matrix, b_matrix, out_dtype):

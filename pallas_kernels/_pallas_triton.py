@@ -82,8 +82,17 @@ def is_fastest(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """
     *batch, m, n = a_matrix.shape
     aligned = jnp.dtype(a_matrix.dtype).itemsize == 2 and m % 8 == n % 8 == 0
-    is_small = math.prod(a_matrix.shape) * m < 2**26
-    return aligned and (is_small or n < 4 * m or _programs(batch, m, tile=64) > 264)
+    has_enough_tiles = n < 4 * m or _programs(batch, m, tile=64) > 264
+    return aligned and (has_enough_tiles or is_small(a_matrix))
+
+
+def is_small(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Returns whether `(..., m, n)` operands are so small that no other kernel is faster.
+
+    That is batch·m²·n < 2²⁶: measured on an H200 with m from 64 to 384 and stacks of 1 to 64. Next
+    to it either kernel is slower by 12% at most.
+    """
+    return math.prod(a_matrix.shape) * a_matrix.shape[-2] < 2**26
 
 
 def default_config(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Config:

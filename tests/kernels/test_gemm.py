@@ -16,6 +16,9 @@ from pallas_kernels import _pallas_triton_gemm, gemm
 from pallas_kernels._mosaic_gpu_gemm import CONFIGS, default_config
 from pallas_kernels._mosaic_gpu_gemm import gemm as mosaic_gemm
 
+# What a launch looks like in a lowered program.
+LAUNCHES = {"triton": "__gpu$xla.gpu.triton", "mosaic_gpu": "custom_call @mosaic_gpu"}
+
 each_triton_config = pytest.mark.parametrize("config", _pallas_triton_gemm.CONFIGS, ids=str)
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
 
@@ -118,44 +121,31 @@ def test_by_xla_it_has_a_derivative():
 @pytest.mark.parametrize(
     ("shape", "n", "dtype", "gpu", "kernel"),
     [
-        ((4096, 4096), 4096, jnp.bfloat16, "H200", True),
-        ((3, 4096, 4096), 11008, jnp.float16, "H200", True),
-        ((24, 2048, 2048), 2048, jnp.bfloat16, "H200", False),
-        ((3072, 3072), 768, jnp.bfloat16, "H200", False),  # 72 tiles for 132 multiprocessors
-        ((4096, 4096), 4088, jnp.bfloat16, "H200", False),
-        ((4096, 4096), 4096, jnp.float32, "H200", False),
-        ((4096, 4096), 4096, jnp.bfloat16, "A100", False),
-        ((0, 4096, 4096), 4096, jnp.bfloat16, "H200", False),
+        ((4096, 4096), 4096, jnp.bfloat16, "H200", "mosaic_gpu"),
+        ((3, 4096, 4096), 11008, jnp.float16, "H200", "mosaic_gpu"),
+        ((24, 2048, 2048), 2048, jnp.bfloat16, "H200", None),
+        ((3072, 3072), 768, jnp.bfloat16, "H200", None),  # 72 tiles for 132 multiprocessors
+        ((4096, 4096), 4088, jnp.bfloat16, "H200", None),
+        ((4096, 4096), 4096, jnp.float32, "H200", None),
+        ((4096, 4096), 4096, jnp.bfloat16, "A100", None),
+        ((0, 4096, 4096), 4096, jnp.bfloat16, "H200", None),
+        ((128, 128), 512, jnp.bfloat16, "H200", "triton"),
+        ((128, 128), 512, jnp.bfloat16, "A100", "triton"),
+        ((16, 256, 256), 256, jnp.float16, "H200", "triton"),
+        ((16, 256, 256), 512, jnp.float16, "H200", None),
+        ((100, 100), 512, jnp.bfloat16, "H200", None),  # rows do not start on 16 bytes
+        ((64, 1024), 64, jnp.bfloat16, "H200", None),  # whose sums XLA splits
+        ((128, 128), 512, jnp.float32, "H200", None),
     ],
     ids=str,
 )
-def test_none_is_the_kernel_where_it_runs_and_is_faster(shape, n, dtype, gpu, kernel):
+def test_none_is_a_kernel_where_it_runs_and_is_faster(shape, n, dtype, gpu, kernel):
     *batch, _, k = shape
     operands = operand(*shape, dtype=dtype), operand(*batch, k, n, dtype=dtype)
     with helpers.described_gpu(gpu):
         text = jax.jit(gemm).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == kernel
-
-
-@pytest.mark.parametrize("gpu", helpers.GPUS)
-@pytest.mark.parametrize(
-    ("shape", "n", "dtype", "kernel"),
-    [
-        ((128, 128), 512, jnp.bfloat16, True),
-        ((16, 256, 256), 256, jnp.float16, True),
-        ((16, 256, 256), 512, jnp.float16, False),
-        ((100, 100), 512, jnp.bfloat16, False),  # rows do not start on 16 bytes
-        ((64, 1024), 64, jnp.bfloat16, False),  # whose sums XLA splits
-        ((128, 128), 512, jnp.float32, False),
-    ],
-    ids=str,
-)
-def test_none_is_triton_s_kernel_where_products_are_small(shape, n, dtype, gpu, kernel):
-    *batch, _, k = shape
-    operands = operand(*shape, dtype=dtype), operand(*batch, k, n, dtype=dtype)
-    with helpers.described_gpu(gpu):
-        text = jax.jit(gemm).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count('name = "gemm"') == kernel
+    for implementation, launch in LAUNCHES.items():
+        assert text.count(launch) == (kernel == implementation)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +165,10 @@ def test_none_is_the_kernel_where_it_spares_a_conversion(size, out_dtype, kernel
     assert text.count("custom_call @mosaic_gpu") == kernel
 
 
-def test_vmapped_it_lowers_to_one_launch_inside_a_shard_map_that_checks():
+@pytest.mark.parametrize(("implementation", "launch"), LAUNCHES.items())
+def test_vmapped_it_lowers_to_one_launch_inside_a_shard_map_that_checks(implementation, launch):
     spec = PartitionSpec("x")
-    function = jax.vmap(functools.partial(gemm, implementation="mosaic_gpu"))
+    function = jax.vmap(functools.partial(gemm, implementation=implementation))
     with helpers.described_gpu("H200"):
         mapped = jax.shard_map(function, in_specs=(spec, spec), out_specs=spec, check_vma=True)
         sharding = NamedSharding(jax.sharding.get_abstract_mesh(), spec)
@@ -185,7 +176,7 @@ def test_vmapped_it_lowers_to_one_launch_inside_a_shard_map_that_checks():
         operands = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=sharding) for s in shapes]
         traced = jax.jit(mapped).trace(*operands)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1
+    assert text.count(launch) == 1
 
 
 @pytest.mark.parametrize("out_dtype", ["float32", "float16", "float64"])
