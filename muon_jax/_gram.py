@@ -1,13 +1,14 @@
 """The gram form of quintic steps: most products are m × m, few touch the (m, n) matrix.
 
 In exact arithmetic the steps give q₅(R)…q₁(R)·X, where R = XXᵀ and all factors are polynomials of
-R. So they can be made on R and on Q, the product of the factors so far, symmetric and commuting:
+R, symmetric and commuting. So R is carried from step to step,
 
-    Z = bR + cR²,   Q <- QZ + aQ,   T = RZ + aR,   R <- TZ + aT,
+    Z = bR + cR²,   T = RZ + aR,   R <- TZ + aT,
 
-four symmetric products a step, and X <- QX in the end. In half precision Q, whose entries grow with
-the amplification of the smallest singular values, is rounded relative to its largest entry, and R
-gets negative eigenvalues that the polynomials amplify. A restart, X <- QX and R = XXᵀ anew, repairs
+and the last factor, Q = aI + Z, is multiplied by those before it, Q <- ZQ + aQ: four symmetric
+products a step, and X <- QX in the end. In half precision Q, whose entries grow with the
+amplification of the smallest singular values, is rounded relative to its largest entry, and R gets
+negative eigenvalues that the polynomials amplify. A restart, X <- QX and R = XXᵀ anew, repairs
 both. All products are mirrored, or their halves drift apart.
 
 Reference: `Gram Newton–Schulz <https://github.com/Dao-AILab/gram-newton-schulz>`_, 2026.
@@ -90,7 +91,7 @@ def products(quintics: Quintics, dtype: jax.typing.DTypeLike) -> Products:
     num_steps = sum(map(len, parts))
     return Products(
         grams=len(parts),
-        # The first step of a segment needs no Q, the last no T and no new R.
+        # The last step of a segment needs no T and no new R, and its Q is no further product.
         squares=num_steps,
         applications=len(parts),
         mixed=3 * (num_steps - len(parts)),
@@ -126,23 +127,17 @@ def run(
 def _segment(syrkx, gram, triples, s, factor):
     """factor times the product of the steps' factors, from R = s²·gram on.
 
-    R² is R·Rᵀ by `syrkx`, like the others: by `syrk` it is one program more to compile. The first
-    Q is Z + aI, of which the second is made without it.
+    All are products of one kind, for one program: R² is R·Rᵀ by `syrkx`, and has R for an addend.
     """
-    (a, b, c), *others = triples
-    r, scale = gram, s**2
-    if not others:
-        alpha, beta = factor * c * scale**2, factor * b * scale
-        return syrkx(r, r, r, alpha=alpha, beta=beta, diagonal=factor * a)
-    z = q = syrkx(r, r, r, alpha=c * scale**2, beta=b * scale)
-    for index, (a_next, b_next, c_next) in enumerate(others):
-        t = syrkx(r, z, r, alpha=scale, beta=a * scale)
-        r, scale = syrkx(t, z, t, beta=a), 1.0
-        z_next = syrkx(r, r, r, alpha=c_next, beta=b_next)
-        if index:
-            q = syrkx(q, z_next, q, beta=a_next)
-        else:
-            beta = factor * a_next, factor * a
-            q = syrkx(z, z_next, (z, z_next), alpha=factor, beta=beta, diagonal=beta[0] * a)
-        a, z = a_next, z_next
+    r, scale, factors = gram, s**2, []
+    *others, (a, b, c) = triples
+    for a_i, b_i, c_i in others:
+        z = syrkx(r, r, r, alpha=c_i * scale**2, beta=b_i * scale)
+        t = syrkx(r, z, r, alpha=scale, beta=a_i * scale)
+        r, scale = syrkx(t, z, t, beta=a_i), 1.0
+        factors.append((z, a_i))
+    alpha, beta = factor * c * scale**2, factor * b * scale
+    q = syrkx(r, r, r, alpha=alpha, beta=beta, diagonal=factor * a)
+    for z, a_i in reversed(factors):
+        q = syrkx(z, q, q, beta=a_i)
     return q
