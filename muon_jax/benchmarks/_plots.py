@@ -17,6 +17,8 @@ _SIDES = (
     {"position": (0, 4), "ha": "center", "va": "bottom"},
     {"position": (0, -4), "ha": "center", "va": "top"},
     {"position": (-6, 0), "ha": "right", "va": "center"},
+    {"position": (-2, -4), "ha": "right", "va": "top"},
+    {"position": (-2, 4), "ha": "right", "va": "bottom"},
 )
 
 
