@@ -32,9 +32,9 @@ type _Triple = tuple[float, ...]
 # No singular value exceeds 1.5 on 10,000 random spectra (tests/optimizer/test_random_spectra.py).
 # Where this was 1.5, one did under "polar_express", in a segment of 1.3 (NUMERICS.md, section 3.5).
 _MOST_NOISE = 1.2
-# The rounding of this form comes to about 6u, wherever it restarts, of the standard one to 2u. If
-# the error of the map itself (RMS for σ in [0.01, 1]) is more than so many u, the error of both
-# together is larger by less than a tenth (NUMERICS.md, section 3.5).
+# The rounding of this form comes to as much as 6u, of the standard one to 2u. If the error of the
+# map itself (RMS for σ in [0.01, 1]) is more than so many u, the error of both together is larger
+# by less than a tenth (NUMERICS.md, section 3.5).
 _LEAST_ERROR = 8.0
 
 

@@ -167,6 +167,12 @@ def test_float32_is_checked_against_float64():
     assert 0 < measurement["errors"]["None"] < 1e-5
 
 
+def test_a_form_that_is_not_offered_is_not_timed(monkeypatch):
+    monkeypatch.setattr(_rivals, "programs", lambda x: {})
+    measurement = _measure.measure_newton_schulz((8, 24), "bfloat16", ("deepseek_v4",))
+    assert [*measurement["microseconds"]] == ["jnp", "None", "deepseek_v4"]
+
+
 @pytest.mark.parametrize("wrong", [1.3, jnp.nan])
 def test_a_wrong_orthogonalization_fails(wrong, monkeypatch):
     right = _measure.newton_schulz

@@ -35,13 +35,18 @@ def variants(
     Composed schedules, which have one form under either method, come under the first.
     """
     for name, method, dtype in itertools.product(names, methods, dtypes):
-        if name in _schedules.SCHEDULES and method != methods[0]:
-            continue
-        try:
-            jax.eval_shape(_orthogonalize(name, method, dtype), np.ones((1, 1), np.float32))
-        except ValueError:
-            continue
-        yield name, method, dtype
+        is_new = name not in _schedules.SCHEDULES or method == methods[0]
+        if is_new and is_offered(name, method, dtype):
+            yield name, method, dtype
+
+
+def is_offered(name: str, method: str, dtype: str = "auto") -> bool:
+    """Returns whether `newton_schulz` takes coefficients of that name in that form and dtype."""
+    try:
+        jax.eval_shape(_orthogonalize(name, method, dtype), np.ones((1, 1), np.float32))
+    except ValueError:
+        return False
+    return True
 
 
 def arguments(name: str) -> dict[str, str]:
@@ -50,9 +55,7 @@ def arguments(name: str) -> dict[str, str]:
 
 
 def _orthogonalize(name, method, dtype):
-    return functools.partial(
-        newton_schulz, dtype=jnp.dtype(dtype), method=method, **arguments(name)
-    )
+    return functools.partial(newton_schulz, dtype=dtype, method=method, **arguments(name))
 
 
 def measure(name: str, method: str, dtype: str, cases: Sequence[Case]) -> dict[str, Any]:

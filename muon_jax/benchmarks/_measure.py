@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax.contrib
 
-from muon_jax import _coefficients, muon, newton_schulz
+from muon_jax import muon, newton_schulz
 from muon_jax._schedules import SCHEDULES
 from muon_jax.benchmarks import _accuracy, _models, _polar, _rivals, _timing
 from muon_jax.benchmarks._timing import JaxProgram, Program
@@ -57,8 +57,8 @@ def measure_newton_schulz(
 ) -> dict[str, Any]:
     """Times five Newton–Schulz steps on one shape, and beside them other coefficients.
 
-    Those are timed in both forms where n ≥ 2m; on squarer matrices the gram form costs more, and
-    composed schedules and coefficients that diverge have but one form.
+    Those are timed in both forms where n ≥ 2m and there are two; on squarer matrices the gram form
+    costs more.
     `polar_errors` are those of `_polar.errors`, of all that were timed.
 
     Raises:
@@ -79,9 +79,9 @@ def measure_newton_schulz(
     for name in coefficients:
         run = functools.partial(newton_schulz, **_accuracy.arguments(name))
         exact = in_float64(definition(name), (x,))
-        has_one = n < 2 * m or name in (*SCHEDULES, *_coefficients.DIVERGING)
         forms = {} if name == "standard" else {"standard": name}  # that is None's
-        forms |= {} if has_one else {"gram": f"{name}, gram"}
+        if n >= 2 * m and name not in SCHEDULES and _accuracy.is_offered(name, "gram"):
+            forms["gram"] = f"{name}, gram"
         for form, label in forms.items():
             program = JaxProgram.compile(functools.partial(run, method=form), x)
             error = _timing.relative_error(program.result(), exact)

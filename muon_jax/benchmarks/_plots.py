@@ -133,10 +133,9 @@ def _points(axes, measurement: Measurement, clock: str, colors: Mapping[str, str
         point, color = (times[name], errors[name]), colors[_coefficients(name, measurement)]
         fill = "full" if name.endswith(", gram") else "none"
         axes.plot(*point, color=color, marker="o", markersize=5, fillstyle=fill)
-        is_default = name in ("None", "standard, gram")
-        text = "newton_schulz" if is_default else name.removesuffix(", gram")
-        names.setdefault(text, (point, color))
-    for text, (point, color) in names.items():
+        names.setdefault(_without_form(name), (point, color))
+    for name, (point, color) in names.items():
+        text = "newton_schulz" if name == "None" else name
         axes.annotate(text, point, (0, 0), textcoords="offset points", color=color, fontsize=8)
     axes.set(xscale="log", yscale="log")
     axes.margins(x=0.15, y=0.1)
@@ -160,9 +159,13 @@ def arrange_names(axes) -> None:
 
 def _coefficients(name: str, measurement: Measurement) -> str:
     """The name of a variant's coefficients; empty for those of the first variant."""
-    if name in measurement["errors"] or name == "standard, gram":
-        return ""
-    return name.removesuffix(", gram")
+    name = _without_form(name)
+    return "" if name in measurement["errors"] else name
+
+
+def _without_form(name: str) -> str:
+    """The name of a variant in its standard form, that of `"standard"` being the default, None."""
+    return "None" if name == "standard, gram" else name.removesuffix(", gram")
 
 
 def _accuracy(figure, report: Report) -> None:
