@@ -73,14 +73,16 @@ def of(
 def implementation_of(shape: tuple[int, int], dtype: jnp.dtype) -> str | None:
     """Returns what an optimizer multiplies matrices `(m, n)`, m ≤ n, of the products' dtype with.
 
-    On Hopper GPUs that is the faster of the kernels, whose products of a matrix are the same in any
-    stack, bit for bit. Elsewhere, and for matrices so wide that XLA is faster, None: the fastest of
-    each product.
+    On Hopper GPUs, in 16 bits, that is one of the kernels, whose products of a matrix are the same
+    in any stack, bit for bit. XLA's, which splits the sums of very wide matrices, would be faster
+    for those. Elsewhere None: the fastest of each product.
     """
     padded = (size + -size % 64 for size in shape)
     operand = jax.ShapeDtypeStruct((GROUP, *padded), dtype)
-    chosen, _ = select_implementation(operand)
-    return None if chosen == "xla" or unsupported_reason("mosaic_gpu", operand) else chosen
+    if unsupported_reason("mosaic_gpu", operand):
+        return None
+    chosen = select_implementation(operand).implementation
+    return "mosaic_gpu" if chosen == "xla" else chosen
 
 
 def gram_form(

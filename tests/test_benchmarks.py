@@ -173,6 +173,21 @@ def test_a_form_that_is_not_offered_is_not_timed(monkeypatch):
     assert [*measurement["microseconds"]] == ["jnp", "None", "deepseek_v4"]
 
 
+def test_a_pause_is_before_each_turn_of_ten_runs(monkeypatch):
+    events = []
+
+    class Recorded:
+        def result(self):
+            raise AssertionError("nothing to run")
+
+        def clocks(self):
+            return {"wall": lambda calls: events.append(calls) or 1.0}
+
+    monkeypatch.setattr(_timing.time, "sleep", lambda seconds: events.append(f"{seconds} s"))
+    _timing.time_interleaved({"one": Recorded(), "other": Recorded()}, pause=0.2)
+    assert events == [1, 3, 1, 3, *["0.2 s", 10] * 2 * _timing.ROUNDS]
+
+
 @pytest.mark.parametrize("wrong", [1.3, jnp.nan])
 def test_a_wrong_orthogonalization_fails(wrong, monkeypatch):
     right = _measure.newton_schulz

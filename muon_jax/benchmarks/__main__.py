@@ -85,9 +85,11 @@ def measure(arguments: argparse.Namespace) -> None:
     function = MEASURES[arguments.command]
     report: dict[str, Any] = {"benchmark": arguments.command}
     if arguments.command == "newton_schulz":
-        function = functools.partial(function, coefficients=arguments.coefficients)
+        options = {"coefficients": arguments.coefficients, "pause": arguments.pause}
+        function = functools.partial(function, **options)
         _rivals.leave_memory_to_torch()
         report |= {"absent": _rivals.absent(), **_rivals.torch_versions()}
+        report["pause"] = f"{arguments.pause:g} s"
     report |= environment()
     report |= {"dtype": arguments.dtype, "input": "standard normal", "measurements": []}
     print("\n".join([_report.heading(report), *_report.absent(report)]))
@@ -231,6 +233,13 @@ def main(words: Sequence[str] | None = None) -> None:
         choices=_accuracy.names(),
         default=_measure.COEFFICIENTS,
         help="timed beside the defaults",
+    )
+    iteration.add_argument(
+        "--pause",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="before each turn of ten runs, so that no power limit is reached",
     )
     add_benchmark("muon", "float32").add_argument(
         "--models", nargs="+", choices=_models.MODELS, default=[*_models.MODELS]

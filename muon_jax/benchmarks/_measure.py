@@ -53,13 +53,14 @@ def measure_syrk(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
 
 
 def measure_newton_schulz(
-    shape: tuple[int, ...], dtype: str, coefficients: Sequence[str]
+    shape: tuple[int, ...], dtype: str, coefficients: Sequence[str], pause: float = 0.0
 ) -> dict[str, Any]:
     """Times five Newton–Schulz steps on one shape, and beside them other coefficients.
 
     Those are timed in both forms where n ≥ 2m and there are two; on squarer matrices the gram form
     costs more.
-    `polar_errors` are those of `_polar.errors`, of all that were timed.
+    `polar_errors` are those of `_polar.errors`, of all that were timed. `pause` is as for
+    `_timing.time_interleaved`.
 
     Raises:
         ArithmeticError: our result has more than twice the error of plain jnp, or with other
@@ -93,7 +94,7 @@ def measure_newton_schulz(
             others[label] = program
     own = {rival: definition(name) for rival, name in _rivals.COEFFICIENTS.items()}
     rivals = _rivals.programs(x)
-    comparison = _compare(f"newton_schulz {shape}", steps, (x,), rivals, others, own)
+    comparison = _compare(f"newton_schulz {shape}", steps, (x,), rivals, others, own, pause)
     return {
         "shape": shape,
         "chosen": select_implementation(x).implementation,
@@ -188,6 +189,7 @@ def _compare(
     rivals: Mapping[str, Program],
     others: Mapping[str, Program] | None = None,
     own: Mapping[str, Callable[..., jax.Array]] | None = None,
+    pause: float = 0.0,
 ) -> dict[str, dict[str, Any]]:
     """Checks and times `variants` and `rivals`, which compute what the first variant computes.
 
@@ -228,7 +230,7 @@ def _compare(
         programs |= others
         results = ((name, program.result()) for name, program in programs.items())
         result["polar_errors"] = _polar.errors(arguments[0], results)
-    return result | {"microseconds": _timing.time_interleaved(programs)}
+    return result | {"microseconds": _timing.time_interleaved(programs, pause=pause)}
 
 
 def in_float64(function: Callable[..., jax.Array], arguments: Iterable[jax.Array]) -> jax.Array:

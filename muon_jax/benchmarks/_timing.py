@@ -78,13 +78,15 @@ class JaxProgram:
 
 
 def time_interleaved(
-    programs: Mapping[str, Program], seconds: float = 0.02
+    programs: Mapping[str, Program], seconds: float = 0.02, pause: float = 0.0
 ) -> dict[str, dict[str, list[float]]]:
     """Times the programs in turns, `ROUNDS` times after a warm-up.
 
     Args:
         programs: by name.
         seconds: how long a program runs in each turn, about; 3 to 50 runs.
+        pause: seconds before each turn, in which a GPU gets away from its power limit; then a turn
+            is 10 runs.
 
     Returns:
         For each program and each of its clocks the quartiles (25%, median, 75%), in µs per run.
@@ -94,12 +96,13 @@ def time_interleaved(
     for name, by_clock in clocks.items():
         wall = by_clock["wall"]
         wall(1)
-        calls[name] = int(np.clip(seconds / wall(3), 3, 50))
+        calls[name] = 10 if pause else int(np.clip(seconds / wall(3), 3, 50))
     samples = {name: {clock: [] for clock in by_clock} for name, by_clock in clocks.items()}
     for clock in ("wall", "device"):  # in this order: CUPTI slows launches down
         for _ in range(ROUNDS):
             for name, by_clock in clocks.items():
                 if clock in by_clock:
+                    time.sleep(pause)
                     samples[name][clock].append(by_clock[clock](calls[name]) * 1e6)
     return {
         name: {

@@ -190,7 +190,7 @@ def test_muon_groups_what_it_gets_beside_adamw():
         ((100, 64, 576), "triton"),
         ((256, 256), "mosaic_gpu"),
         ((2048, 8192), "mosaic_gpu"),
-        ((64, 65536), "xla"),  # which splits the sums
+        ((64, 65536), "mosaic_gpu"),  # though XLA, which splits the sums, is faster
     ],
     ids=str,
 )
@@ -205,7 +205,7 @@ def test_on_hopper_all_products_are_by_kernels_that_do_not_depend_on_the_stack(
         (group,) = describe(params, muon_weight_dimension_numbers=numbers).groups
         lowered = jax.jit(optimizer.update).trace(params, state).lower(lowering_platforms=("cuda",))
     assert group.implementation == implementation
-    assert ("stablehlo.dot_general" in lowered.as_text()) == (implementation == "xla")
+    assert "stablehlo.dot_general" not in lowered.as_text()
 
 
 @pytest.mark.gpu
@@ -213,7 +213,17 @@ def test_on_hopper_all_products_are_by_kernels_that_do_not_depend_on_the_stack(
 @pytest.mark.parametrize("ns_coeffs", ["standard", "balanced"])
 @pytest.mark.parametrize(
     ("m", "n"),
-    [(64, 64), (64, 576), (128, 128), (200, 280), (256, 2304), (400, 640), (512, 512), (768, 3072)],
+    [
+        (64, 64),
+        (64, 576),
+        (64, 16384),
+        (128, 128),
+        (200, 280),
+        (256, 2304),
+        (400, 640),
+        (512, 512),
+        (768, 3072),
+    ],
 )
 def test_on_hopper_results_are_the_same_alone_bit_for_bit(m, n, ns_coeffs):
     assert_same_alone(m, n, ns_coeffs=ns_coeffs)
