@@ -161,61 +161,75 @@ def muon(
         <https://kellerjordan.github.io/posts/muon/>`_, 2024.
     """
 
-    def label_params(params):
-        views = _views.assign(muon_weight_dimension_numbers, params)
-        labels = ("adam" if view is None else "muon" for view in views)
-        return jax.tree.structure(params).unflatten(labels)
+    def with_views(views):
+        def label_params(params):
+            of_leaves = _views.assign(views, params)
+            labels = ("adam" if view is None else "muon" for view in of_leaves)
+            return jax.tree.structure(params).unflatten(labels)
 
-    views = muon_weight_dimension_numbers
-    orthogonal = scale_by_muon(
-        ns_coeffs,
-        ns_steps,
-        beta,
-        eps,
-        mu_dtype,
-        nesterov=nesterov,
-        adaptive=adaptive,
-        preconditioning=preconditioning,
-        weight_dimension_numbers=views,
-        momentum=momentum,
-        eps_mode=eps_mode,
-        ns_dtype=ns_dtype,
-        ns_method=ns_method,
-        implementation=implementation,
-        max_group_bytes=max_group_bytes,
-        shardings=shardings,
-        mu_rounding=mu_rounding,
-        distributed_gram=distributed_gram,
-    )
-    if normuon_b2 is not None:
-        normuon = _normuon.scale_by_normuon(normuon_b2, 1e-8, views, normuon_averaged, shardings)
-        orthogonal = optax.chain(orthogonal, normuon)
-    on_matrices = _weight_decay.chain(
-        orthogonal,
-        _scaling.scale_by_shape(views, consistent_rms, shape_scale, shardings),
-        learning_rate,
-        weight_decay,
-        weight_decay_mask,
-        weight_decay_form,
-        cautious_weight_decay,
-    )
-    on_the_rest = _weight_decay.chain(
-        optax.scale_by_adam(
-            adam_b1,
-            adam_b2,
-            eps if adam_eps is None else adam_eps,
-            adam_eps_root,
+        orthogonal = scale_by_muon(
+            ns_coeffs,
+            ns_steps,
+            beta,
+            eps,
             mu_dtype,
-            nesterov=nesterov if adam_nesterov is None else adam_nesterov,
-        ),
-        None,
-        learning_rate if adam_learning_rate is None else adam_learning_rate,
-        adam_weight_decay,
-        None,
-        weight_decay_form,
-        cautious_weight_decay,
-    )
-    both = optax.multi_transform({"muon": on_matrices, "adam": on_the_rest}, label_params)
+            nesterov=nesterov,
+            adaptive=adaptive,
+            preconditioning=preconditioning,
+            weight_dimension_numbers=views,
+            momentum=momentum,
+            eps_mode=eps_mode,
+            ns_dtype=ns_dtype,
+            ns_method=ns_method,
+            implementation=implementation,
+            max_group_bytes=max_group_bytes,
+            shardings=shardings,
+            mu_rounding=mu_rounding,
+            distributed_gram=distributed_gram,
+        )
+        if normuon_b2 is not None:
+            normuon = _normuon.scale_by_normuon(
+                normuon_b2, 1e-8, views, normuon_averaged, shardings
+            )
+            orthogonal = optax.chain(orthogonal, normuon)
+        on_matrices = _weight_decay.chain(
+            orthogonal,
+            _scaling.scale_by_shape(views, consistent_rms, shape_scale, shardings),
+            learning_rate,
+            weight_decay,
+            weight_decay_mask,
+            weight_decay_form,
+            cautious_weight_decay,
+        )
+        on_the_rest = _weight_decay.chain(
+            optax.scale_by_adam(
+                adam_b1,
+                adam_b2,
+                eps if adam_eps is None else adam_eps,
+                adam_eps_root,
+                mu_dtype,
+                nesterov=nesterov if adam_nesterov is None else adam_nesterov,
+            ),
+            None,
+            learning_rate if adam_learning_rate is None else adam_learning_rate,
+            adam_weight_decay,
+            None,
+            weight_decay_form,
+            cautious_weight_decay,
+        )
+        return optax.multi_transform({"muon": on_matrices, "adam": on_the_rest}, label_params)
+
+    both = with_views(muon_weight_dimension_numbers)
+
+    def of(tree):
+        """The optimizer; views that are made from a tree are made once, from the whole."""
+        if not callable(muon_weight_dimension_numbers):
+            return both
+        made = muon_weight_dimension_numbers(tree)
+        return with_views(lambda _: made)
+
+    def init_fn(params):
+        return of(params).init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
         if params is not None:
@@ -225,6 +239,6 @@ def muon(
                 "None in the place of a gradient needs the parameters, for its shape: call"
                 " update(updates, state, params)"
             )
-        return both.update(updates, state, params, **extra_args)
+        return of(updates).update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(both.init, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

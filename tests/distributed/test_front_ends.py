@@ -397,6 +397,22 @@ def test_in_a_shard_map_shards_are_rounded_by_random_bits_of_their_own():
         assert (x == y).all() == (i == j)
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(("dtype", "mu_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_the_momentum_is_computed_in_the_wider_dtype_on_any_mesh(dtype, mu_dtype, axis_type):
+    transform = scale_by_muon(mu_dtype=mu_dtype)
+
+    def momentum(x):
+        state = transform.init({"w": x})
+        for i in range(3):
+            _, state = jax.jit(transform.update)({"w": (x * (1 + i)).astype(dtype)}, state)
+        return state.mu["w"]
+
+    x = parameters()["qkv"].astype(dtype)
+    sharding = NamedSharding(mesh_of(axis_type), PartitionSpec("fsdp"))
+    chex.assert_trees_all_equal(momentum(jax.device_put(x, sharding)), momentum(x))
+
+
 @pytest.mark.parametrize("spec", [("fsdp",), (None, "fsdp"), (None, ("fsdp", "tensor"))])
 def test_explicit_axes_of_one_device(spec):
     """They are part of the types of arrays that nothing divides."""

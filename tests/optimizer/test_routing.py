@@ -245,6 +245,19 @@ def test_numbers_in_names_say_that_a_container_is_no_stack(container):
     }
 
 
+def test_an_update_has_the_views_of_the_whole_tree():
+    def block(i):
+        kernel = jax.random.normal(jax.random.key(i), (3, 3, 8, 8))
+        return {"Conv_0": {"kernel": kernel}, "Norm_0": {"scale": jnp.ones(8)}}
+
+    params = {"stages": {f"Block_{i}": block(i) for i in range(2)}}  # a stack, but for the norms
+    updates = []
+    for views in (by_role, by_role(params)):
+        optimizer = muon(1.0, muon_weight_dimension_numbers=views, normuon_b2=0.9)
+        updates.append(optimizer.update(params, optimizer.init(params), params)[0])
+    chex.assert_trees_all_equal(*updates)
+
+
 @pytest.mark.parametrize("routes", [by_role, functools.partial(by_role, rules={"up": MATRICES})])
 def test_hyperparameters_are_injected_beside_routes(routes):
     params = {"embed": {"embedding": jnp.ones((6, 4))}, "up": {"kernel": jnp.ones((4, 8))}}
