@@ -203,7 +203,11 @@ _LAST, _NEAR = "(?=$)", "(?=(/[^/]+)?$)"
 # Role, regular expression of whole names in the path, and the view by the shape of one layer. The
 # first that matches decides.
 _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = (
-    ("bias", rf"(bias|\w*_bias){_NEAR}|(b[io]?\d*|b_(in|out|up|down|gate)){_LAST}", _adamw),
+    (
+        "bias",
+        rf"(bias(es)?|\w*_bias){_NEAR}|(b[io]?\d*|b_(in|out|up|down|gate)|(?!lora)\w+_b){_LAST}",
+        _adamw,
+    ),
     ("norm", rf"(\w*norm\w*|ln(_?\w)?|bn\d*|scale|gamma|beta){_NEAR}", _adamw),
     ("token", r"(cls|class|mask|register|dist\w*)_?tokens?|cls|registers?", _adamw),
     (
@@ -211,7 +215,12 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
         rf"(wpe|(abs_|rel(ative)?_)?pos(ition(?!_?wise)\w*)?(_?(emb\w*|enc\w*|table))?){_NEAR}",
         _adamw,
     ),
-    ("embedding", r"wte|embedding|(?!patch)\w*embed(der|ding|dings|s)?|\w*_emb", _adamw),
+    (
+        "embedding",
+        r"wte|embedding|(?!patch)\w*embed(der|ding|dings|s)?|(\w*_)?embs?|embed_(?!patch)\w+"
+        r"|(\w+_)?embedding_(layer|table)",
+        _adamw,
+    ),
     (
         "head",
         r"(?!multi_?head)(\w+_)?head|classifier|\w*logits?\w*|\w*vocab\w*|predictions?|unembed\w*"
@@ -221,7 +230,7 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
     ("router", rf"\w*router\w*|gating|\w*moe\w*/gate(/({_LEAF}))?", _adamw),
     ("gate", r"smear\w*", _adamw),
     ("adapter", r"lora\w*", _unknown),
-    ("fused gate and up", r"gate_up(_\w+)?|w13", _fused_gate),
+    ("fused gate and up", r"\w*(gate_up|up_gate)(_\w+)?|w13", _fused_gate),
     ("experts", r"\w*experts?", _of_rank(rank_2=MATRICES, rank_3=MATRICES)),
     ("experts", r"\w*moe\w*", _of_rank(rank_3=MATRICES)),
     ("convolution", r"\w*conv\w*|patch\w*embed\w*/kernel", _convolution),
@@ -232,8 +241,8 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
         rf"(_out|_proj|_projection)?\d*|({_CONTAINER}/)*\d+)/({_LEAF})",
         _unknown,
     ),
-    ("fused qkv", r"c_attn|(to_)?w?qkv(_\w+)?|kqv|query_key_value|in_proj", _fused_qkv),
-    ("fused kv", r"(to_)?w?kv|kv_proj", _split(2)),
+    ("fused qkv", r"c_attn|\w*qkv\w*|kqv|query_key_value|in_proj", _fused_qkv),
+    ("fused kv", r"(to_)?w?kv|kv_proj|\w*key_value", _split(2)),
     (
         "projection to heads",
         r"w?[qkv]|(q|k|v)_proj|query|key|value",
@@ -244,7 +253,7 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
         r"out|wo|o|(o|out)_proj|attn_out",
         _of_rank(rank_2=MATRICES, rank_3=_OUT_OF_HEADS),
     ),
-    ("gate", r"\w*gate", _gate),
+    ("gate", r"\w*gate|wg", _gate),
     (
         "matrix",
         rf".*/({_LEAF})|\w*proj|c_(fc|proj)|up|down|fc\w*|mlp\w*|w[io123]|w_\w+",

@@ -162,6 +162,16 @@ def test_updates_follow_the_routes(name):
         ("experts/b1", (4, 8), ("bias", None)),
         ("experts/b_in", (4, 8), ("bias", None)),
         ("experts/gate_up", (4, 8, 12), ("fused gate and up", Split(-1, (6, 6)))),
+        ("experts/up_proj_b", (4, 8), ("bias", None)),
+        ("experts/biases", (4, 8), ("bias", None)),
+        ("model/embed_tokens/weight", (100, 8), ("embedding", None)),
+        ("decoder/embed_positions/weight", (50, 8), ("embedding", None)),
+        ("emb/weight", (100, 8), ("embedding", None)),
+        ("token_embedding_table/weight", (100, 8), ("embedding", None)),
+        ("mlp/up_gate/kernel", (8, 64), ("fused gate and up", Split(-1, (32, 32)))),
+        ("mlp/fused_gate_up/kernel", (8, 64), ("fused gate and up", Split(-1, (32, 32)))),
+        ("attn/key_value/kernel", (8, 16), ("fused kv", Split(-1, (8, 8)))),
+        ("attn/fused_qkv/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
         ("attn/to_qkv/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
         ("attn/query_key_value/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
     ],
@@ -184,7 +194,9 @@ def test_roles(name, shape, expected):
         ("layers/layers/2/kernel", (8, 10)),  # of nnx.Sequential, likewise
         ("layers/kernel", (3, 4)),  # a matrix or stacked vectors
         ("attn/qkv/kernel", (8, 12)),  # how wide are keys?
+        ("attn/qkvg/kernel", (8, 32)),
         ("mlp/gate/kernel", (8, 4)),  # of experts or of a perceptron
+        ("ffn/wg/kernel", (8, 4)),  # likewise
         ("lora_a/kernel", (8, 4)),
         ("attn/q_proj/lora/lora_a", (8, 4)),
         ("attn/kqv/kernel", (8, 12)),
