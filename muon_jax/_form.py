@@ -74,8 +74,8 @@ def implementation_of(shape: tuple[int, int], dtype: jnp.dtype) -> str | None:
     """Returns what an optimizer multiplies matrices `(m, n)`, m ≤ n, of the products' dtype with.
 
     On Hopper GPUs, in 16 bits, that is one of the kernels, whose products of a matrix are the same
-    in any stack, bit for bit. XLA's, which splits the sums of very wide matrices, would be faster
-    for those. Elsewhere None: the fastest of each product.
+    in any stack, bit for bit, though XLA, which splits sums, is faster for some very wide matrices.
+    Elsewhere None: the fastest of each product.
     """
     padded = (size + -size % 64 for size in shape)
     operand = jax.ShapeDtypeStruct((GROUP, *padded), dtype)

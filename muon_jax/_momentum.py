@@ -38,10 +38,6 @@ def accumulate(
         count: of this step, t = 1, 2, ….
         nesterov: whether u looks one step ahead.
     """
-    wider = jax.tree.map(lambda m, g: jnp.promote_types(m.dtype, g.dtype), mu, gradients)
-    mu, gradients = (
-        jax.tree.map(lambda x, dtype: x.astype(dtype), tree, wider) for tree in (mu, gradients)
-    )
     weight = 1.0 if momentum == "heavy_ball" else 1 - beta
 
     def mix(m, g):

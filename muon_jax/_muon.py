@@ -161,6 +161,23 @@ def muon(
         <https://kellerjordan.github.io/posts/muon/>`_, 2024.
     """
 
+    on_the_rest = _weight_decay.chain(
+        optax.scale_by_adam(
+            adam_b1,
+            adam_b2,
+            eps if adam_eps is None else adam_eps,
+            adam_eps_root,
+            mu_dtype,
+            nesterov=nesterov if adam_nesterov is None else adam_nesterov,
+        ),
+        None,
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
+        adam_weight_decay,
+        None,
+        weight_decay_form,
+        cautious_weight_decay,
+    )
+
     def with_views(views):
         def label_params(params):
             of_leaves = _views.assign(views, params)
@@ -201,22 +218,6 @@ def muon(
             weight_decay_form,
             cautious_weight_decay,
         )
-        on_the_rest = _weight_decay.chain(
-            optax.scale_by_adam(
-                adam_b1,
-                adam_b2,
-                eps if adam_eps is None else adam_eps,
-                adam_eps_root,
-                mu_dtype,
-                nesterov=nesterov if adam_nesterov is None else adam_nesterov,
-            ),
-            None,
-            learning_rate if adam_learning_rate is None else adam_learning_rate,
-            adam_weight_decay,
-            None,
-            weight_decay_form,
-            cautious_weight_decay,
-        )
         return optax.multi_transform({"muon": on_matrices, "adam": on_the_rest}, label_params)
 
     both = with_views(muon_weight_dimension_numbers)
@@ -226,7 +227,7 @@ def muon(
         if not callable(muon_weight_dimension_numbers):
             return both
         made = muon_weight_dimension_numbers(tree)
-        return with_views(lambda _: made)
+        return with_views(lambda _: made)  # None as a tree would stand for matrices
 
     def init_fn(params):
         return of(params).init(params)

@@ -11,21 +11,25 @@ from muon_jax import _sharding
 type Rounding = Literal["nearest", "stochastic"]
 
 
-def widen(tree: Any, rounding: Rounding) -> Any:
-    """Returns `tree` in the dtype to compute in: float32 before stochastic rounding.
+def widen(gradients: Any, mu: Any, rounding: Rounding) -> tuple[Any, Any]:
+    """Returns both trees in the dtype to compute in: the wider, float32 before stochastic rounding.
 
     Raises:
         ValueError: stochastic rounding of complex numbers.
     """
     if rounding == "nearest":
-        return tree
-    for path, x in jax.tree.leaves_with_path(tree):
+
+        def wider(x, other):
+            return x.astype(jnp.promote_types(x.dtype, other.dtype))
+
+        return jax.tree.map(wider, gradients, mu), jax.tree.map(wider, mu, gradients)
+    for path, x in jax.tree.leaves_with_path((gradients, mu)):
         if jnp.iscomplexobj(x):
             raise ValueError(
                 f"mu_rounding='stochastic' rounds real numbers, but the gradient or momentum"
                 f" {jax.tree_util.keystr(path)} is {x.dtype}: set mu_rounding='nearest'"
             )
-    return optax.tree.cast(tree, jnp.float32)
+    return optax.tree.cast(gradients, jnp.float32), optax.tree.cast(mu, jnp.float32)
 
 
 def cast_like(

@@ -205,7 +205,7 @@ _LAST, _NEAR = "(?=$)", "(?=(/[^/]+)?$)"
 _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = (
     (
         "bias",
-        rf"(bias(es)?|\w*_bias){_NEAR}|(b[io]?\d*|b_(in|out|up|down|gate)|(?!lora)\w+_b){_LAST}",
+        rf"(bias(es)?|\w*_bias){_NEAR}|(b[io]?\d*|b_(in|out|up|down|gate)|(?!\w*lora)\w+_b){_LAST}",
         _adamw,
     ),
     ("norm", rf"(\w*norm\w*|ln(_?\w)?|bn\d*|scale|gamma|beta){_NEAR}", _adamw),
@@ -217,8 +217,8 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
     ),
     (
         "embedding",
-        r"wte|embedding|(?!patch)\w*embed(der|ding|dings|s)?|(\w*_)?embs?|embed_(?!patch)\w+"
-        r"|(\w+_)?embedding_(layer|table)",
+        r"wte|embedding|(?!patch)\w*embed(der|ding|dings|s)?(_(layer|table))?|(\w*_)?embs?"
+        r"|embed_(?!patch)\w+",
         _adamw,
     ),
     (

@@ -132,7 +132,7 @@ def scale_by_muon(
     def update_fn(updates, state, params=None):
         updates = fill_missing(updates, state.mu if params is None else params)
         count = jnp.asarray(optax.safe_increment(state.count))
-        wide, old_mu = _rounding.widen((updates, state.mu), mu_rounding)
+        wide, old_mu = _rounding.widen(updates, state.mu, mu_rounding)
         u, mu = accumulate(momentum, wide, old_mu, beta, count, nesterov)
         of_group = functools.partial(
             function,

@@ -190,7 +190,7 @@ def test_muon_groups_what_it_gets_beside_adamw():
         ((100, 64, 576), "triton"),
         ((256, 256), "mosaic_gpu"),
         ((2048, 8192), "mosaic_gpu"),
-        ((64, 65536), "mosaic_gpu"),  # though XLA, which splits the sums, is faster
+        ((64, 65536), "mosaic_gpu"),  # of which XLA would split the sums
     ],
     ids=str,
 )

@@ -198,6 +198,8 @@ def test_roles(name, shape, expected):
         ("mlp/gate/kernel", (8, 4)),  # of experts or of a perceptron
         ("ffn/wg/kernel", (8, 4)),  # likewise
         ("lora_a/kernel", (8, 4)),
+        ("attn/q_lora_b", (8, 4)),
+        ("patch_embedding_layer/kernel", (8, 64)),
         ("attn/q_proj/lora/lora_a", (8, 4)),
         ("attn/kqv/kernel", (8, 12)),
         ("out/kernel", (8, 10)),
