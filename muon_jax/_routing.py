@@ -1,23 +1,19 @@
 """Routing: which parameters are matrices, and how, told by role: by path and shape."""
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
-from optax.contrib import MuonDimensionNumbers
+import optax
 
-from muon_jax._views import MATRICES, Split, View, ViewTree
+from muon_jax import _roles
+from muon_jax._roles import Route
+from muon_jax._views import View, ViewTree
 
 type Rules = Mapping[str, View | None]
-
-
-class Route(NamedTuple):
-    """The role of a parameter, and what its matrices are; None leaves it to AdamW."""
-
-    role: str
-    view: View | None
 
 
 def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
@@ -30,8 +26,8 @@ def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
         positions, tokens, output heads, routers, smear gates and depthwise filters, with them a
         convolution of one channel, which has their shape.
     -   A convolution `(*window, in, out)` is a matrix (window·in) × out.
-    -   Projections of attention may have axes of heads, as in Flax: `(in, heads, dim)` and
-        `(heads, dim, out)` are one matrix, `(in, 3, heads, dim)` is three.
+    -   Projections of attention may have axes of heads, as in Flax: `(in, heads, dim)` and, beside
+        it, `(heads, dim, out)` are one matrix, `(in, 3, heads, dim)` is three.
     -   `qkv` of width 3·in, `kv` and `gate_up` are split into equal parts, one matrix each.
     -   Experts `(experts, in, out)` and stacks of layers, below a name such as `layers` with no
         number after it, where all have as many, are matrices each by itself.
@@ -43,8 +39,9 @@ def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
             view, or None for AdamW. The first that matches decides, before all of the above.
 
     Raises:
-        ValueError: nothing above claims a parameter, or not with its shape. Or `params` is a single
-            array, as `optax.inject_hyperparams` passes: it takes callables for schedules.
+        ValueError: nothing above claims a parameter, or not with its shape. A rule matches no path,
+            of a tree without `optax.MaskedNode`. Or `params` is a single array, as
+            `optax.inject_hyperparams` passes: it takes callables for schedules.
     """
     leaves, treedef = jax.tree.flatten_with_path(params)
     if any(not path for path, _ in leaves):
@@ -53,7 +50,14 @@ def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
             " optax.inject_hyperparams pass static_args='muon_weight_dimension_numbers'"
         )
     named = [(path_name(path), leaf.shape) for path, leaf in leaves]
-    found = routes(named, rules or {})
+    rules = rules or {}
+    idle = [rule for rule in rules if not any(re.search(rule, name) for name, _ in named)]
+    if idle and named and not _has_masked(params):
+        raise ValueError(
+            f"the rules {idle} match none of the {len(named)} paths, such as {named[0][0]!r}:"
+            " describe(params) prints all"
+        )
+    found = routes(named, rules)
     unclaimed = [leaf for leaf, route in zip(named, found, strict=True) if route is None]
     if unclaimed:
         listed = ", ".join(f"{name} of shape {shape}" for name, shape in unclaimed)
@@ -82,23 +86,55 @@ def routes(named: Sequence[tuple[str, tuple[int, ...]]], rules: Rules) -> list[R
         next((Route("rule", view) for rule, view in rules.items() if re.search(rule, name)), None)
         for name, _ in named
     ]
-    others = [leaf for leaf, route in zip(named, by_rule, strict=True) if route is None]
-    told = iter([_route(*leaf, axes) for leaf, axes in zip(others, _stacked(others), strict=True)])
-    return [route or next(told) for route in by_rule]
+    stacked = _stacked(named)  # by all leaves, claimed by rules or not
+    told = _with_heads(named, stacked, [*map(_route, named, stacked)])
+    return [route or other for route, other in zip(by_rule, told, strict=True)]
 
 
-def _route(name, shape, stacked):
+def _has_masked(tree):
+    """Whether other optimizers' leaves were taken out of the tree."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+    return any(isinstance(leaf, optax.MaskedNode) for leaf in leaves)
+
+
+def _route(leaf, stacked):
     """The route of a parameter whose first `stacked` axes are layers, None of that: unknown."""
+    name, shape = leaf
     if len(shape) < 2:
         return Route("vector", None)
-    if stacked is None:
-        return None
-    name = re.sub(r"_\d+(?=/|$)", "", name.lower())  # numbers that Flax appends
-    for role, pattern, view_of in _ROLES:
-        if re.search(rf"(^|/)({pattern})(/|$)", name):
-            view = view_of(shape[stacked:])
-            return None if view is _UNKNOWN else Route(role, view)
-    return None
+    return None if stacked is None else _roles.route(name.lower(), shape[stacked:])
+
+
+def _with_heads(named, stacked, found):
+    """The routes, without those that see axes of heads where nothing in the module confirms them.
+
+    A projection to heads, (in, heads, dim), looks like a stack of layers of a name unknown. What
+    takes its result tells them apart: (heads, dim, out) or (heads·dim, out).
+    """
+    modules = defaultdict(list)
+    for (name, shape), axes, route in zip(named, stacked, found, strict=True):
+        if not axes and len(shape) > 1:
+            modules[_module(name)].append((shape, route))
+    confirmed = {}
+    for module, members in modules.items():
+        made = {shape[-2:] for shape, route in members if route == _roles.INTO_HEADS}
+        taken = {shape[-3:-1] for shape, route in members if route == _roles.OUT_OF_HEADS}
+        taken |= {heads for heads in made for s, _ in members if s[-2] == math.prod(heads)}
+        confirmed[module] = made & taken
+
+    def check(leaf, axes, route):
+        name, shape = leaf
+        if axes or route not in (_roles.INTO_HEADS, _roles.OUT_OF_HEADS):
+            return route
+        heads = confirmed[_module(name)]
+        return route if heads and (route == _roles.INTO_HEADS or shape[-3:-1] in heads) else None
+
+    return [*map(check, named, stacked, found)]
+
+
+def _module(name):
+    """The path of what a projection is in."""
+    return re.sub(rf"(/[^/]+)?/({_roles.LEAF})$|/[^/]+$", "", name.lower())
 
 
 def _stacked(named):
@@ -129,134 +165,5 @@ def _stacked(named):
     return axes
 
 
-_UNKNOWN = Split(0, ())  # stands for a shape that the role does not have
-
-_CONTAINER = r"(?:layers|blocks|stages|stack|h|\w*scan\w*)"
 # A container that is not followed, after others, by the number of a layer: its layers are stacked.
-_STACK = re.compile(rf"(?<![^/]){_CONTAINER}(?=/(?!(?:{_CONTAINER}/)*\d+(?:/|$)))")
-
-
-def _adamw(shape):
-    del shape
-    return None
-
-
-def _unknown(shape):
-    del shape
-    return _UNKNOWN
-
-
-def _of_rank(**views: View) -> Callable[[tuple[int, ...]], View]:
-    """Returns a function from shapes to views: `rank_2=…` for those of two axes, none of size 1."""
-    return lambda shape: (
-        _UNKNOWN if len(shape) == 2 and 1 in shape else views.get(f"rank_{len(shape)}", _UNKNOWN)
-    )
-
-
-def _split(parts: int, width_per_row: float | None = None):
-    """Returns a function that splits the last axis of matrices, of that width, in equal parts."""
-
-    def view(shape):
-        if len(shape) != 2 or shape[1] % parts:
-            return _UNKNOWN
-        if width_per_row and shape[1] != width_per_row * shape[0]:
-            return _UNKNOWN
-        return Split(-1, (shape[1] // parts,) * parts)
-
-    return view
-
-
-def _fused_qkv(shape):
-    """(in, 3·in) or (in, 3, heads, dim)."""
-    if len(shape) == 4 and shape[1] == 3:
-        return MuonDimensionNumbers(-4, (-2, -1))
-    return _split(3, width_per_row=3)(shape)
-
-
-def _fused_gate(shape):
-    """(in, 2·out) or, of experts, (experts, in, 2·out)."""
-    is_split = len(shape) == 2 or len(shape) == 3 and shape[1] > 2
-    return _split(2)(shape[-2:]) if is_split else _UNKNOWN
-
-
-def _gate(shape):
-    """That of a perceptron is no narrower than its input; a router is."""
-    return MATRICES if len(shape) == 2 and shape[0] <= shape[1] else _UNKNOWN
-
-
-def _convolution(shape):
-    rank = len(shape)
-    if rank < 3:
-        return _UNKNOWN
-    if shape[-2] == 1 and shape[-1] > 1:
-        return None  # a vector for each channel: depthwise, or of one channel
-    return MuonDimensionNumbers(tuple(range(-rank, -1)), -1)
-
-
-_LEAF = "kernel|weights?|w"
-_INTO_HEADS = MuonDimensionNumbers(-3, (-2, -1))
-_OUT_OF_HEADS = MuonDimensionNumbers((-3, -2), -1)
-
-# At the end of a path, and there or one name before.
-_LAST, _NEAR = "(?=$)", "(?=(/[^/]+)?$)"
-
-# Role, regular expression of whole names in the path, and the view by the shape of one layer. The
-# first that matches decides.
-_ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = (
-    (
-        "bias",
-        rf"(bias(es)?|\w*_bias){_NEAR}|(b[io]?\d*|b_(in|out|up|down|gate)|(?!\w*lora)\w+_b){_LAST}",
-        _adamw,
-    ),
-    ("norm", rf"(\w*norm\w*|ln(_?\w)?|bn\d*|scale|gamma|beta){_NEAR}", _adamw),
-    ("token", r"(cls|class|mask|register|dist\w*)_?tokens?|cls|registers?", _adamw),
-    (
-        "position",
-        rf"(wpe|(abs_|rel(ative)?_)?pos(ition(?!_?wise)\w*)?(_?(emb\w*|enc\w*|table))?){_NEAR}",
-        _adamw,
-    ),
-    (
-        "embedding",
-        r"wte|embedding|(?!patch)\w*embed(der|ding|dings|s)?(_(layer|table))?|(\w*_)?embs?"
-        r"|embed_(?!patch)\w+",
-        _adamw,
-    ),
-    (
-        "head",
-        r"(?!multi_?head)(\w+_)?head|classifier|\w*logits?\w*|\w*vocab\w*|predictions?|unembed\w*"
-        r"|output_layer|readout",
-        _adamw,
-    ),
-    ("router", rf"\w*router\w*|gating|\w*moe\w*/gate(/({_LEAF}))?", _adamw),
-    ("gate", r"smear\w*", _adamw),
-    ("adapter", r"lora\w*", _unknown),
-    ("fused gate and up", r"\w*(gate_up|up_gate)(_\w+)?|w13", _fused_gate),
-    ("experts", r"\w*experts?", _of_rank(rank_2=MATRICES, rank_3=MATRICES)),
-    ("experts", r"\w*moe\w*", _of_rank(rank_3=MATRICES)),
-    ("convolution", r"\w*conv\w*|patch\w*embed\w*/kernel", _convolution),
-    # A hidden layer or the output head: only the place says that.
-    (
-        "unnamed",
-        rf"^((model|decoder|transformer|net|network)/)?((dense|linear|fc|layer|out|output)"
-        rf"(_out|_proj|_projection)?\d*|({_CONTAINER}/)*\d+)/({_LEAF})",
-        _unknown,
-    ),
-    ("fused qkv", r"c_attn|\w*qkv\w*|kqv|query_key_value|in_proj", _fused_qkv),
-    ("fused kv", r"(to_)?w?kv|kv_proj|\w*key_value", _split(2)),
-    (
-        "projection to heads",
-        r"w?[qkv]|(q|k|v)_proj|query|key|value",
-        _of_rank(rank_2=MATRICES, rank_3=_INTO_HEADS),
-    ),
-    (
-        "projection from heads",
-        r"out|wo|o|(o|out)_proj|attn_out",
-        _of_rank(rank_2=MATRICES, rank_3=_OUT_OF_HEADS),
-    ),
-    ("gate", r"\w*gate|wg", _gate),
-    (
-        "matrix",
-        rf".*/({_LEAF})|\w*proj|c_(fc|proj)|up|down|fc\w*|mlp\w*|w[io123]|w_\w+",
-        _of_rank(rank_2=MATRICES),
-    ),
-)
+_STACK = re.compile(rf"(?<![^/]){_roles.CONTAINER}(?=/(?!(?:{_roles.CONTAINER}/)*\d+(?:/|$)))")

@@ -141,7 +141,6 @@ def test_updates_follow_the_routes(name):
     ("name", "shape", "expected"),
     [
         ("layers/attn/q/kernel", (3, 8, 8), ("projection to heads", MATRICES)),
-        ("layers/3/attn/q/kernel", (8, 2, 4), ("projection to heads", (-3, (-2, -1)))),
         ("layers/attn/qkv/kernel", (5, 8, 3, 2, 4), ("fused qkv", (-4, (-2, -1)))),
         ("h/0/attn/c_attn/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
         ("stages/layers/moe/experts/up", (2, 3, 4, 8, 6), ("experts", MATRICES)),
@@ -150,6 +149,19 @@ def test_updates_follow_the_routes(name):
         ("layers/attn/q_norm/scale", (3, 4), ("norm", None)),
         ("conv_1/kernel", (5, 4, 8), ("convolution", ((-3, -2), -1))),
         ("depthwise_conv/kernel", (3, 3, 1, 8), ("convolution", None)),
+        ("encoder/codebook", (64, 8), ("embedding", None)),
+        ("item_table/weight", (100, 8), ("embedding", None)),
+        ("lookup/weight", (100, 8), ("embedding", None)),
+        ("score/weight", (8, 8), ("head", None)),
+        ("qa_outputs/kernel", (8, 2), ("head", None)),
+        ("score/layers/0/fc/kernel", (8, 8), ("matrix", MATRICES)),
+        ("layers/0/ffn/switch/kernel", (8, 4), ("router", None)),
+        ("switch/layers/0/up/kernel", (8, 4), ("matrix", MATRICES)),
+        ("layers/0/experts/gate", (4, 8, 6), ("experts", MATRICES)),
+        ("layers/0/experts/1/gate/kernel", (8, 6), ("experts", MATRICES)),
+        ("blocks/0/ssm/in_proj/kernel", (8, 40), ("input projection", MATRICES)),
+        ("blocks/0/attn/in_proj/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
+        ("blocks/0/proj_out/kernel", (8, 8), ("matrix", MATRICES)),
         ("mask_token", (1, 1, 8), ("token", None)),
         ("rel_pos_bias", (7, 7), ("bias", None)),
         ("output_head/kernel", (8, 5), ("head", None)),
@@ -206,6 +218,17 @@ def test_roles(name, shape, expected):
         ("model/output/kernel", (8, 10)),
         ("value/kernel", (8, 1)),  # a head, or a vector
         ("something", (8, 4)),
+        ("shared/weight", (100, 8)),  # an embedding in T5
+        ("proj_out/kernel", (8, 10)),
+        ("model/lin_out/kernel", (8, 10)),
+        ("w_out", (8, 10)),
+        ("decoder/final_layer/linear/kernel", (8, 10)),
+        ("experts/gate/kernel", (8, 4)),  # a router, or of one expert
+        ("experts/alpha", (4, 8)),  # a vector for each expert, or one matrix
+        ("ssm/in_proj/kernel", (8, 24)),  # of three projections, or of one
+        ("encoder_layers/q_proj/kernel", (3, 8, 8)),  # a stack, or axes of heads
+        ("layers/blocks/0/q_proj/kernel", (3, 8, 8)),
+        ("ffn/wo", (3, 16, 8)),
     ],
 )
 def test_what_is_ambiguous_raises_with_the_remedy(name, shape):
@@ -230,6 +253,32 @@ def shapes(tree):
         tree,
         is_leaf=lambda node: isinstance(node, tuple),
     )
+
+
+@pytest.mark.parametrize("out", [(2, 4, 8), (8, 8)])
+def test_axes_of_heads_are_confirmed_by_what_takes_them(out):
+    tree = {"self": {**QUERY_AND_OUT, "out": {"kernel": out}}}
+    parameters = describe(shapes(tree), muon_weight_dimension_numbers=by_role).parameters
+    assert [p.matrices for p in parameters] == [((1, 8, 8),)] * 2
+    stacked = {"query": {"kernel": (3, 8, 8)}, "out": {"kernel": (3, 8, 8)}, "scale": (3, 8)}
+    with pytest.raises(ValueError, match=r"role of self/out/kernel.*self/query/kernel"):
+        by_role(shapes({"self": stacked}))
+
+
+def test_a_rule_for_one_parameter_changes_no_other():
+    heads = {name: {"kernel": (16, 4, 4)} for name in ("query", "key", "value")}
+    tree = shapes({"h": {**heads, "out": {"kernel": (4, 4, 16)}}})  # else a stack of 16
+    with pytest.raises(ValueError, match="role of h/key/kernel.*h/query/kernel"):
+        by_role(tree, {"out": MuonDimensionNumbers((-3, -2), -1)})
+
+
+def test_rules_that_match_nothing_raise_unless_parameters_are_masked():
+    tree = shapes({"up": {"kernel": (8, 16)}})
+    rules = {"up": MATRICES, "^embed/": None}
+    with pytest.raises(ValueError, match=r"rules \['\^embed/'\] match none .* such as 'up/kernel'"):
+        by_role(tree, rules)
+    masked = {**tree, "embed": optax.MaskedNode()}
+    assert by_role(masked, rules)["up"]["kernel"] == MATRICES
 
 
 def test_a_stack_has_its_layers_first_in_all_of_its_parameters():
