@@ -150,6 +150,7 @@ def muon(
         distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
 
     Raises:
+        TypeError: `beta`, `eps`, `normuon_b2` or `consistent_rms` is a schedule.
         ValueError: an argument is none of the values above, two of them contradict each other, a
             parameter is no matrix, `ns_dtype` is one that the composed schedule is unsafe in, or
             `shardings` is missing or wrong. Or a preset came with a value for every argument, as

@@ -66,7 +66,7 @@ def scale_by_normuon(
         <https://arxiv.org/abs/2510.05491>`_, 2025.
     """
     _options.check("averaged", averaged, Averaged)
-    _options.check_decay("b2", b2)
+    _options.check_number("b2", b2, below=1)
 
     def mean(x):
         axis = -1 if averaged == "shorter" and is_tall(x) else -2

@@ -1,5 +1,6 @@
 """Arguments that are one of several names, or in a range, or dtypes."""
 
+import math
 from typing import Any, TypeAliasType, get_args
 
 import jax
@@ -13,10 +14,19 @@ def check(name: str, value: Any, choices: TypeAliasType) -> None:
         raise ValueError(f"{name} must be one of {names}, got {value!r}")
 
 
-def check_decay(name: str, value: Any) -> None:
-    """Raises ValueError unless `value` is in [0, 1), or an array, which may be traced."""
-    if isinstance(value, int | float) and not 0 <= value < 1:
-        raise ValueError(f"{name} must be in [0, 1), got {value}")
+def check_number(name: str, value: Any, below: float = math.inf) -> None:
+    """Raises unless `value` is a number in [0, below), or an array, which may be traced.
+
+    Raises:
+        TypeError: it is a schedule.
+        ValueError: it is another number.
+    """
+    if callable(value):
+        raise TypeError(
+            f"{name} must be a number, got {value}: optax.inject_hyperparams takes schedules of it"
+        )
+    if not isinstance(value, jax.Array) and not 0 <= value < below:
+        raise ValueError(f"{name} must be in [0, {below}), got {value}")
 
 
 def check_float(name: str, dtype: jax.typing.DTypeLike | None) -> None:

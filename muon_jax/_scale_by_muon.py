@@ -94,17 +94,20 @@ def scale_by_muon(
             it faster; True for all but those of `Split` and `Unfold`; False for none.
 
     Raises:
-        ValueError: an argument is none of the values above, `beta` is not in [0, 1), a dtype is
-            that of integers, `max_group_bytes` is negative, a parameter is no matrix, `ns_dtype` is
-            one that the composed schedule is unsafe in, or `shardings` is missing or wrong. Or
-            `distributed_gram` is True, and no sharded matrix can stay in pieces.
+        TypeError: `beta` or `eps` is a schedule.
+        ValueError: an argument is none of the values above, `beta` is not in [0, 1), `eps` or
+            `max_group_bytes` is negative, a dtype is that of integers, `mu_dtype` has 8 bits, a
+            parameter is no matrix, `ns_dtype` is one that the composed schedule is unsafe in, or
+            `shardings` is missing or wrong. Or `distributed_gram` is True, matrices are sharded,
+            and none of them can stay in pieces.
         NotImplementedError: the named implementation cannot run here.
     """
     _options.check("preconditioning", preconditioning, Preconditioning)
     _options.check("momentum", momentum, Momentum)
     _options.check("eps_mode", eps_mode, EpsMode)
     _options.check("mu_rounding", mu_rounding, _rounding.Rounding)
-    _options.check_decay("beta", beta)
+    _options.check_number("beta", beta, below=1)
+    _options.check_number("eps", eps)
     for name, value in (("ns_dtype", ns_dtype), ("max_group_bytes", max_group_bytes)):
         if isinstance(value, jax.Array):
             raise ValueError(
@@ -112,6 +115,8 @@ def scale_by_muon(
                 f" give it static_args={name!r}"
             )
     _options.check_float("mu_dtype", mu_dtype)
+    if mu_dtype is not None and jnp.finfo(mu_dtype).bits < 16:
+        raise ValueError(f"mu_dtype must have 16 bits or more, got {jnp.dtype(mu_dtype)}")
     _options.check_float("ns_dtype", ns_dtype)
     if max_group_bytes is not None and max_group_bytes < 0:
         raise ValueError(f"max_group_bytes must be None or at least 0, got {max_group_bytes}")

@@ -30,9 +30,11 @@ def scale_by_shape(
         shardings: as for `scale_by_muon`.
 
     Raises:
-        ValueError: an unknown `shape_scale`, or one beside `consistent_rms`.
+        ValueError: an unknown `shape_scale`, one beside `consistent_rms`, or that is negative.
     """
     _options.check("shape_scale", shape_scale, ShapeScale)
+    if consistent_rms is not None:
+        _options.check_number("consistent_rms", consistent_rms)
     if consistent_rms is not None and shape_scale != "clipped_ratio":
         raise ValueError(
             f"shape_scale={shape_scale!r} and consistent_rms={consistent_rms} are two scales for"

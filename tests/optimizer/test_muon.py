@@ -397,6 +397,10 @@ def test_eps_reaches_every_preconditioning(preconditioning):
         (lambda: muon(0.1, mu_dtype="int8"), "mu_dtype must be a float dtype, got int8"),
         (lambda: muon(0.1, max_group_bytes=-1), "max_group_bytes must be .* at least 0, got -1"),
         (lambda: muon(0.1, beta=1.0), r"beta must be in \[0, 1\), got 1.0"),
+        (lambda: muon(0.1, beta=np.float32(1.5)), r"beta must be in \[0, 1\), got 1.5"),
+        (lambda: muon(0.1, eps=-1e-8), r"eps must be in \[0, inf\), got -1e-08"),
+        (lambda: muon(0.1, consistent_rms=-1.0), r"consistent_rms must be in \[0, inf\), got -1"),
+        (lambda: muon(0.1, mu_dtype="float8_e4m3fn"), "mu_dtype must have 16 bits.*got float8"),
         (lambda: muon(0.1, normuon_b2=1.5), r"b2 must be in \[0, 1\), got 1.5"),
         (lambda: muon(0.1, preconditioning="svd"), r"preconditioning must be one of.*got 'svd'"),
         (
@@ -420,6 +424,14 @@ def test_eps_reaches_every_preconditioning(preconditioning):
 def test_wrong_calls_say_what_was_wrong(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", ["beta", "eps", "normuon_b2", "consistent_rms"])
+def test_schedules_other_than_those_of_optax_are_to_be_injected(name):
+    with pytest.raises(
+        TypeError, match=f"{name.removeprefix('normuon_')} must be a number.*inject_"
+    ):
+        muon(0.1, **{name: optax.constant_schedule(0.5)})
 
 
 def test_without_parameters_arrays_of_numpy_are_gradients_and_none_is_refused():
