@@ -21,7 +21,7 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import (
     _distributed_gram,
@@ -63,7 +63,7 @@ def map_matrices(
             left in pieces as `distributed_gram` says.
         NotImplementedError: some mesh axes are manual, others are not.
     """
-    mesh, kind, specs, shapes = _sharding.resolve(tree, shardings)
+    mesh, kind, specs, _ = _sharding.resolve(tree, shardings)
     if kind is None:
 
         def of_whole(tree):
@@ -72,7 +72,7 @@ def map_matrices(
 
         return _sharding.by_device(of_whole, tree)
     leaves, treedef = jax.tree.flatten(tree)
-    units = units_of(views, tree, shapes)
+    units = units_of(views, _sharding.whole(tree, shardings))
     forms = [forms_of(leaf, function.keywords) for leaf in units]
     arrays, bind = _arrays_of(function)
 
@@ -115,17 +115,14 @@ def map_matrices(
     return treedef.unflatten(results)
 
 
-def units_of(
-    views: _views.Views, tree: Any, shapes: Sequence[jax.ShapeDtypeStruct]
-) -> list[_placement.Leaf]:
-    """Returns the leaves of `tree`, of these whole shapes, for plans.
+def units_of(views: _views.Views, tree: Any) -> list[_placement.Leaf]:
+    """Returns the leaves of `tree`, whole arrays or shapes of them, for plans.
 
     Raises:
         ValueError: a leaf has no view, or one that does not fit.
     """
-    viewed = _views.of_leaves(views, tree)
-    pairs = enumerate(zip(viewed, shapes, strict=True))
-    return [_placement.leaf(i, name, x, view) for i, ((name, view), x) in pairs]
+    pairs = zip(_views.of_leaves(views, tree), jax.tree.leaves(tree), strict=True)
+    return [_placement.leaf(i, name, x, view) for i, ((name, view), x) in enumerate(pairs)]
 
 
 class Forms(NamedTuple):
@@ -249,8 +246,13 @@ def _when_partitioned(planned, of_stacks, leaves, arrays, settings):
         shardings = [NamedSharding(mesh, _even(x, mesh)) for x in leaves]
         replicated = NamedSharding(mesh, PartitionSpec())
         run = planned([s.spec for s in shardings], mesh.shape)
-        operand_shardings = (shardings, [replicated] * len(arrays), replicated)
-        return mesh, lambda leaves, arrays, _: run(leaves, arrays), shardings, operand_shardings
+
+        def of_shards(leaves, arrays, _):
+            # Explicit axes of the mesh in force would be in the types of all that is made here.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return run(leaves, arrays)
+
+        return mesh, of_shards, shardings, (shardings, [replicated] * len(arrays), replicated)
 
     def rule(mesh, operands, results):
         """Each result is sharded like its leaf, whatever the others."""

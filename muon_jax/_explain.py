@@ -61,8 +61,10 @@ class Explanation:
 
     Attributes:
         groups: what is orthogonalized.
-        buckets: the number of exchanges in each direction.
-        sums: the number of sums of Gram matrices.
+        buckets: the number of exchanges in each direction, of whole matrices.
+        sums: the number of sums of Gram matrices. Of one matrix each is an all-reduce; of several
+            a reduce-scatter and an all-to-all, and what is made of it comes back by an all-to-all
+            and an all-gather.
         compute_microseconds: a model's time of the iterations, on an H200.
         exchange_microseconds: of all that is sent, on NVLink; most exchanges overlap with the
             iterations, sums do not.
@@ -124,7 +126,7 @@ def explain(
     sizes = (mesh or meshes[0]).shape
     specs = [*map(_sharding.spec_of, placed)]
     # Not as it stands: a tree of parameters may be callable, and so is that of their views.
-    units = _distributed.units_of(lambda _: views, matrices, jax.tree.leaves(matrices))
+    units = _distributed.units_of(lambda _: views, matrices)
     forms = [_distributed.forms_of(leaf, keywords) for leaf in units]
     plan = _distributed.make_plan(
         units, specs, sizes, forms, given["max_group_bytes"], given["distributed_gram"]
@@ -181,8 +183,14 @@ def _names(axes):
 
 def _stated(params):
     """The shardings of arrays: one device is none."""
-    leaves = jax.tree.leaves(params)
-    if _coefficients.is_traced(leaves):
+    leaves = jax.tree.leaves_with_path(params)
+    if _coefficients.is_traced([x for _, x in leaves]):
         raise ValueError("explain cannot see the shardings of traced arrays: pass shardings=")
-    stated = [getattr(x, "sharding", None) for x in leaves]
+    for path, x in leaves:
+        if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
+            raise ValueError(
+                f"explain needs the sharding of the parameter {jax.tree_util.keystr(path)} of"
+                f" shape {x.shape}, which has none: pass shardings="
+            )
+    stated = [getattr(x, "sharding", None) for _, x in leaves]
     return [s if isinstance(s, NamedSharding) else jax.sharding.PartitionSpec() for s in stated]

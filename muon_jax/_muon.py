@@ -227,7 +227,7 @@ def muon(
         """The optimizer; views that are made from a tree are made once, from the whole."""
         if not callable(muon_weight_dimension_numbers):
             return both
-        made = muon_weight_dimension_numbers(tree)
+        made = muon_weight_dimension_numbers(_sharding.whole(tree, shardings))
         return with_views(lambda _: made)  # None as a tree would stand for matrices
 
     def init_fn(params):

@@ -62,11 +62,13 @@ def resolve(tree: Any, shardings: Shardings) -> Placed:
     """
     leaves = jax.tree.leaves(tree)
     stated = None if shardings is None else of_leaves(shardings, tree)
-    mesh = _mesh(leaves, stated or [])
+    mesh = _mesh(leaves)
     pairs = [*zip(mesh.axis_names, mesh.axis_types, strict=True)]
     types = {name: kind for name, kind in pairs if mesh.shape[name] > 1} if leaves else {}
     kinds = [kind for kind in AxisType if kind in types.values()]
     specs = [*map(spec_of, stated or [])]
+    if stated is not None:
+        _check_types(tree, specs)
     if AxisType.Manual in mesh.axis_types and {*kinds} - {AxisType.Manual}:
         raise NotImplementedError(
             f"in a shard_map over some axes of a mesh, {dict(pairs)}: call the optimizer outside"
@@ -83,12 +85,26 @@ def resolve(tree: Any, shardings: Shardings) -> Placed:
             " shardings=, the PartitionSpec of each parameter; PartitionSpec() where devices have"
             " them whole, as under jax.pmap"
         )
+    elif mesh.empty and any(map(axes_of, specs)):
+        kinds, specs = [AxisType.Auto], []  # the compiler knows it, by `jit(in_shardings=…)`
     elif stated is not None and kinds and kinds != [AxisType.Manual]:
         kinds = [AxisType.Explicit]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     if kinds == [AxisType.Manual]:
         shapes = [_whole(x, spec, mesh.shape) for x, spec in zip(shapes, specs, strict=True)]
     return Placed(mesh, kinds[0] if kinds else None, specs, shapes)
+
+
+def whole(tree: Any, shardings: Shardings) -> Any:
+    """Returns `tree`, or in a shard_map the shapes of the arrays of which it has the shards.
+
+    Raises:
+        ValueError: the sharding is not known, or does not fit the parameters.
+        NotImplementedError: some mesh axes are manual, others are not.
+    """
+    if AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
+        return tree
+    return jax.tree.structure(tree).unflatten(resolve(tree, shardings).shapes)
 
 
 def by_device(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -105,7 +121,7 @@ def by_device(function: Callable[[Any], Any], tree: Any) -> Any:
     if not any(map(axes_of, jax.tree.leaves(specs))):
         return function(tree)
     in_force = jax.sharding.get_abstract_mesh()  # `vmap` takes axes from it
-    mesh = _mesh(jax.tree.leaves(tree), []) if in_force.empty else in_force
+    mesh = _mesh(jax.tree.leaves(tree)) if in_force.empty else in_force
     run = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
     return jax.jit(run)(tree)
 
@@ -149,7 +165,7 @@ def by_element(
         NotImplementedError: some mesh axes are manual, others are not.
     """
     _, kind, specs, shapes = resolve(tree, shardings)
-    viewed = _views.of_leaves(views, tree)
+    viewed = _views.of_leaves(views, whole(tree, shardings))
     values = [
         _views.by_matrix(function, view, x.shape)
         for x, (_, view) in zip(shapes, viewed, strict=True)
@@ -212,10 +228,21 @@ def check_whole(what: str, views: _views.Views, tree: Any, shardings: Shardings)
             )
 
 
-def _mesh(leaves, shardings):
-    """The mesh of the arrays, else that in force, else that of the shardings."""
+def _check_types(tree, specs):
+    """Raises ValueError where a stated spec is another than that in the type of an array."""
+    for (path, x), spec in zip(jax.tree.leaves_with_path(tree), specs, strict=True):
+        typed = jax.typeof(x).sharding
+        entries, of_type = ([*map(names, s), *[()] * x.ndim][: x.ndim] for s in (spec, typed.spec))
+        if {*typed.mesh.axis_types} == {AxisType.Explicit} and entries != of_type:
+            raise ValueError(
+                f"shardings= says {spec} of the parameter {jax.tree_util.keystr(path)}, its type"
+                f" {typed.spec}: leave out shardings= on explicit axes, or jax.reshard the array"
+            )
+
+
+def _mesh(leaves):
+    """The mesh of the arrays, else that in force."""
     meshes = [jax.typeof(x).sharding.mesh for x in leaves] + [jax.sharding.get_abstract_mesh()]
-    meshes += [s.mesh.abstract_mesh for s in shardings if isinstance(s, NamedSharding)]
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 
 

@@ -1,0 +1,128 @@
+"""What is stated of shardings, what types say, and what only the compiler knows."""
+
+import functools
+
+import chex
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from muon_jax import MuonDimensionNumbers, by_role, muon, scale_by_muon
+from muon_jax._views import MATRICES
+from muon_jax.benchmarks._sharded import collectives
+
+SPEC = PartitionSpec(None, "x")
+
+
+def mesh_of(axis_type):
+    return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+
+
+def test_only_jit_knows_the_mesh():
+    grads = helpers.random_tree({"a": (16, 32), "b": (32, 64)}, 0)
+    sharding = NamedSharding(mesh_of(AxisType.Auto), SPEC)
+    expected = helpers.on_one_device(grads)
+    for stated in (SPEC, sharding):
+        optimizer = scale_by_muon(ns_steps=2, ns_dtype="float32", shardings=stated)
+        state = optimizer.init(grads)
+        jitted = jax.jit(optimizer.update, in_shardings=(sharding, None))
+        for arguments in (grads, jax.eval_shape(lambda: grads)):
+            compiled = jitted.lower(arguments, state).compile()
+            assert collectives(compiled) == {"all-to-all": 2}
+        helpers.assert_close(compiled(jax.device_put(grads, sharding), state)[0], expected)
+        helpers.assert_close(jax.jit(optimizer.update)(grads, state)[0], expected)  # on one device
+
+
+def test_what_is_stated_is_what_the_type_says():
+    grads = jax.device_put(
+        {"w": jnp.ones((16, 32))}, NamedSharding(mesh_of(AxisType.Explicit), SPEC)
+    )
+    for stated in (SPEC, PartitionSpec(None, ("x",))):
+        helpers.compiled_update(grads, shardings=stated)
+    with pytest.raises(
+        ValueError, match=r"P\('x',\) of the parameter \['w'\], its type P\(None, 'x'"
+    ):
+        helpers.compiled_update(grads, shardings=PartitionSpec("x"))
+
+
+def test_automatic_axes_of_an_explicit_mesh():
+    grads = helpers.random_tree({"a": (16, 32), "b": (32, 64)}, 0)
+    optimizer = scale_by_muon(ns_steps=2, ns_dtype="float32")
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        sharded = jax.device_put(grads, SPEC)
+        state = optimizer.init(sharded)
+        update = jax.sharding.auto_axes(lambda g, s: optimizer.update(g, s)[0], out_sharding=SPEC)
+        compiled = jax.jit(update).lower(sharded, state).compile()
+        assert collectives(compiled) == {"all-to-all": 2}
+        helpers.assert_close(compiled(sharded, state), helpers.on_one_device(grads))
+
+
+def test_matrices_without_elements():
+    mesh = mesh_of(AxisType.Explicit)
+    shapes = {"rows": ((0, 16), SPEC), "columns": ((8, 0), PartitionSpec("x"))}
+    shapes |= {"stack": ((0, 16, 16), SPEC), "full": ((16, 32), SPEC)}
+    grads = {
+        name: jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))
+        for name, (shape, spec) in shapes.items()
+    }
+    compiled, updates = helpers.compiled_update(grads, weight_dimension_numbers=lambda _: MATRICES)
+    assert collectives(compiled) == {"all-to-all": 2}
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, grads)
+
+
+def test_in_a_shard_map_roles_are_those_of_whole_parameters():
+    """A shard of the convolution looks depthwise, the others are too narrow or no multiples."""
+    shapes = {
+        "conv": {"kernel": (3, 3, 8, 16)},
+        "attn": {"qkv": {"kernel": (16, 48)}},
+        "ffn": {"gate": {"kernel": (16, 32)}},
+        "norm": {"scale": (16,)},
+    }
+    params = jax.tree.map(
+        lambda shape: jax.random.normal(jax.random.key(len(shape)), shape),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+    specs = {
+        "conv": {"kernel": PartitionSpec(None, None, "x")},
+        "attn": {"qkv": {"kernel": PartitionSpec("x")}},
+        "ffn": {"gate": {"kernel": SPEC}},
+        "norm": {"scale": PartitionSpec()},
+    }
+    of_muon = functools.partial(muon, 1.0, ns_steps=2, ns_dtype="float32", shardings=specs)
+
+    def update(optimizer, params):
+        return optimizer.update(params, optimizer.init(params), params)[0]
+
+    for optimizer in (
+        of_muon(muon_weight_dimension_numbers=by_role),
+        of_muon(muon_weight_dimension_numbers=by_role(params)),
+    ):
+        run = jax.shard_map(
+            functools.partial(update, optimizer),
+            mesh=mesh_of(AxisType.Auto),
+            in_specs=(specs,),
+            out_specs=specs,
+        )
+        chex.assert_trees_all_close(jax.jit(run)(params), update(optimizer, params), atol=1e-5)
+
+
+def test_in_a_shard_map_callables_see_whole_shapes():
+    spec, seen = PartitionSpec("x"), []
+
+    def views(tree):
+        seen.append(jax.tree.map(np.shape, tree))
+        return MuonDimensionNumbers()
+
+    optimizer = scale_by_muon(weight_dimension_numbers=views, shardings=spec)
+    run = jax.shard_map(
+        lambda g: optimizer.update(g, optimizer.init(g))[0],
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=spec,
+        out_specs=spec,
+    )
+    jax.eval_shape(run, {"w": jnp.ones((16, 32))})
+    assert seen and all(shapes == {"w": (16, 32)} for shapes in seen)
