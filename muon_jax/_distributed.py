@@ -21,7 +21,7 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import (
     _distributed_gram,
@@ -104,7 +104,6 @@ def map_matrices(
         settings = repr((_sources.digest(), precision, static, units, limits))
 
         def of_stacks(leaves, arrays):
-            """The results for stacks of these leaves."""
             views = treedef.unflatten(_views.stacked(unit.view) for unit in units)
             stacks = treedef.unflatten(leaves)
             # Not the views as they stand: a tree may be callable.
@@ -242,14 +241,15 @@ def _when_partitioned(planned, of_stacks, leaves, arrays, settings):
 
     def partition(mesh, operands, results):
         del results
-        leaves, arrays, digest = operands
+        leaves, arrays, _ = operands
         shardings = [NamedSharding(mesh, _even(x, mesh)) for x in leaves]
         replicated = NamedSharding(mesh, PartitionSpec())
         run = planned([s.spec for s in shardings], mesh.shape)
 
         def of_shards(leaves, arrays, _):
-            # Explicit axes of the mesh in force would be in the types of all that is made here.
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            in_force = jax.sharding.get_abstract_mesh()  # its explicit axes would be in all types
+            types = dict.fromkeys(in_force.axis_names, AxisType.Auto)
+            with jax.sharding.use_abstract_mesh(in_force.update_axis_types(types)):
                 return run(leaves, arrays)
 
         return mesh, of_shards, shardings, (shardings, [replicated] * len(arrays), replicated)

@@ -111,7 +111,7 @@ def _orthogonalize(
     )
     # Without a derivative: it decides a power of two alone.
     largest = jax.lax.pmax(jax.lax.stop_gradient(largest_entries(stacks)), held.axes)
-    scaled, scale = _iteration.scale_down(stacks, largest, n, form.dtype)
+    scaled, scale = _iteration.scale_down(stacks, largest, n, form.dtype, held)
     x = jnp.concatenate([*map(_with_whole_rows, scaled, leaves)])
     x = _iteration.iterate(
         x, recipe, "gram", eps, eps_mode, held.own(scale), preconditioning, n, held

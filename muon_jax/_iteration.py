@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from muon_jax import _coefficients, _composed, _gram, _precision
+from muon_jax import _coefficients, _composed, _gram, _precision, _words
 from muon_jax._form import Method
 from muon_jax._matrix_axes import is_tall
 from muon_jax._normalization import EpsMode, gram_gain, normalize, powers_of_two
@@ -22,7 +22,7 @@ from pallas_kernels import _device, select_implementation, syrk
 
 
 def scale_down(
-    stacks: Sequence[jax.Array], largest: jax.Array, n: int, dtype: jnp.dtype
+    stacks: Sequence[jax.Array], largest: jax.Array, n: int, dtype: jnp.dtype, held: Whole
 ) -> tuple[list[jax.Array], jax.Array]:
     """Returns the stacks in `dtype`, with entries of at most n^-¼, and what they are times.
 
@@ -35,14 +35,21 @@ def scale_down(
         largest: the largest entry of each of their matrices.
         n: the larger size of the matrices.
         dtype: of the products.
+        held: as for `iterate`.
     """
     narrow = min(dtype, stacks[0].dtype, key=lambda dtype: jnp.finfo(dtype).nmant)
     rounded = functools.partial(_rounded, dtype=narrow)
     first, second = powers_of_two(rounded(largest), -(-_log2(n) // 4))
     # Each stack by itself, for XLA to make it part of the pass that computes the stack.
     factors = split_apart([f[..., None, None] for f in (first, second)], stacks)
-    scaled = [(rounded(x) * f * g).astype(dtype) for x, f, g in zip(stacks, *factors, strict=True)]
-    return scaled, first * second
+
+    def scale(x, f, g):
+        def function(x):
+            return (rounded(x) * f * g).astype(dtype)
+
+        return _words.elementwise(function, x) if held.is_alone else function(x)
+
+    return [*map(scale, stacks, *factors)], first * second
 
 
 def iterate(
@@ -66,7 +73,7 @@ def iterate(
         recipe, method, eps, eps_mode, preconditioning: as for `newton_schulz`, resolved.
     """
     rows, cols = x.shape[-2:]
-    x = _padded(x, held.implementation)
+    x = _padded(x, held)
     with _precision.context(x.dtype, full=isinstance(recipe, Schedule) or recipe.diverging):
         if isinstance(recipe, Schedule):
             steps = recipe.steps_in(x.dtype)
@@ -75,7 +82,7 @@ def iterate(
             x = _gram.run(x, recipe, eps, eps_mode, scale, preconditioning, _log2(n), held)
         else:
             x = _run_quintics(x, recipe, eps, eps_mode, scale, preconditioning, _log2(n), held)
-    return x[..., :rows, :cols]
+    return _words.cut(x, rows, cols) if held.is_alone else x[..., :rows, :cols]
 
 
 def join(stacks: Sequence[jax.Array]) -> jax.Array:
@@ -193,7 +200,7 @@ def _run_quintics(x, quintics, eps, eps_mode, scale, preconditioning, log2_n, he
     return x
 
 
-def _padded(x, implementation):
+def _padded(x, held):
     """Adds rows and columns of zeros, which no step changes, in the pass that scales x.
 
     Sizes become multiples of 64 for the kernel that needs those, of 8 for others: matrix units load
@@ -204,8 +211,10 @@ def _padded(x, implementation):
         return tuple(size + -size % multiple for size in x.shape[-2:])
 
     operand = jax.ShapeDtypeStruct((*x.shape[:-2], *sizes(64)), x.dtype)
-    chosen = implementation or select_implementation(operand).implementation
+    chosen = held.implementation or select_implementation(operand).implementation
     m, n = sizes(64 if chosen == "mosaic_gpu" else 8)
+    if held.is_alone:
+        return _words.pad(x, m - x.shape[-2], n - x.shape[-1])
     width = math.gcd(x.shape[-1], 8)
     x = x.reshape(*x.shape[:-1], x.shape[-1] // width, width)
     rows, cols = (0, m - x.shape[-3]), (0, n // width - x.shape[-2])

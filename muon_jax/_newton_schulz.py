@@ -185,7 +185,7 @@ def orthogonalize(
 def _run(stacks, recipe, form, eps, eps_mode, preconditioning, held):
     """The iteration in that form, on all stacks as one."""
     n = max(stacks[0].shape[-2:])
-    scaled, scale = _iteration.scale_down(stacks, largest_entries(stacks), n, form.dtype)
+    scaled, scale = _iteration.scale_down(stacks, largest_entries(stacks), n, form.dtype, held)
     x = _iteration.join(scaled)
     x = _iteration.iterate(x, recipe, form.method, eps, eps_mode, scale, preconditioning, n, held)
     return [

@@ -24,6 +24,11 @@ class Whole:
     implementation: str | None
     out_dtype: jnp.dtype | None = None
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether X is read from memory as it is, and the result stored as it is."""
+        return self.out_dtype is not None
+
     def gram(
         self,
         x: jax.Array,
