@@ -74,8 +74,9 @@ def with_metrics(
 
     def of_state(gradients, updates, state):
         mu = _only(state, MuonState).mu
-        mesh, _, _, shapes = _sharding.resolve(mu, shardings)
-        for (path, x), whole in zip(jax.tree.leaves_with_path(mu), shapes, strict=True):
+        gradients, updates = (_where_not_masked(mu, tree) for tree in (gradients, updates))
+        mesh, _, _, shapes = _sharding.resolve(gradients, shardings)
+        for (path, x), whole in zip(jax.tree.leaves_with_path(gradients), shapes, strict=True):
             if x.shape != whole.shape:
                 raise NotImplementedError(
                     "with_metrics in a shard_map needs whole parameters, got"
@@ -85,7 +86,7 @@ def with_metrics(
         run = measure
         if AxisType.Explicit in mesh.axis_types:
             run = jax.sharding.auto_axes(run, out_sharding=NamedSharding(mesh, PartitionSpec()))
-        return run(_where_not_masked(mu, gradients), _where_not_masked(mu, updates), mu)
+        return run(gradients, updates, mu)
 
     def init_fn(params):
         state = wrapped.init(params)

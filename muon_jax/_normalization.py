@@ -161,8 +161,10 @@ def norm_of_any_size(
         x: the entries.
         largest, total: make max |x| and Σ, in shapes that broadcast to x's.
     """
-    first, second = powers_of_two(largest(x), 0)
-    return jnp.sqrt(total(jnp.abs(x * first * second) ** 2)) / first / second
+    most = largest(x)
+    mantissa, _ = jnp.frexp(most)
+    power = over(most, 4 * mantissa)  # of two: quotients are exact, and 1/power is in range
+    return power * jnp.sqrt(total(jnp.abs(over(x, power)) ** 2))
 
 
 def over(x: jax.Array, y: jax.Array) -> jax.Array:
