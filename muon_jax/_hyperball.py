@@ -34,7 +34,8 @@ def scale_to_param_norm(
     Raises:
         ValueError: `update` got no `params`, a parameter is no matrix, or `shardings` is missing or
             wrong.
-        NotImplementedError: in a shard_map that divides a matrix.
+        NotImplementedError: on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an
+            axis apart elsewhere than its sharding; or the shard_map is over some axes of a mesh.
 
     References:
         MuonH in `levanter <https://github.com/marin-community/marin>`_.
@@ -62,7 +63,8 @@ def keep_param_norm(
     Raises:
         ValueError: `update` got no `params`, a parameter is no matrix, or `shardings` is missing or
             wrong.
-        NotImplementedError: in a shard_map that divides a matrix.
+        NotImplementedError: on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an
+            axis apart elsewhere than its sharding; or the shard_map is over some axes of a mesh.
     """
 
     def update(matrices, u, p):

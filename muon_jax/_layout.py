@@ -55,17 +55,17 @@ class Matrices(NamedTuple):
         return math.prod(self.layout[axis].size for axis in axes)
 
     def sum(self, x: jax.Array, axes: Sequence[int]) -> jax.Array:
-        """Σx along these axes, which are kept; x is divided like the array."""
+        """Σx along these axes, which keep the size 1; x is divided like the array."""
         return self._of_shards(jax.lax.psum, jnp.sum(x, axes, keepdims=True), axes)
 
     def largest(self, x: jax.Array) -> jax.Array:
-        """max |X| of each matrix, its axes kept, of an x likewise."""
+        """max |X| of each matrix of such an x, its axes kept."""
         axes = self.axes.reduction + self.axes.output
         shards = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0)
         return self._of_shards(jax.lax.pmax, shards, axes)
 
     def norm(self, x: jax.Array) -> jax.Array:
-        """‖X‖_F of each matrix, likewise, of entries too whose squares are out of range."""
+        """‖X‖_F of each matrix of such an x, its axes kept, of entries of any size."""
         axes = self.axes.reduction + self.axes.output
         return norm_of_any_size(x, self.largest, lambda x: self.sum(x, axes))
 
@@ -117,26 +117,29 @@ def _flatten(
     shape, i = tuple(axis.size for axis in layout), view.axis % x.ndim
     (*before, axis), after = layout[: i + 1], layout[i + 1 :]
 
-    def check(is_apart):
-        if not is_apart:
+    def require(fits):
+        if not fits:
             raise NotImplementedError(
                 f"{view} takes axis {i} apart where its sharding {spec} does not: shard another"
                 " axis, or call the optimizer on automatic mesh axes, outside any shard_map"
             )
 
     if isinstance(view, _views.Unfold):
-        first, *rest = view.shape(shape)[i : i + len(view.sizes)]
-        check(first % axis.pieces == 0)
-        local = first // axis.pieces if axis.mesh_axes else first
-        unfolded = x.reshape(*x.shape[:i], local, *rest, *x.shape[i + 1 :])
-        axes = (axis._replace(size=first), *map(Axis, rest))
+        sizes = view.shape(shape)[i : i + len(view.sizes)]
+        outer = next((j for j, size in enumerate(sizes) if size > 1), 0)
+        axes = [
+            axis._replace(size=size) if j == outer else Axis(size) for j, size in enumerate(sizes)
+        ]
+        require(all(new.size % new.pieces == 0 for new in axes))
+        local = [new.size // new.pieces if new.mesh_axes else new.size for new in axes]
+        unfolded = x.reshape(*x.shape[:i], *local, *x.shape[i + 1 :])
         matrices, join = _flatten(unfolded, view.view, (*before, *axes, *after), spec)
         return matrices, lambda arrays: join(arrays).reshape(x.shape)
 
     found, joins = [], []
     for part, inner in view.parts(shape):
         size = part.stop - part.start
-        check(axis.pieces == 1 or not (axis.mesh_axes or size % axis.pieces))
+        require(axis.pieces == 1 or not (axis.mesh_axes or size % axis.pieces))
         array = jax.lax.slice_in_dim(x, part.start, part.stop, axis=i)
         axes = (*before, axis._replace(size=size), *after)
         matrices, join = _flatten(array, inner, axes, spec)

@@ -51,7 +51,8 @@ def with_metrics(
     Raises:
         ValueError: the state has no `MuonState`, or several, or a parameter is no matrix, or
             `shardings` is missing or wrong.
-        NotImplementedError: in a shard_map that divides a parameter.
+        NotImplementedError: in a shard_map that divides a parameter, or that is over some axes of a
+            mesh only.
     """
     wrapped = optax.with_extra_args_support(transform)
 
@@ -83,10 +84,10 @@ def with_metrics(
                     f" {jax.tree_util.keystr(path)}, {x.shape} of {whole.shape}: call the optimizer"
                     " outside it"
                 )
-        run = measure
-        if AxisType.Explicit in mesh.axis_types:
-            run = jax.sharding.auto_axes(run, out_sharding=NamedSharding(mesh, PartitionSpec()))
-        return run(gradients, updates, mu)
+        if AxisType.Explicit not in mesh.axis_types:
+            return measure(gradients, updates, mu)
+        replicated = NamedSharding(mesh, PartitionSpec())
+        return jax.sharding.auto_axes(out_sharding=replicated)(measure)(gradients, updates, mu)
 
     def init_fn(params):
         state = wrapped.init(params)

@@ -60,7 +60,8 @@ def scale_by_normuon(
     Raises:
         ValueError: a parameter is no matrix, an unknown axis, `b2` is not in [0, 1), or `shardings`
             is missing or wrong.
-        NotImplementedError: in a shard_map that divides a matrix.
+        NotImplementedError: on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an
+            axis apart elsewhere than its sharding; or the shard_map is over some axes of a mesh.
 
     References:
         Li et al., `NorMuon: Making Muon more efficient and scalable

@@ -31,7 +31,7 @@ PARAMETERS = {
     "filters": ((3, 3, 8, 16), MuonDimensionNumbers((0, 1, 2), 3), P(None, None, "x", "y")),
     "heads": ((16, 8, 4), MuonDimensionNumbers(0, (1, 2)), P("x", "y")),
     "fused": ((16, 32), Split(-1, (16, 8, 8)), P(("x", "y"))),
-    "merged": ((16, 32), Unfold(-1, (-1, 4), MuonDimensionNumbers(-3, -1)), P("x", "y")),
+    "merged": ((16, 32), Unfold(-1, (1, -1, 4), MuonDimensionNumbers(-4, -1)), P("x", "y")),
 }
 SHAPES, VIEWS, SPECS = (
     dict(zip(PARAMETERS, each, strict=True)) for each in zip(*PARAMETERS.values(), strict=True)
@@ -112,7 +112,7 @@ def test_moments_are_sharded_like_their_neurons(kind):
         "filters": [((1, 1, 1, 16), P(None, None, None, "y"))],
         "heads": [((1, 8, 4), P(None, "y"))],
         "fused": [((1, size), P()) for size in (16, 8, 8)],
-        "merged": [((1, 8, 4), P(None, "y"))],
+        "merged": [((1, 1, 8, 4), P(None, None, "y"))],
     }
     for name, parts in expected.items():
         for moment, (shape, spec) in zip(state.nu[name], parts, strict=True):
