@@ -85,9 +85,10 @@ def flatten(
         NotImplementedError: a view takes apart an axis at other places than its sharding does, or
             some mesh axes are manual, others are not.
     """
-    mesh, kind, specs, shapes = _sharding.resolve(tree, shardings)
+    mesh, _, specs, shapes = _sharding.resolve(tree, shardings)
     leaves, treedef = jax.tree.flatten(tree)
-    if kind != AxisType.Manual:  # along automatic axes XLA takes any view
+    is_local = AxisType.Manual in mesh.axis_types and shardings is not None
+    if not is_local:  # along automatic axes XLA takes any view
         specs = [jax.typeof(x).sharding.spec for x in leaves]
     viewed = _views.of_leaves(views, tree)
     found, joins = [], []
@@ -95,7 +96,7 @@ def flatten(
         with _views.naming(name, whole.shape):
             entries = _sharding.entries(spec, x.ndim, mesh.shape)
             pieces = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]
-            mesh_axes = entries if kind == AxisType.Manual else [()] * x.ndim
+            mesh_axes = entries if is_local else [()] * x.ndim
             matrices, join = _flatten(x, view, (*map(Axis, whole.shape, pieces, mesh_axes),), spec)
         found.append(matrices)
         joins.append(join)

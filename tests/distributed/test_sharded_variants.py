@@ -1,6 +1,7 @@
 """NorMuon, fixed norms and metrics of sharded parameters, beside those of one device."""
 
 import functools
+import math
 
 import chex
 import jax
@@ -54,18 +55,17 @@ TRANSFORMS = {
     "muon": (of_muon(normuon_b2=0.9), MUONS),
     "nanogpt": (of_muon(preset="nanogpt"), MUONS),
 }
-each_kind = pytest.mark.parametrize("kind", AxisType)
-each_global_kind = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 
 
-def arrays(seed, shapes=SHAPES):
+def arrays(seed, names=PARAMETERS):
     rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal(shape).astype("f") for name, shape in shapes.items()}
+    return {name: rng.standard_normal(SHAPES[name]).astype("f") for name in names}
 
 
 def mesh_of(kind, sizes=(2, 4)):
     kind = AxisType.Auto if kind == AxisType.Manual else kind
-    return jax.make_mesh(sizes, ("x", "y"), axis_types=(kind,) * 2)
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, ("x", "y"), axis_types=(kind,) * 2, devices=devices)
 
 
 def shard(tree, mesh, specs):
@@ -89,7 +89,7 @@ def compile_updates(make, kind, mesh, specs, gradients, params):
     return compiled, compiled(gradients, params)
 
 
-@each_kind
+@pytest.mark.parametrize("kind", AxisType)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_updates_are_those_of_one_device_and_sums_alone_are_exchanged(kind, name):
     (make, allowed), mesh, trees = TRANSFORMS[name], mesh_of(kind), (arrays(0), arrays(1))
@@ -101,7 +101,7 @@ def test_updates_are_those_of_one_device_and_sums_alone_are_exchanged(kind, name
         assert update.sharding.is_equivalent_to(NamedSharding(mesh, SPECS[name]), update.ndim), name
 
 
-@each_global_kind
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_moments_are_sharded_like_their_neurons(kind):
     mesh = mesh_of(kind)
     state = scale_by_normuon(0.9, 1e-8, VIEWS).init(shard(arrays(0), mesh, SPECS))
@@ -118,6 +118,20 @@ def test_moments_are_sharded_like_their_neurons(kind):
         for moment, (shape, spec) in zip(state.nu[name], parts, strict=True):
             assert moment.shape == shape and moment.dtype == jnp.float32
             assert moment.sharding.is_equivalent_to(NamedSharding(mesh, spec), len(shape)), name
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (1, 1)])
+def test_moments_of_a_shard_map_vary_with_their_neurons_alone(sizes):
+    mesh, spec = mesh_of(AxisType.Manual, sizes), P("x", "y")
+
+    def moments(x, **kwargs):
+        transform = scale_by_normuon(**kwargs)
+        return transform.update(x, transform.init(x))[1].nu
+
+    run = functools.partial(moments, shardings=spec)
+    run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=P(None, "y"))
+    x = arrays(0)["plain"]
+    chex.assert_trees_all_close(jax.jit(run)(x), moments(x), rtol=1e-5)
 
 
 def measured(gradients, params, **kwargs):
@@ -141,7 +155,7 @@ LONG = {"experts": P("x", "y"), "filters": P(None, None, ("x", "y"))}  # the sho
     ],
 )
 def test_metrics_of_sharded_parameters(kind, specs, allowed):
-    trees = [{name: arrays(seed)[name] for name in specs} for seed in range(2)]
+    trees = [arrays(seed, specs) for seed in range(2)]
     sharded = [shard(tree, mesh_of(kind), specs) for tree in trees]
     compiled = jax.jit(measured).lower(*sharded).compile()
     assert {*collectives(compiled)} == allowed
@@ -151,7 +165,7 @@ def test_metrics_of_sharded_parameters(kind, specs, allowed):
 
 
 def test_metrics_in_a_shard_map_are_of_whole_parameters():
-    trees = [{"plain": arrays(seed)["plain"]} for seed in range(2)]
+    trees = [arrays(seed, ["plain"]) for seed in range(2)]
 
     def run(spec, **kwargs):
         function = functools.partial(measured, **kwargs)
@@ -159,9 +173,7 @@ def test_metrics_in_a_shard_map_are_of_whole_parameters():
         return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=P()))(*trees)
 
     chex.assert_trees_all_close(run(P(), shardings=P()), measured(*trees), rtol=1e-4)
-    with pytest.raises(
-        NotImplementedError, match=r"whole parameters, got \['plain'\], \(8, 32\) of"
-    ):
+    with pytest.raises(NotImplementedError, match=r"whole.*, got \['plain'\], \(8, 32\) of"):
         run(P("x"), shardings=P("x"))
     with pytest.raises(ValueError, match="pass shardings="):
         run(P())
@@ -169,26 +181,22 @@ def test_metrics_in_a_shard_map_are_of_whole_parameters():
 
 def test_norms_of_any_size_of_matrices_in_pieces():
     """Squares are beyond float32, and pieces are of different sizes."""
-    size = np.geomspace(1, 1e25, 32).astype("f")
-    gradients, params = ({"plain": arrays(seed)["plain"] * size} for seed in range(2))
-    make = functools.partial(scale_to_param_norm, None)
-    _, updates = compile_updates(
-        make, AxisType.Manual, mesh_of(AxisType.Manual), {"plain": P("x", "y")}, gradients, params
-    )
-    u, p = (np.float64(tree["plain"]) for tree in (gradients, params))
+    size, kind = np.geomspace(1, 1e25, 32).astype("f"), AxisType.Manual
+    trees = [{"plain": arrays(seed)["plain"] * size} for seed in range(2)]
+    specs = {"plain": P("x", "y")}
+    _, updates = compile_updates(scale_to_param_norm, kind, mesh_of(kind), specs, *trees)
+    u, p = (np.float64(tree["plain"]) for tree in trees)
     expected = u * np.linalg.norm(p) / np.linalg.norm(u)
     np.testing.assert_allclose(updates["plain"], expected, rtol=1e-5)
 
 
-UNEVEN = Split(-1, (18, 14))
-COARSE = Unfold(-1, (2, 16), MuonDimensionNumbers(-3, -1))
-
-
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Manual])
-@pytest.mark.parametrize("view", [UNEVEN, COARSE])
+@pytest.mark.parametrize(
+    "view", [Split(-1, (18, 14)), Unfold(-1, (2, 16), MuonDimensionNumbers(-3, -1))]
+)
 def test_an_axis_is_not_taken_apart_where_its_sharding_does_not(kind, view):
     make = functools.partial(keep_param_norm, {"plain": view})
-    trees = [{"plain": arrays(seed)["plain"]} for seed in range(2)]
+    trees = [arrays(seed, ["plain"]) for seed in range(2)]
     specs = {"plain": P("x", "y")}
     _, updates = compile_updates(make, kind, mesh_of(kind, (8, 1)), specs, *trees)
     chex.assert_trees_all_close(jax.device_get(updates), second_updates(make(), *trees), atol=2e-6)
