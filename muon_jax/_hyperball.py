@@ -1,10 +1,12 @@
 """Training on spheres: steps in proportion to a parameter's norm, which they keep."""
 
+import itertools
+
 import jax.numpy as jnp
 import optax
 
-from muon_jax import _sharding, _views
-from muon_jax._normalization import norm_of_any_size, over, wide
+from muon_jax import _layout, _sharding, _views
+from muon_jax._normalization import over, wide
 
 
 def scale_to_param_norm(
@@ -32,16 +34,17 @@ def scale_to_param_norm(
     Raises:
         ValueError: `update` got no `params`, a parameter is no matrix, or `shardings` is missing or
             wrong.
-        NotImplementedError: in a shard_map that divides a matrix.
+        NotImplementedError: on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an
+            axis apart elsewhere than its sharding; or the shard_map is over some axes of a mesh.
 
     References:
         MuonH in `levanter <https://github.com/marin-community/marin>`_.
     """
 
-    def update(u, p):
-        return norm_of_any_size(p) * over(u, norm_of_any_size(u))
+    def update(matrices, u, p):
+        return matrices.norm(p) * over(u, matrices.norm(u))
 
-    return _of_pairs(update, "scale_to_param_norm", weight_dimension_numbers, shardings)
+    return _of_pairs(update, weight_dimension_numbers, shardings)
 
 
 def keep_param_norm(
@@ -60,29 +63,27 @@ def keep_param_norm(
     Raises:
         ValueError: `update` got no `params`, a parameter is no matrix, or `shardings` is missing or
             wrong.
-        NotImplementedError: in a shard_map that divides a matrix.
+        NotImplementedError: on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an
+            axis apart elsewhere than its sharding; or the shard_map is over some axes of a mesh.
     """
 
-    def update(u, p):
-        norm = norm_of_any_size(p + u)
-        return jnp.where(norm == 0, 0, over(norm_of_any_size(p), norm) * (p + u) - p)
+    def update(matrices, u, p):
+        norm = matrices.norm(p + u)
+        return jnp.where(norm == 0, 0, over(matrices.norm(p), norm) * (p + u) - p)
 
-    return _of_pairs(update, "keep_param_norm", weight_dimension_numbers, shardings)
+    return _of_pairs(update, weight_dimension_numbers, shardings)
 
 
-def _of_pairs(function, name, views, shardings):
-    """A transformation that maps each stack of updates and that of parameters to new updates."""
+def _of_pairs(function, views, shardings):
+    """A transformation that maps updates, and parameters, of the same matrices to new updates."""
 
     def update_fn(updates, state, params=None):
         if params is None:
             raise ValueError("norms need the parameters: call update(updates, state, params)")
-        _sharding.check_whole(name, views, updates, shardings)
-        stacks, unflatten = _views.flatten(views, updates)
-        weights, _ = _views.flatten(views, params)
-
-        new = (
-            function(wide(u), wide(p)).astype(u.dtype) for u, p in zip(stacks, weights, strict=True)
-        )
+        of_updates, unflatten = _layout.flatten(views, updates, shardings)
+        of_params, _ = _layout.flatten(views, params, shardings)
+        pairs = zip(itertools.chain(*of_updates), itertools.chain(*of_params), strict=True)
+        new = (function(u, wide(u.array), wide(p.array)).astype(u.array.dtype) for u, p in pairs)
         return unflatten(new), state
 
     return optax.GradientTransformation(optax.init_empty_state, update_fn)

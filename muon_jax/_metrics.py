@@ -1,15 +1,17 @@
 """Diagnostics of Muon's matrices, computed with the updates and kept in the optimizer's state."""
 
+import collections
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import _views
-from muon_jax._matrix_axes import is_tall
+from muon_jax import _layout, _sharding, _views
 from muon_jax._momentum import MuonState, fill_missing
-from muon_jax._normalization import frobenius_norm, norm_of_any_size, over, wide
+from muon_jax._normalization import norm_of_any_size, over, wide
 
 POWER_ITERATIONS = 16
 
@@ -22,7 +24,9 @@ class MetricsState(NamedTuple):
 
 
 def with_metrics(
-    transform: optax.GradientTransformation, weight_dimension_numbers: _views.Views = None
+    transform: optax.GradientTransformation,
+    weight_dimension_numbers: _views.Views = None,
+    shardings: _sharding.Shardings = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps `scale_by_muon`, or a chain with it, so that the state holds metrics of each update.
 
@@ -42,41 +46,63 @@ def with_metrics(
     Args:
         transform: has one `MuonState` in its state.
         weight_dimension_numbers: as for `scale_by_muon`.
+        shardings: as for `scale_by_muon`; needed in a shard_map alone.
 
     Raises:
-        ValueError: the state has no `MuonState`, or several, or a parameter is no matrix.
+        ValueError: the state has no `MuonState`, or several, or a parameter is no matrix, or
+            `shardings` is missing or wrong.
+        NotImplementedError: in a shard_map that divides a parameter, or that is over some axes of a
+            mesh only.
     """
     wrapped = optax.with_extra_args_support(transform)
 
-    def measure(gradients, updates, state):
-        mu = _only(state, MuonState).mu
-        gradients, updates, momenta = (
-            _views.flatten(weight_dimension_numbers, _where_not_masked(mu, tree))[0]
-            for tree in (gradients, updates, mu)
-        )
-        groups: dict[str, list[int]] = {}
-        for i, stack in enumerate(gradients):
-            groups.setdefault("{}x{}".format(*stack.shape[1:]), []).append(i)
+    def measure(*trees, places):
+        """The metrics of gradients, updates and momenta; equal leaves of a place go together."""
+        flat = [_layout.flatten(weight_dimension_numbers, tree, shardings)[0] for tree in trees]
+        groups = collections.defaultdict(lambda: collections.defaultdict(list))
+        for place, *leaf in zip(places, *flat, strict=True):
+            for matrices in zip(*leaf, strict=True):
+                x, axes, _ = matrices[0]
+                rows, cols = map(matrices[0].size, axes[1:])
+                groups[f"{rows}x{cols}"][place, axes, x.shape].append(matrices)
         values = {}
-        for shape, members in groups.items():
-            g, o, m = (
-                _wide(jnp.concatenate([stacks[i] for i in members]))
-                for stacks in (gradients, updates, momenta)
-            )
-            values[f"{shape}/gradient_norm"] = norm_of_any_size(g, axis=None).squeeze()
-            values[f"{shape}/update_rms"] = jnp.linalg.norm(o) / max(o.size, 1) ** 0.5
-            values[f"{shape}/orthogonality_residual"] = jnp.mean(_orthogonality_residual(o))
-            values[f"{shape}/stable_rank"] = jnp.mean(_stable_rank(m))
+        for shape, by_layout in groups.items():
+            stacks = [[*map(_layout.stack, zip(*each, strict=True))] for each in by_layout.values()]
+            g, o, m = zip(*stacks, strict=True)
+            entries = sum(x.array.size for x in o)
+            values[f"{shape}/gradient_norm"] = _norm([x.array for x in g])
+            values[f"{shape}/update_rms"] = _norm([x.array for x in o]) / max(entries, 1) ** 0.5
+            values[f"{shape}/orthogonality_residual"] = _mean(_orthogonality_residual, o)
+            values[f"{shape}/stable_rank"] = _mean(_stable_rank, m)
         return {name: value.astype(jnp.float32) for name, value in values.items()}
+
+    def of_state(gradients, updates, state):
+        mu = _only(state, MuonState).mu
+        gradients, updates = (_where_not_masked(mu, tree) for tree in (gradients, updates))
+        mesh, kind, specs, shapes = _sharding.resolve(gradients, shardings)
+        for (path, x), whole in zip(jax.tree.leaves_with_path(gradients), shapes, strict=True):
+            if x.shape != whole.shape:
+                raise NotImplementedError(
+                    "with_metrics in a shard_map needs whole parameters, got"
+                    f" {jax.tree_util.keystr(path)}, {x.shape} of {whole.shape}: call the optimizer"
+                    " outside it"
+                )
+        # Along automatic axes nothing says which of them are divided alike.
+        unknown = range(len(shapes)) if kind == AxisType.Auto else [None] * len(shapes)
+        of_places = functools.partial(measure, places=specs or unknown)
+        if AxisType.Explicit not in mesh.axis_types:
+            return of_places(gradients, updates, mu)
+        replicated = NamedSharding(mesh, PartitionSpec())
+        return jax.sharding.auto_axes(out_sharding=replicated)(of_places)(gradients, updates, mu)
 
     def init_fn(params):
         state = wrapped.init(params)
-        shapes = jax.eval_shape(measure, params, params, state)
+        shapes = jax.eval_shape(of_state, params, params, state)
         return MetricsState(state, {name: jnp.zeros([], jnp.float32) for name in shapes})
 
     def update_fn(updates, state, params=None, **extra_args):
         new_updates, inner = wrapped.update(updates, state.inner, params, **extra_args)
-        return new_updates, MetricsState(inner, measure(updates, new_updates, inner))
+        return new_updates, MetricsState(inner, of_state(updates, new_updates, inner))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -112,28 +138,51 @@ def _where_not_masked(mu, tree):
     return jax.tree.map(lambda m, x: m if is_masked(m) else x, mu, tree, is_leaf=is_masked)
 
 
-def _wide(x):
-    """The matrices in float32 or wider, with m ≤ n."""
-    return wide(x.mT if is_tall(x) else x)
+def _norm(arrays):
+    """‖·‖ of arrays together, of entries too whose squares are out of range."""
+
+    def largest(x):
+        return jnp.max(jnp.abs(x), initial=0)
+
+    norms = jnp.stack([norm_of_any_size(wide(x), largest, jnp.sum) for x in arrays])
+    return norm_of_any_size(norms, largest, jnp.sum)
 
 
-def _orthogonality_residual(x):
-    """‖XXᵀ - I‖_F/√m of each matrix (m, n) of a stack."""
-    gram = jnp.matmul(x, x.mT.conj(), precision="highest")
-    return frobenius_norm(gram - jnp.eye(x.shape[-2])[None]) / max(x.shape[-2], 1) ** 0.5
+def _mean(function, arrays):
+    """The mean of `function` over the matrices of several arrays."""
+    count = sum(x.size(x.axes.batch) for x in arrays)
+    return sum(jnp.sum(function(x)) for x in arrays) / max(count, 1)
 
 
-def _stable_rank(x):
-    """‖X‖_F²/‖X‖₂² of each matrix (m, n) of a stack, 0 for zeros."""
-    x = over(x, jnp.max(jnp.abs(x), (-2, -1), keepdims=True, initial=0))  # with finite squares
+def _orthogonality_residual(o):
+    """‖OOᵀ - I‖_F/√m of each matrix (m, n), or of its transpose where it is tall."""
+    x, (short, _), batch = wide(o.array), o.sides, o.axes.batch
+    first = [*range(x.ndim)]
+    second = [axis + x.ndim if axis in short else axis for axis in first]
+    of_gram = [*batch, *short, *(second[axis] for axis in short)]
+    gram = jnp.einsum(x, first, x.conj(), second, of_gram, precision="highest")
+    m, sizes = o.size(short), gram.shape[len(batch) :]
+    squares = jnp.abs(gram - jnp.eye(m).reshape(sizes)) ** 2
+    return jnp.sqrt(jnp.sum(squares, range(len(batch), gram.ndim)) / max(m, 1))
+
+
+def _stable_rank(m):
+    """‖M‖_F²/‖M‖₂² of each matrix, 0 for zeros."""
+    x, (short, long) = wide(m.array), m.sides
+    x = over(x, m.largest(x))  # with finite squares
+
+    def image(vector):
+        return m.sum(x.conj() * vector, short)
+
+    def length(vector):
+        return jnp.sqrt(m.sum(jnp.abs(vector) ** 2, short + long))
 
     def iterate(_, vector):
-        image = jnp.matmul(x.mT.conj(), vector, precision="highest")
-        vector = jnp.matmul(x, image, precision="highest")
-        return over(vector, frobenius_norm(vector))
+        vector = m.sum(x * image(vector), long)
+        return over(vector, length(vector))
 
-    start = jax.random.normal(jax.random.key(0), (x.shape[-2], 1), x.dtype)
-    start = jnp.broadcast_to(start / frobenius_norm(start), (*x.shape[:-1], 1))
+    sizes = [size if axis in short else 1 for axis, size in enumerate(x.shape)]
+    start = jax.random.normal(jax.random.key(0), sizes, x.dtype)
+    start = start / length(start) + jnp.zeros_like(m.sum(x, long))
     vector = jax.lax.fori_loop(0, POWER_ITERATIONS, iterate, start)
-    largest = frobenius_norm(jnp.matmul(x.mT.conj(), vector, precision="highest"))
-    return over(frobenius_norm(x), largest) ** 2
+    return over(length(x), length(image(vector))) ** 2

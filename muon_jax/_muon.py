@@ -155,7 +155,7 @@ def muon(
             parameter is no matrix, `ns_dtype` is one that the composed schedule is unsafe in, or
             `shardings` is missing or wrong. Or a preset came with a value for every argument, as
             `optax.inject_hyperparams` passes them.
-        NotImplementedError: the named implementation cannot run here.
+        NotImplementedError: the named implementation cannot run here; or see `scale_by_normuon`.
 
     References:
         Jordan et al., `Muon: an optimizer for hidden layers in neural networks

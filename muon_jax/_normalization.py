@@ -150,16 +150,21 @@ def wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def frobenius_norm(x: jax.Array) -> jax.Array:
-    """‖X‖_F of each matrix of a stack, as `(…, 1, 1)`."""
-    return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+def norm_of_any_size(
+    x: jax.Array,
+    largest: Callable[[jax.Array], jax.Array],
+    total: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """√Σ|x|², of entries too whose squares are out of range.
 
-
-def norm_of_any_size(x: jax.Array, axis: tuple[int, ...] | None = (-2, -1)) -> jax.Array:
-    """‖X‖_F, the summed axes kept, of entries too whose squares are out of range."""
-    first, second = powers_of_two(jnp.max(jnp.abs(x), axis, keepdims=True, initial=0), 0)
-    squares = jnp.abs(x * first * second) ** 2
-    return jnp.sqrt(jnp.sum(squares, axis, keepdims=True)) / first / second
+    Args:
+        x: the entries.
+        largest, total: make max |x| and Σ, in shapes that broadcast to x's.
+    """
+    most = largest(x)
+    mantissa, _ = jnp.frexp(most)
+    power = over(most, 4 * mantissa)  # of two: quotients are exact, and 1/power is in range
+    return power * jnp.sqrt(total(jnp.abs(over(x, power)) ** 2))
 
 
 def over(x: jax.Array, y: jax.Array) -> jax.Array:

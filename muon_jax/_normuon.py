@@ -1,14 +1,14 @@
 """NorMuon: each neuron's share of the orthogonalized update, divided by its size over time."""
 
+import itertools
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax import _options, _sharding, _views
-from muon_jax._matrix_axes import is_tall
-from muon_jax._normalization import frobenius_norm, over, wide
+from muon_jax import _layout, _options, _sharding, _views
+from muon_jax._normalization import over, wide
 
 type Averaged = Literal["fan_in", "shorter"]
 
@@ -16,9 +16,9 @@ type Averaged = Literal["fan_in", "shorter"]
 class NorMuonState(NamedTuple):
     """State of `scale_by_normuon`.
 
-    At each parameter of the tree `nu` the second moments of its neurons, float32: a list of arrays
-    `(batch, 1, fan_out)`, with one for each part of a `Split`. `(batch, fan_in, 1)` where the
-    columns are averaged over.
+    At each parameter of the tree `nu` the second moments of its neurons, float32: a list of arrays,
+    with one for each part of a `Split`, of the parameter's shape (unfolded by an `Unfold`) but for
+    the averaged axes, whose size is 1.
     """
 
     nu: Any
@@ -40,7 +40,8 @@ def scale_by_normuon(
         N = O / (√V + eps),
         O <- N·‖O‖/‖N‖,
 
-    so that the Frobenius norm ‖O‖ stays what it was, and zeros stay zeros. Computed in float32.
+    so that the Frobenius norm ‖O‖ stays what it was, and zeros stay zeros. Computed in float32, on
+    each device of its own part of O: they exchange sums alone.
 
     This is the form of `microsoft/dion <https://github.com/microsoft/dion>`_. The paper instead
     fixes the norm, 0.2·√(fan_in·fan_out). modded-nanogpt and Emerging-Optimizers average over the
@@ -59,7 +60,8 @@ def scale_by_normuon(
     Raises:
         ValueError: a parameter is no matrix, an unknown axis, `b2` is not in [0, 1), or `shardings`
             is missing or wrong.
-        NotImplementedError: in a shard_map that divides a matrix.
+        NotImplementedError: on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an
+            axis apart elsewhere than its sharding; or the shard_map is over some axes of a mesh.
 
     References:
         Li et al., `NorMuon: Making Muon more efficient and scalable
@@ -68,31 +70,36 @@ def scale_by_normuon(
     _options.check("averaged", averaged, Averaged)
     _options.check_number("b2", b2, below=1)
 
-    def mean(x):
-        axis = -1 if averaged == "shorter" and is_tall(x) else -2
-        return jnp.mean(x, axis, keepdims=True)
+    def axes_of(o):
+        """The axes of the mean, and those of the neurons."""
+        return o.sides if averaged == "shorter" else (o.axes.reduction, o.axes.output)
+
+    def mean_square(o):
+        axes, _ = axes_of(o)
+        return o.sum(jnp.abs(wide(o.array)) ** 2, axes) / max(o.size(axes), 1)
 
     def init_fn(params):
-        moments = [
-            [jnp.zeros_like(mean(x), jnp.float32) for x in stacks]
-            for stacks in _views.to_stacks_of_leaves(weight_dimension_numbers, params)
-        ]
-        return NorMuonState(jax.tree.structure(params).unflatten(moments))
+        matrices, _ = _layout.flatten(weight_dimension_numbers, params, shardings)
+        nu = [[jnp.zeros_like(mean_square(o), jnp.float32) for o in parts] for parts in matrices]
+        return NorMuonState(jax.tree.structure(params).unflatten(nu))
 
     def update_fn(updates, state, params=None):
         del params
 
-        def normalize(update, moment):
-            o = wide(update)
-            moment = b2 * moment + (1 - b2) * mean(jnp.abs(o) ** 2)
-            normalized = o / (jnp.sqrt(moment) + eps)
-            scale = over(frobenius_norm(o), frobenius_norm(normalized))
-            return (scale * normalized).astype(update.dtype), moment.astype(jnp.float32)
+        def normalize(o, moment):
+            square = mean_square(o)
+            moment = b2 * moment + (1 - b2) * square
+            denominator = jnp.sqrt(moment) + eps
+            _, neurons = axes_of(o)
+            norm = jnp.sqrt(o.sum(square, neurons))
+            normalized = jnp.sqrt(o.sum((jnp.sqrt(square) / denominator) ** 2, neurons))
+            scaled = wide(o.array) * (over(norm, normalized) / denominator)
+            return scaled.astype(o.array.dtype), moment.astype(jnp.float32)
 
-        _sharding.check_whole("NorMuon", weight_dimension_numbers, updates, shardings)
-        stacks, unflatten = _views.flatten(weight_dimension_numbers, updates)
+        matrices, unflatten = _layout.flatten(weight_dimension_numbers, updates, shardings)
         moments, treedef = jax.tree.flatten(state.nu)
-        pairs = [normalize(*pair) for pair in zip(stacks, moments, strict=True)]
+        every = itertools.chain(*matrices)
+        pairs = [normalize(*pair) for pair in zip(every, moments, strict=True)]
         return unflatten(o for o, _ in pairs), NorMuonState(treedef.unflatten(v for _, v in pairs))
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -167,21 +167,12 @@ def placed(leaf: Leaf, spec: jax.sharding.PartitionSpec, mesh: Mapping[str, int]
     Raises:
         ValueError: `spec` has an axis that the mesh lacks, one twice, or one that does not fit.
     """
-    entries = [_sharding.names(entry) for entry in spec]
-    entries += [()] * (len(leaf.whole) - len(entries))
-    where = f"the parameter {leaf.name} of shape {leaf.whole}"
-    if len(entries) > len(leaf.whole) or any(axis not in mesh for e in entries for axis in e):
-        raise ValueError(
-            f"{where}: its sharding {spec} must name axes of the mesh {dict(mesh)} for at most"
-            f" {len(leaf.whole)} axes"
-        )
-    named = _sharding.axes_of(spec)
-    if len({*named}) < len(named):
-        raise ValueError(f"{where}: its sharding {spec} must name each mesh axis once")
-    axes = [tuple(axis for axis in entry if mesh[axis] > 1) for entry in entries]
-    cuts = [math.prod(mesh[axis] for axis in entry) for entry in axes]
-    if any(size % cut for size, cut in zip(leaf.whole, cuts, strict=True)):
-        raise ValueError(f"{where}: {spec} does not divide it evenly on the mesh {dict(mesh)}")
+    with _views.naming(leaf.name, leaf.whole):
+        entries = _sharding.entries(spec, len(leaf.whole), mesh)
+        axes = [tuple(axis for axis in entry if mesh[axis] > 1) for entry in entries]
+        cuts = [math.prod(mesh[axis] for axis in entry) for entry in axes]
+        if any(size % cut for size, cut in zip(leaf.whole, cuts, strict=True)):
+            raise ValueError(f"{spec} does not divide it evenly on the mesh {dict(mesh)}")
     return dataclasses.replace(
         leaf,
         axes=tuple(() if i in leaf.batch else entry for i, entry in enumerate(axes)),

@@ -6,7 +6,7 @@ what.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +46,23 @@ def names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
     """Returns the mesh axes of a PartitionSpec."""
     return sum(map(names, spec), ())
+
+
+def entries(spec: PartitionSpec, ndim: int, mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Returns the axes of the mesh that divide each axis of an array of rank `ndim`.
+
+    Raises:
+        ValueError: `spec` has an axis that the mesh lacks, one twice, or too many entries.
+    """
+    of_axes = [names(entry) for entry in spec] + [()] * (ndim - len(spec))
+    named = axes_of(spec)
+    if len(spec) > ndim or any(axis not in mesh for axis in named):
+        raise ValueError(
+            f"its sharding {spec} must name axes of the mesh {dict(mesh)} for at most {ndim} axes"
+        )
+    if len({*named}) < len(named):
+        raise ValueError(f"its sharding {spec} must name each mesh axis once")
+    return of_axes
 
 
 def spec_of(sharding: PartitionSpec | NamedSharding) -> PartitionSpec:
@@ -206,26 +223,6 @@ def distinct_keys(keys: list[jax.Array], tree: Any, shardings: Shardings) -> lis
         jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
         for key, axes in zip(keys, map(axes_of, specs), strict=True)
     ]
-
-
-def check_whole(what: str, views: _views.Views, tree: Any, shardings: Shardings) -> None:
-    """Checks that in a shard_map all matrices of `tree` are whole on a device, which `what` needs.
-
-    Raises:
-        ValueError: the sharding is not known, or does not fit the parameters.
-        NotImplementedError: a matrix is divided, or some mesh axes are manual, others are not.
-    """
-    _, kind, specs, _ = resolve(tree, shardings)
-    if kind != AxisType.Manual:
-        return
-    viewed = zip(jax.tree.leaves(tree), _views.of_leaves(views, tree), specs, strict=True)
-    for x, (name, view), spec in viewed:
-        batch = _views.batch_axes(view, x.ndim)
-        if any(names(entry) for axis, entry in enumerate(spec) if axis not in batch):
-            raise NotImplementedError(
-                f"{what} in a shard_map needs whole matrices, but the parameter {name} is sharded"
-                f" as {spec}: call the optimizer outside it, on a mesh with automatic axes"
-            )
 
 
 def _check_types(tree, specs):

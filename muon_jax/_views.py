@@ -229,26 +229,13 @@ def of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
     return found
 
 
-def to_stacks_of_leaves(views: Views, tree: Any) -> list[list[jax.Array]]:
-    """Returns for each leaf of `tree` its stacks `(batch, rows, cols)`.
-
-    Raises:
-        ValueError: a leaf has no view, or one that does not fit.
-    """
-    stacks = []
-    for leaf, (name, view) in zip(jax.tree.leaves(tree), of_leaves(views, tree), strict=True):
-        with naming(name, leaf.shape):
-            stacks.append(to_stacks(leaf, view))
-    return stacks
-
-
 @contextlib.contextmanager
 def naming(name: str, shape: tuple[int, ...]) -> Iterator[None]:
-    """A context in which a ValueError comes to name the parameter that it is about."""
+    """A context in which errors come to name the parameter that they are about."""
     try:
         yield
-    except ValueError as error:
-        raise ValueError(f"the parameter {name} of shape {shape}: {error}") from error
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(f"the parameter {name} of shape {shape}: {error}") from error
 
 
 def stacked(view: View) -> View:
@@ -269,6 +256,10 @@ def flatten(
     """
     leaves, treedef = jax.tree.flatten(tree)
     viewed = of_leaves(views, tree)
+    flat = []
+    for leaf, (name, view) in zip(leaves, viewed, strict=True):
+        with naming(name, leaf.shape):
+            flat += to_stacks(leaf, view)
 
     def unflatten(stacks):
         stacks = iter(stacks)
@@ -277,7 +268,7 @@ def flatten(
             for leaf, (_, view) in zip(leaves, viewed, strict=True)
         )
 
-    return [*itertools.chain(*to_stacks_of_leaves(views, tree))], unflatten
+    return flat, unflatten
 
 
 def _broadcast(views, tree):

@@ -25,7 +25,6 @@ from muon_jax import (
     MuonDimensionNumbers,
     _sources,
     explain,
-    keep_param_norm,
     muon,
     newton_schulz,
     scale_by_muon,
@@ -174,33 +173,6 @@ def test_dual_norms_are_those_of_whole_parameters(spec):
     mesh = mesh_of(AxisType.Auto)
     run = jax.shard_map(update, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     chex.assert_trees_all_close(jax.jit(run)(params), update(params), atol=1e-4)
-
-
-@pytest.mark.parametrize("what", ["NorMuon", "keep_param_norm"])
-def test_norms_in_a_shard_map_need_whole_matrices(what):
-    mesh = mesh_of(AxisType.Auto)
-    params = {"stack": jnp.asarray(np.random.default_rng(0).standard_normal((8, 16, 32)), "f")}
-    views = MuonDimensionNumbers(-2, -1)
-
-    def run(spec):
-        kwargs = {"ns_dtype": "float32", "shardings": spec}
-        if what == "NorMuon":
-            transform = muon(1.0, muon_weight_dimension_numbers=views, normuon_b2=0.9, **kwargs)
-        else:
-            transform = optax.chain(
-                scale_by_muon(weight_dimension_numbers=views, **kwargs),
-                keep_param_norm(views, spec),
-            )
-
-        def update(params):
-            return transform.update(params, transform.init(params), params)[0]
-
-        return update, jax.jit(jax.shard_map(update, mesh=mesh, in_specs=spec, out_specs=spec))
-
-    update, sharded = run(PartitionSpec("fsdp"))
-    chex.assert_trees_all_close(sharded(params), update(params), atol=1e-5)
-    with pytest.raises(NotImplementedError, match=rf"{what}.*\['stack'\] is sharded as .*'fsdp'"):
-        run(PartitionSpec(None, "fsdp"))[1](params)
 
 
 class Layer(nn.Module):
