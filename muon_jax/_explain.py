@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding
 from muon_jax import (
     _coefficients,
     _describe,
-    _distributed,
     _distributed_gram,
     _form,
+    _plan,
     _sharding,
     _views,
 )
@@ -118,7 +118,8 @@ def explain(
     assigned = _views.assign(given["muon_weight_dimension_numbers"], params)
     views = treedef.unflatten(assigned)
     matrices = treedef.unflatten(  # as `scale_by_muon` gets them
-        optax.MaskedNode() if view is None else p for p, view in zip(leaves, assigned, strict=True)
+        optax.MaskedNode() if view is None or 0 in p.shape else p
+        for p, view in zip(leaves, assigned, strict=True)
     )
     placed = _stated(matrices) if shardings is None else _sharding.of_leaves(shardings, matrices)
     meshes = [s.mesh for s in placed if isinstance(s, NamedSharding)]
@@ -126,9 +127,9 @@ def explain(
     sizes = (mesh or meshes[0]).shape
     specs = [*map(_sharding.spec_of, placed)]
     # Not as it stands: a tree of parameters may be callable, and so is that of their views.
-    units = _distributed.units_of(lambda _: views, matrices)
-    forms = [_distributed.forms_of(leaf, keywords) for leaf in units]
-    plan = _distributed.make_plan(
+    units = _plan.units_of(lambda _: views, matrices)
+    forms = [_plan.forms_of(leaf, keywords) for leaf in units]
+    plan = _plan.make(
         units, specs, sizes, forms, given["max_group_bytes"], given["distributed_gram"]
     )
 

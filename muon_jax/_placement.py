@@ -199,7 +199,7 @@ def plan(
     local, groups = [], {}
     for item, wire in zip(leaves, wires, strict=True):
         axes = tuple((axis, size) for axis, size in mesh.items() if axis in sum(item.axes, ()))
-        if axes and 0 not in item.whole:
+        if axes:
             kinds = groups.setdefault((axes, jnp.dtype(wire), item.varying), {})
             kinds.setdefault(item.kind, []).append(item)
         else:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, by_role, muon, scale_by_muon
+from muon_jax import MuonDimensionNumbers, by_role, explain, muon, scale_by_muon
 from muon_jax._views import MATRICES
 from muon_jax.benchmarks._sharded import collectives
 
@@ -71,6 +71,8 @@ def test_matrices_without_elements():
     compiled, updates = helpers.compiled_update(grads, weight_dimension_numbers=lambda _: MATRICES)
     assert collectives(compiled) == {"all-to-all": 2}
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, grads)
+    (group,) = explain(grads, muon_weight_dimension_numbers=lambda _: MATRICES).groups
+    assert group.matrices == ((1, 16, 32),)
 
 
 def test_in_a_shard_map_roles_are_those_of_whole_parameters():
