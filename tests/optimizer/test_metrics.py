@@ -167,3 +167,12 @@ def test_errors_say_how_many_states_there_are():
     state = with_metrics(scale_by_muon()).init(params)
     with pytest.raises(ValueError, match="must hold one MetricsState, got 2"):
         metrics((state, state))
+
+
+def test_equal_matrices_share_a_loop():
+    def loops(count):
+        params = {str(i): jnp.ones((8, 16)) for i in range(count)}
+        transform = with_metrics(scale_by_muon())
+        return str(jax.make_jaxpr(transform.update)(params, transform.init(params))).count("scan[")
+
+    assert loops(4) == loops(1) == 1
