@@ -75,7 +75,7 @@ def _run(bucket, sent, mapped) -> jax.Array:
     for chunk, pieces in zip(bucket.chunks, received, strict=True):
         positions.append((jax.lax.axis_index(names) - chunk.first) % bucket.owners)
         stacks.append(_assemble(chunk, bucket, pieces, positions[-1]))
-    done = iter(mapped(stacks=[x.reshape(-1, *x.shape[2:]) for x in sum(stacks, [])]))
+    done = iter(mapped(stacks=[jax.lax.collapse(x, 0, 2) for x in sum(stacks, [])]))
     back = [
         _take_apart(chunk, bucket, [next(done).reshape(x.shape) for x in whole], position)
         for chunk, whole, position in zip(bucket.chunks, stacks, positions, strict=True)

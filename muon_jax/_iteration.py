@@ -47,7 +47,7 @@ def scale_down(
         def function(x):
             return (rounded(x) * f * g).astype(dtype)
 
-        return _words.elementwise(function, x) if held.is_alone else function(x)
+        return _words.elementwise(function, x) if _in_words(x, dtype, held) else function(x)
 
     return [*map(scale, stacks, *factors)], first * second
 
@@ -73,6 +73,8 @@ def iterate(
         recipe, method, eps, eps_mode, preconditioning: as for `newton_schulz`, resolved.
     """
     rows, cols = x.shape[-2:]
+    if _device.platform() == "cpu":  # or XLA merges a transpose and a product in a way it cannot do
+        x = jax.lax.optimization_barrier(x)
     x = _padded(x, held)
     with _precision.context(x.dtype, full=isinstance(recipe, Schedule) or recipe.diverging):
         if isinstance(recipe, Schedule):
@@ -82,7 +84,7 @@ def iterate(
             x = _gram.run(x, recipe, eps, eps_mode, scale, preconditioning, _log2(n), held)
         else:
             x = _run_quintics(x, recipe, eps, eps_mode, scale, preconditioning, _log2(n), held)
-    return _words.cut(x, rows, cols) if held.is_alone else x[..., :rows, :cols]
+    return _words.cut(x, rows, cols) if _in_words(x, x.dtype, held) else x[..., :rows, :cols]
 
 
 def join(stacks: Sequence[jax.Array]) -> jax.Array:
@@ -206,17 +208,27 @@ def _padded(x, held):
     Sizes become multiples of 64 for the kernel that needs those, of 8 for others: matrix units load
     16 bytes at a time. The columns are padded in eights, so that XLA, too, loads several at a time.
     """
-
-    def sizes(multiple):
-        return tuple(size + -size % multiple for size in x.shape[-2:])
-
-    operand = jax.ShapeDtypeStruct((*x.shape[:-2], *sizes(64)), x.dtype)
-    chosen = held.implementation or select_implementation(operand).implementation
-    m, n = sizes(64 if chosen == "mosaic_gpu" else 8)
-    if held.is_alone:
+    m, n = _sizes(x, 64 if _chosen(x, x.dtype, held) == "mosaic_gpu" else 8)
+    if _in_words(x, x.dtype, held):
         return _words.pad(x, m - x.shape[-2], n - x.shape[-1])
     width = math.gcd(x.shape[-1], 8)
     x = x.reshape(*x.shape[:-1], x.shape[-1] // width, width)
     rows, cols = (0, m - x.shape[-3]), (0, n // width - x.shape[-2])
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 3) + [rows, cols, (0, 0)])
     return x.reshape(*x.shape[:-2], n)
+
+
+def _in_words(x, dtype, held):
+    """Whether passes over X are of X alone, and kernels in `dtype` follow."""
+    return held.is_alone and _chosen(x, dtype, held) != "xla"
+
+
+def _chosen(x, dtype, held):
+    """The implementation of the products of X, once it is padded, in `dtype`."""
+    operand = jax.ShapeDtypeStruct((*x.shape[:-2], *_sizes(x, 64)), dtype)
+    return held.implementation or select_implementation(operand).implementation
+
+
+def _sizes(x, multiple):
+    """Those of the matrices, rounded up."""
+    return tuple(size + -size % multiple for size in x.shape[-2:])

@@ -11,7 +11,7 @@ import pytest
 
 import muon_jax._iteration
 import pallas_kernels
-from muon_jax import _coefficients, newton_schulz
+from muon_jax import _coefficients, _words, newton_schulz
 
 STANDARD = _coefficients.NAMED["standard"][0]
 DION = _coefficients.NAMED["dion"]
@@ -348,3 +348,26 @@ def test_the_implementation_is_obeyed_or_refused():
 def test_wrong_calls_say_what_was_wrong(call, message):
     with pytest.raises(ValueError, match=message):
         call(jnp.ones((8, 8)))
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (16, 8)])
+def test_a_transpose_and_the_iteration_compile_together(shape):
+    """XLA for CPUs would make them one product of bfloat16, which it cannot run."""
+    x = jax.random.normal(jax.random.key(0), shape)
+    np.testing.assert_array_equal(jax.jit(lambda x: newton_schulz(x.T))(x), newton_schulz(x.T))
+
+
+def test_only_kernels_take_words(monkeypatch):
+    """They have no derivative."""
+    elementwise, used = _words.elementwise, []
+    monkeypatch.setattr(_words, "elementwise", lambda *args: used.append(1) or elementwise(*args))
+    x = jnp.ones((512, 1024), jnp.bfloat16)
+    with helpers.described_gpu("H200"):
+        for implementation in ("mosaic_gpu", "triton", None):
+            jax.eval_shape(
+                lambda x, i=implementation: newton_schulz.__wrapped__(x, implementation=i), x
+            )
+        assert len(used) == 3
+        jax.eval_shape(lambda x: newton_schulz.__wrapped__(x, implementation="xla"), x)
+        jax.eval_shape(lambda x: newton_schulz.__wrapped__(x, dtype="float32"), x)
+    assert len(used) == 3
