@@ -19,6 +19,7 @@ class Route(NamedTuple):
 def route(name: str, shape: tuple[int, ...]) -> Route | None:
     """Returns the route of a parameter of this path, in lower case, None where nothing tells it."""
     name = re.sub(r"_\d+(?=/|$)", "", name)  # numbers that Flax appends
+    name = name.replace("~/", "")  # of Haiku
     for role, pattern, view_of in _ROLES:
         if re.search(rf"(^|/)({pattern})(/|$)", name):
             view = view_of(shape)
@@ -88,6 +89,16 @@ def _convolution(shape):
     return MuonDimensionNumbers(tuple(range(-rank, -1)), -1)
 
 
+def _pointwise(shape):
+    """One whose window is one, or a matrix."""
+    return MATRICES if len(shape) == 2 else _convolution(shape)
+
+
+def _embedding(shape):
+    """A table; of patches it is a convolution."""
+    return None if len(shape) < 4 else _convolution(shape)
+
+
 def _gate_of_experts(shape):
     """That of one perceptron, or of those of all experts."""
     return MATRICES if len(shape) == 3 else _gate(shape)
@@ -99,9 +110,18 @@ def _in_proj(shape):
 
 
 LEAF = "kernel|weights?|w"
-_MODEL = "(model|decoder|transformer|net|network)"
-# Of hidden layers, wherever they are.
+# Of networks, in which a layer may be the last.
+_MODEL = (
+    r"(\w*(model|module|net|network|mlp|cnn)|backbone|actor|critic|policy|generator|discriminator"
+    "|decoder|transformer)"
+)
+# Of hidden layers, wherever they are, and of any.
 _HIDDEN = r"(w_)?(up|down)(_proj)?|c_(fc|proj)|mlp\w*|fc_in|hidden\w*|w[io123]"
+_LAYER = r"dense|linear|fc\w*|proj\w*|mlp\w*|\w*conv\w*"
+_EMBEDDING = (
+    r"wte|embedding|(?!patch)\w*embed(der|ding|dings|s)?(_(layer|table))?|(\w*_)?embs?"
+    r"|embed_(?!patch)\w+|(\w+_)?(lookup|codebooks?|table)"
+)
 _INTO_HEADS = MuonDimensionNumbers(-3, (-2, -1))
 _OUT_OF_HEADS = MuonDimensionNumbers((-3, -2), -1)
 INTO_HEADS = Route("projection to heads", _INTO_HEADS)
@@ -109,17 +129,27 @@ OUT_OF_HEADS = Route("projection from heads", _OUT_OF_HEADS)
 
 # At the end of a path, there or before the name of an array, there or before any name.
 _LAST, _END, _NEAR = "(?=$)", rf"(?=(/({LEAF}))?$)", "(?=(/[^/]+)?$)"
+# Before what is no part of experts, though experts, or layers of them, contain it.
+_ALONE = r"(?!.*/(\w*att\w*|mha|query|key|value|[qkvo](_proj)?|\w*(conv|norm)\w*)(/|$))"
 
 # Role, regular expression of whole names in the path, and the view by the shape of one layer. The
 # first that matches decides.
 _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = (
     (
         "bias",
-        rf"(bias(es)?|\w*_bias){_NEAR}|(b[io]?\d*|b_(in|out|up|down|gate)|(?!\w*lora)\w+_b){_LAST}",
+        rf"(bias(es)?|\w*_bias){_END}|(b[io]?\d*|b_(in|out|up|down|gate)|(?!\w*lora)\w+_b){_LAST}",
         _adamw,
     ),
-    ("norm", rf"(\w*norm\w*|ln(_?\w)?|bn\d*|scale|gamma|beta){_NEAR}", _adamw),
-    ("token", r"(cls|class|mask|register|dist\w*)_?tokens?|cls|registers?", _adamw),
+    (
+        "norm",
+        rf"(\w*norm\w*|ln(_?\w)?|bn\d*)(?=(/(?!kernel$)[^/]+)?$)|(scale|gamma|beta){_LAST}",
+        _adamw,
+    ),
+    (
+        "token",
+        rf"(cls|class|mask|register|dist\w*)_?tokens?|(cls|registers?){_END}",
+        _adamw,
+    ),
     (
         "position",
         rf"(wpe|(abs_|rel(ative)?_)?pos(ition(?!_?wise)\w*)?(_?(emb\w*|enc\w*|table))?){_NEAR}",
@@ -127,14 +157,13 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
     ),
     (
         "embedding",
-        r"wte|embedding|(?!patch)\w*embed(der|ding|dings|s)?(_(layer|table))?|(\w*_)?embs?"
-        r"|embed_(?!patch)\w+|(\w+_)?(lookup|codebooks?|table)",
-        _adamw,
+        rf"({_EMBEDDING})({_NEAR}|(?=/(?!({_LAYER})/)[^/]+/({LEAF})$))",
+        _embedding,
     ),
     (
         "head",
-        r"(?!multi_?head)(\w+_)?head|classifier|\w*logits?\w*|\w*vocab\w*|predictions?|unembed\w*"
-        rf"|output_layer|readout|(scores?|qa_outputs?|regressor){_END}",
+        r"(?!multi_?head)(\w+_)?head|classifier|\w*logits?\w*|\w*vocab\w*|unembed\w*"
+        rf"|predictions?(?!/transform)|output_layer|readout|(scores?|qa_outputs?|regressor){_END}",
         _adamw,
     ),
     ("router", rf"\w*router\w*|(gating|switch|dispatch|\w*moe\w*/gate){_END}", _adamw),
@@ -143,15 +172,24 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
     ("fused gate and up", r"\w*(gate_up|up_gate)(_\w+)?|w13", _fused_gate),
     # Of a router, or of one expert; one vector for each expert, or one matrix.
     ("experts", rf"\w*experts?/(gate|wg){_END}", _gate_of_experts),
-    ("experts", rf"\w*experts?/(?!({LEAF}|{_HIDDEN})$)[^/]+{_LAST}", _of_rank(rank_3=MATRICES)),
-    ("experts", r"\w*experts?", _of_rank(rank_2=MATRICES, rank_3=MATRICES)),
-    ("experts", r"\w*moe\w*", _of_rank(rank_3=MATRICES)),
-    ("convolution", r"\w*conv\w*|patch\w*embed\w*/kernel", _convolution),
+    (
+        "experts",
+        rf"\w*experts?{_ALONE}/(?!({LEAF}|{_HIDDEN})$)[^/]+{_LAST}",
+        _of_rank(rank_3=MATRICES),
+    ),
+    ("experts", rf"\w*experts?{_ALONE}", _of_rank(rank_2=MATRICES, rank_3=MATRICES)),
+    (
+        "experts",
+        rf"\w*moe\w*{_ALONE}(?=(/[^/]+){{1,2}}$)",
+        _of_rank(rank_2=MATRICES, rank_3=MATRICES),
+    ),
+    ("convolution", rf"(\w*(pointwise|pw)_?conv\w*){_END}", _pointwise),
+    ("convolution", rf"\w*conv\w*{_END}|\w*embed\w*(/proj\w*)?/({LEAF})", _convolution),
     # A hidden layer or the output head: only the place says that.
-    ("unnamed", r"final\w*", _unknown),
+    ("unnamed", rf"^(?!.*/\d+/)(.*/)?final\w*|heads(/[^/]+)?{_END}", _unknown),
     (
         "unnamed",
-        rf"^({_MODEL}/)?((dense|linear|fc|layer|out|output)"
+        rf"^({_MODEL}/)*((dense|linear|fc|layer|out|output)"
         rf"(_out|_proj|_projection)?\d*|({CONTAINER}/)*\d+)/({LEAF})",
         _unknown,
     ),
@@ -174,6 +212,6 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
     ),
     ("gate", r"\w*gate|wg", _gate),
     ("matrix", rf"({_HIDDEN}){_END}", _of_rank(rank_2=MATRICES)),
-    ("unnamed", rf"^({_MODEL}/)?[^/]+{_END}", _unknown),
+    ("unnamed", rf"^({_MODEL}/)*[^/]+{_END}", _unknown),
     ("matrix", rf".*/({LEAF})|\w*proj|fc\w*|w_\w+", _of_rank(rank_2=MATRICES)),
 )

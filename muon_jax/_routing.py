@@ -62,7 +62,8 @@ def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
     if unclaimed:
         listed = ", ".join(f"{name} of shape {shape}" for name, shape in unclaimed)
         raise ValueError(
-            f"no rule knows the role of {listed}: pass rules={{r'^{unclaimed[0][0]}$': None}} for"
+            f"no rule knows the role of {listed}: pass rules={{r'^{re.escape(unclaimed[0][0])}$':"
+            " None} for"
             " AdamW, with a view in place of None for Muon, such as MuonDimensionNumbers(-2, -1),"
             " matrices in the last two axes"
         )
@@ -87,7 +88,7 @@ def routes(named: Sequence[tuple[str, tuple[int, ...]]], rules: Rules) -> list[R
         for name, _ in named
     ]
     stacked = _stacked(named)  # by all leaves, claimed by rules or not
-    told = _with_heads(named, stacked, [*map(_route, named, stacked)])
+    told = _with_heads(named, stacked, [*map(_route, _without_root(named), stacked)])
     return [route or other for route, other in zip(by_rule, told, strict=True)]
 
 
@@ -95,6 +96,14 @@ def _has_masked(tree):
     """Whether other optimizers' leaves were taken out of the tree."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     return any(isinstance(leaf, optax.MaskedNode) for leaf in leaves)
+
+
+def _without_root(named):
+    """The parameters without the name of the one module that has all, numbered by Flax."""
+    roots = {name.partition("/")[0] for name, _ in named}
+    if len(named) > 1 and len(roots) == 1 and re.search(r"_\d+$", *roots):
+        return [(name.partition("/")[2], shape) for name, shape in named]
+    return named
 
 
 def _route(leaf, stacked):
@@ -140,8 +149,9 @@ def _module(name):
 def _stacked(named):
     """How many axes of each parameter are layers, None where it is not a stack as it should be.
 
-    Below the container of a stack all parameters have as many layers. Where they have not, numbers
-    in the names of what it contains say that it is none.
+    Below the container of a stack all parameters have as many layers, and some are matrices of each
+    layer. Where that is not so, numbers in the names of what it contains say that it is none. What
+    all have in common may be the window of convolutions.
     """
     containers = [
         [name[: match.end()] for match in _STACK.finditer(name.lower())] for name, _ in named
@@ -153,13 +163,15 @@ def _stacked(named):
             if depth < len(names) and axes[i] is not None:
                 members[names[depth]].append(i)
         for container, inside in members.items():
-            sizes = {named[i][1][axes[i] :][:1] for i in inside}
-            if len(sizes) == 1 and () not in sizes:
+            shapes = [named[i][1][axes[i] :] for i in inside]
+            numbered = all(re.match(r"/\w+_\d+/", named[i][0][len(container) :]) for i in inside)
+            sizes = {shape[:1] for shape in shapes}
+            windows = all(len(shape) > 3 and shape[0] == shape[1] for shape in shapes)
+            layers = len(sizes) == 1 and () not in sizes and not windows
+            if layers and not (numbered and max(map(len, shapes)) < 3):
                 change = 1
-            elif all(re.match(r"/\w+_\d+/", named[i][0][len(container) :]) for i in inside):
-                change = 0
             else:
-                change = None
+                change = 0 if numbered else None
             for i in inside:
                 axes[i] = None if change is None else axes[i] + change
     return axes

@@ -1,6 +1,7 @@
 """Which parameters of real models are matrices, and the table that tells it."""
 
 import functools
+import re
 from collections import Counter
 
 import chex
@@ -137,6 +138,9 @@ def test_updates_follow_the_routes(name):
         assert is_adamw == (path not in matrices), path
 
 
+PATCHES = ("convolution", ((-4, -3, -2), -1))
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [
@@ -162,6 +166,30 @@ def test_updates_follow_the_routes(name):
         ("blocks/0/ssm/in_proj/kernel", (8, 40), ("input projection", MATRICES)),
         ("blocks/0/attn/in_proj/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
         ("blocks/0/proj_out/kernel", (8, 8), ("matrix", MATRICES)),
+        ("decoder/moe_layers_0/self_attention/wq_a/kernel", (8, 4), ("matrix", MATRICES)),
+        ("moe_gpt/blocks/0/attn/c_proj/kernel", (8, 8), ("matrix", MATRICES)),
+        ("layers/0/moe/shared_mlp/up/kernel", (8, 16), ("matrix", MATRICES)),
+        ("layers/0/moe/up", (4, 8, 16), ("experts", MATRICES)),
+        ("conv_vit/layers_0/Mlp_0/Dense_0/kernel", (8, 16), ("matrix", MATRICES)),
+        ("ConvNeXtBlock_0/pwconv1/kernel", (8, 32), ("convolution", MATRICES)),
+        ("layers_0/pointwise_conv1/kernel", (1, 8, 16), ("convolution", ((-3, -2), -1))),
+        ("embeddings/patch_embeddings/projection/kernel", (4, 4, 3, 8), PATCHES),
+        ("embeddings/patch_embedding/kernel", (4, 4, 3, 8), ("embedding", PATCHES[1])),
+        ("x_embedder/proj/kernel", (4, 4, 3, 8), PATCHES),
+        ("embedding/kernel", (4, 4, 3, 8), ("embedding", ((-4, -3, -2), -1))),
+        ("embeddings/word_embeddings/weight", (100, 8), ("embedding", None)),
+        ("embed/tok/weight", (100, 8), ("embedding", None)),
+        ("relative_attention_bias/weight", (32, 4), ("bias", None)),
+        ("t_embedder/mlp/0/kernel", (8, 16), ("matrix", MATRICES)),
+        ("time_embedding/linear_1/kernel", (8, 16), ("matrix", MATRICES)),
+        ("embedder/layers/0/attn/q/kernel", (8, 8), ("projection to heads", MATRICES)),
+        ("blocks/0/film/gamma/kernel", (8, 8), ("matrix", MATRICES)),
+        ("blocks/0/prenorm_mlp/kernel", (8, 8), ("matrix", MATRICES)),
+        ("cls/predictions/transform/dense/kernel", (8, 8), ("matrix", MATRICES)),
+        ("cls/predictions/decoder/kernel", (8, 100), ("head", None)),
+        ("mlp/~/up/w", (8, 16), ("matrix", MATRICES)),
+        ("heads/0/query/kernel", (8, 4), ("projection to heads", MATRICES)),
+        ("layers/0/final_linear/kernel", (8, 8), ("matrix", MATRICES)),
         ("mask_token", (1, 1, 8), ("token", None)),
         ("rel_pos_bias", (7, 7), ("bias", None)),
         ("output_head/kernel", (8, 5), ("head", None)),
@@ -223,6 +251,13 @@ def test_roles(name, shape, expected):
         ("model/lin_out/kernel", (8, 10)),
         ("w_out", (8, 10)),
         ("decoder/final_layer/linear/kernel", (8, 10)),
+        ("model/decoder/linear/kernel", (8, 10)),
+        ("backbone/fc/kernel", (8, 10)),
+        ("language_model/linear/w", (8, 10)),
+        ("actor/mean/kernel", (8, 10)),
+        ("q_network/Dense_2/kernel", (8, 10)),
+        ("heads/policy/kernel", (8, 10)),
+        ("ssm/conv1d/weight", (4, 8)),  # a filter for each channel, or a matrix
         ("experts/gate/kernel", (8, 4)),  # a router, or of one expert
         ("experts/alpha", (4, 8)),  # a vector for each expert, or one matrix
         ("ssm/in_proj/kernel", (8, 24)),  # of three projections, or of one
@@ -270,6 +305,43 @@ def test_a_rule_for_one_parameter_changes_no_other():
     tree = shapes({"h": {**heads, "out": {"kernel": (4, 4, 16)}}})  # else a stack of 16
     with pytest.raises(ValueError, match="role of h/key/kernel.*h/query/kernel"):
         by_role(tree, {"out": MuonDimensionNumbers((-3, -2), -1)})
+
+
+@pytest.mark.parametrize("root", ["moe_layers_0", "ConvViT_0"])
+def test_attention_below_other_names_has_its_axes_of_heads(root):
+    views = by_role(shapes({"decoder": {root: {"attention": QUERY_AND_OUT}}}))
+    assert jax.tree.leaves(views, is_leaf=lambda x: isinstance(x, MuonDimensionNumbers)) == [
+        MuonDimensionNumbers((-3, -2), -1),
+        MuonDimensionNumbers(-3, (-2, -1)),
+    ]
+
+
+def test_the_one_module_that_has_all_says_nothing_of_places():
+    tree = {"Conv_0": {"kernel": (3, 3, 3, 8)}, "Dense_0": {"kernel": (8, 10)}}
+    for params in (tree, {"ResNet_0": tree}):
+        with pytest.raises(ValueError, match=r"role of \S*Dense_0/kernel of shape \(8, 10\): pass"):
+            by_role(shapes(params))
+
+
+def test_windows_of_convolutions_are_no_layers():
+    blocks = {f"Block_{i}": {"Conv_0": {"kernel": (3, 3, 8, 8)}} for i in range(2)}
+    views = by_role(shapes({"stages": blocks}))  # as of `optax.partition`, without norms
+    assert views["stages"]["Block_0"]["Conv_0"]["kernel"] == ((-4, -3, -2), -1)
+    with pytest.raises(ValueError, match="role of stages/conv1/kernel"):
+        by_role(shapes({"stages": {"conv1": {"kernel": (3, 3, 8, 8)}}}))
+
+
+def test_a_cell_of_a_scanned_network_is_no_stack():
+    cell = {"ir": {"kernel": (8, 8)}, "hn": {"kernel": (8, 8), "bias": (8,)}}
+    views = by_role(shapes({"ScannedRNN_0": {"GRUCell_0": cell}, "norm": (8,)}))
+    assert views["ScannedRNN_0"]["GRUCell_0"]["ir"]["kernel"] == MATRICES
+
+
+def test_the_remedy_s_expression_is_of_that_parameter_alone():
+    with pytest.raises(ValueError, match="rules=") as raised:
+        by_role({"x[0]": {"thing": jnp.ones((4, 8))}})
+    (expression,) = re.findall(r"rules=\{r'(.*)': None\}", str(raised.value))
+    assert by_role({"x[0]": {"thing": jnp.ones((4, 8))}}, {expression: None}) is not None
 
 
 def test_rules_that_match_nothing_raise_unless_parameters_are_masked():
