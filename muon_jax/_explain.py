@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from muon_jax import (
     _coefficients,
@@ -110,7 +110,7 @@ def explain(
 
     Raises:
         TypeError: `muon` has no such argument.
-        ValueError: an argument is wrong, or a sharding or the mesh is missing.
+        ValueError: an argument is wrong, or a sharding or the mesh is missing, or in a shard_map.
     """
     given = _describe.all_arguments(arguments)
     keywords = _describe.iteration(given)
@@ -124,13 +124,17 @@ def explain(
     placed = _stated(matrices) if shardings is None else _sharding.of_leaves(shardings, matrices)
     meshes = [s.mesh for s in placed if isinstance(s, NamedSharding)]
     meshes.append(jax.sharding.get_abstract_mesh())
-    sizes = (mesh or meshes[0]).shape
     specs = [*map(_sharding.spec_of, placed)]
+    mesh = mesh or meshes[0]
+    if AxisType.Manual in mesh.axis_types:
+        raise ValueError("explain needs whole parameters, got shards: call it outside of shard_map")
+    if mesh.empty and any(map(_sharding.axes_of, specs)):
+        raise ValueError(f"explain got {specs[0]} and no mesh: pass mesh=, or use jax.set_mesh")
     # Not as it stands: a tree of parameters may be callable, and so is that of their views.
     units = _plan.units_of(lambda _: views, matrices)
     forms = [_plan.forms_of(leaf, keywords) for leaf in units]
     plan = _plan.make(
-        units, specs, sizes, forms, given["max_group_bytes"], given["distributed_gram"]
+        units, specs, mesh.shape, forms, given["max_group_bytes"], given["distributed_gram"]
     )
 
     found: dict[Any, list[int]] = {}  # [count, each, bytes]

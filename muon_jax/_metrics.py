@@ -174,15 +174,15 @@ def _stable_rank(m):
     def image(vector):
         return m.sum(x.conj() * vector, short)
 
-    def length(vector):
-        return jnp.sqrt(m.sum(jnp.abs(vector) ** 2, short + long))
+    def length(vector, axes):
+        return jnp.sqrt(m.sum(jnp.abs(vector) ** 2, axes))
 
     def iterate(_, vector):
         vector = m.sum(x * image(vector), long)
-        return over(vector, length(vector))
+        return over(vector, length(vector, short))
 
     sizes = [size if axis in short else 1 for axis, size in enumerate(x.shape)]
     start = jax.random.normal(jax.random.key(0), sizes, x.dtype)
-    start = start / length(start) + jnp.zeros_like(m.sum(x, long))
+    start = start / length(start, short) + jnp.zeros_like(m.sum(x, long))
     vector = jax.lax.fori_loop(0, POWER_ITERATIONS, iterate, start)
-    return over(length(x), length(image(vector))) ** 2
+    return over(length(x, short + long), length(image(vector), long)) ** 2

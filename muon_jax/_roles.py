@@ -99,6 +99,16 @@ def _embedding(shape):
     return None if len(shape) < 4 else _convolution(shape)
 
 
+def _bias(shape):
+    """One letter may be anything with more axes than heads."""
+    return None if len(shape) < 3 else _UNKNOWN
+
+
+def _router_of_experts(shape):
+    """Or the gates of all experts."""
+    return None if len(shape) < 3 else MATRICES
+
+
 def _gate_of_experts(shape):
     """That of one perceptron, or of those of all experts."""
     return MATRICES if len(shape) == 3 else _gate(shape)
@@ -112,7 +122,7 @@ def _in_proj(shape):
 LEAF = "kernel|weights?|w"
 # Of networks, in which a layer may be the last.
 _MODEL = (
-    r"(\w*(model|module|net|network|mlp|cnn)|backbone|actor|critic|policy|generator|discriminator"
+    r"(\w*(model|module|net|network|cnn)|mlp|backbone|actor|critic|policy|generator|discriminator"
     "|decoder|transformer)"
 )
 # Of hidden layers, wherever they are, and of any.
@@ -120,7 +130,7 @@ _HIDDEN = r"(w_)?(up|down)(_proj)?|c_(fc|proj)|mlp\w*|fc_in|hidden\w*|w[io123]"
 _LAYER = r"dense|linear|fc\w*|proj\w*|mlp\w*|\w*conv\w*"
 _EMBEDDING = (
     r"wte|embedding|(?!patch)\w*embed(der|ding|dings|s)?(_(layer|table))?|(\w*_)?embs?"
-    r"|embed_(?!patch)\w+|(\w+_)?(lookup|codebooks?|table)"
+    r"|embed_(?!patch)\w+|(\w+_)?(lookup|codebooks?|table)|ve|\w*ngram"
 )
 _INTO_HEADS = MuonDimensionNumbers(-3, (-2, -1))
 _OUT_OF_HEADS = MuonDimensionNumbers((-3, -2), -1)
@@ -135,10 +145,11 @@ _ALONE = r"(?!.*/(\w*att\w*|mha|query|key|value|[qkvo](_proj)?|\w*(conv|norm)\w*
 # Role, regular expression of whole names in the path, and the view by the shape of one layer. The
 # first that matches decides.
 _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = (
+    ("bias", rf"(bias(es)?|\w*_bias){_END}", _adamw),
     (
         "bias",
-        rf"(bias(es)?|\w*_bias){_END}|(b[io]?\d*|b_(in|out|up|down|gate)|(?!\w*lora)\w+_b){_LAST}",
-        _adamw,
+        rf"(b[io]?\d*|b_(in|out|up|down|gate)|(?!\w*lora|w?(q|kv?|v)_b)\w+_b){_LAST}",
+        _bias,
     ),
     (
         "norm",
@@ -162,11 +173,12 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
     ),
     (
         "head",
-        r"(?!multi_?head)(\w+_)?head|classifier|\w*logits?\w*|\w*vocab\w*|unembed\w*"
+        r"(?!multi_?head)(\w+_)?head|classifier|\w*logits?\w*|\w*vocab\w*|unembed\w*|seq_relationship"
         rf"|predictions?(?!/transform)|output_layer|readout|(scores?|qa_outputs?|regressor){_END}",
         _adamw,
     ),
-    ("router", rf"\w*router\w*|(gating|switch|dispatch|\w*moe\w*/gate){_END}", _adamw),
+    ("router", rf"\w*router\w*|(gating|switch|dispatch){_END}", _adamw),
+    ("router", rf"\w*moe\w*/(wg|gate(_({LEAF}))?){_END}", _router_of_experts),
     ("gate", r"smear\w*", _adamw),
     ("adapter", r"lora\w*", _unknown),
     ("fused gate and up", r"\w*(gate_up|up_gate)(_\w+)?|w13", _fused_gate),
@@ -187,6 +199,7 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
     ("convolution", rf"\w*conv\w*{_END}|\w*embed\w*(/proj\w*)?/({LEAF})", _convolution),
     # A hidden layer or the output head: only the place says that.
     ("unnamed", rf"^(?!.*/\d+/)(.*/)?final\w*|heads(/[^/]+)?{_END}", _unknown),
+    ("unnamed", rf"(prefix|prompts?|mem(ory)?|pkm)/\w+{_END}", _unknown),
     (
         "unnamed",
         rf"^({_MODEL}/)*((dense|linear|fc|layer|out|output)"
@@ -202,7 +215,7 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
     ("fused kv", r"(to_)?w?kv|kv_proj|\w*key_value", _split(2)),
     (
         INTO_HEADS.role,
-        r"w?[qkv]|(q|k|v)_proj|query|key|value",
+        r"w?[qkv]|(q|k|v)_proj|query|key|value|w?(q|kv?|v)_b",
         _of_rank(rank_2=MATRICES, rank_3=_INTO_HEADS),
     ),
     (

@@ -109,16 +109,20 @@ def _without_root(named):
 def _route(leaf, stacked):
     """The route of a parameter whose first `stacked` axes are layers, None of that: unknown."""
     name, shape = leaf
+    vector = Route("vector", None)
     if len(shape) < 2:
-        return Route("vector", None)
-    return None if stacked is None else _roles.route(name.lower(), shape[stacked:])
+        return vector
+    if stacked is None:
+        return None
+    is_row = len(shape) > 2 and math.prod(shape[:-1]) == 1
+    return _roles.route(name.lower(), shape[stacked:]) or (vector if is_row else None)
 
 
 def _with_heads(named, stacked, found):
     """The routes, without those that see axes of heads where nothing in the module confirms them.
 
     A projection to heads, (in, heads, dim), looks like a stack of layers of a name unknown. What
-    takes its result tells them apart: (heads, dim, out) or (heads·dim, out).
+    takes its result tells them apart: (heads, dim, out), perhaps of other dim, or (heads·dim, out).
     """
     modules = defaultdict(list)
     for (name, shape), axes, route in zip(named, stacked, found, strict=True):
@@ -127,16 +131,16 @@ def _with_heads(named, stacked, found):
     confirmed = {}
     for module, members in modules.items():
         made = {shape[-2:] for shape, route in members if route == _roles.INTO_HEADS}
-        taken = {shape[-3:-1] for shape, route in members if route == _roles.OUT_OF_HEADS}
-        taken |= {heads for heads in made for s, _ in members if s[-2] == math.prod(heads)}
-        confirmed[module] = made & taken
+        taken = {shape[-3] for shape, route in members if route == _roles.OUT_OF_HEADS}
+        taken |= {n for n, dim in made for shape, _ in members if shape[-2] == n * dim}
+        confirmed[module] = taken & {n for n, _ in made}
 
     def check(leaf, axes, route):
         name, shape = leaf
         if axes or route not in (_roles.INTO_HEADS, _roles.OUT_OF_HEADS):
             return route
         heads = confirmed[_module(name)]
-        return route if heads and (route == _roles.INTO_HEADS or shape[-3:-1] in heads) else None
+        return route if heads and (route == _roles.INTO_HEADS or shape[-3] in heads) else None
 
     return [*map(check, named, stacked, found)]
 

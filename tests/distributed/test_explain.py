@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import MuonDimensionNumbers, Split, explain
 
@@ -72,8 +72,21 @@ def test_a_part_cannot_be_left_to_adamw():
 
 
 def test_a_mesh_is_needed():
-    with pytest.raises(ValueError, match=r"must name axes of the mesh \{\}"):
+    with pytest.raises(ValueError, match=r"got P\('fsdp',\) and no mesh: pass mesh="):
         explain(shapes(w=(64, 64)), PartitionSpec("fsdp"))
     with jax.sharding.use_abstract_mesh(MESH):
         in_force = explain(shapes(w=(64, 64)), PartitionSpec("fsdp"))
     assert in_force == explain(shapes(w=(64, 64)), PartitionSpec("fsdp"), MESH)
+
+
+def test_shards_are_refused():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("fsdp")
+
+    def explained(x):
+        explain({"w": jax.ShapeDtypeStruct(x.shape, x.dtype)}, spec)
+        return x
+
+    run = jax.shard_map(explained, mesh=mesh, in_specs=spec, out_specs=spec)
+    with pytest.raises(ValueError, match="got shards: call it outside of shard_map"):
+        run(jnp.ones((64, 64)))

@@ -179,6 +179,20 @@ def test_metrics_in_a_shard_map_are_of_whole_parameters():
         run(P())
 
 
+def test_metrics_in_a_shard_map_over_axes_of_one_device():
+    spec = P("x", "y")
+    transform = with_metrics(scale_by_muon(shardings=spec), shardings=spec)
+
+    def update(x):
+        updates, state = transform.update(x, transform.init(x))
+        return updates, jax.tree.map(lambda value: value[None], metrics(state))
+
+    specs = {"in_specs": spec, "out_specs": (spec, P(("x", "y")))}
+    run = jax.jit(jax.shard_map(update, mesh=mesh_of(AxisType.Manual, (1, 1)), **specs))
+    x = arrays(0)["plain"]
+    chex.assert_trees_all_close(run(x), update(x), rtol=1e-4)
+
+
 def test_norms_of_any_size_of_matrices_in_pieces():
     """Squares are beyond float32, and pieces are of different sizes."""
     size, kind = np.geomspace(1, 1e25, 32).astype("f"), AxisType.Manual

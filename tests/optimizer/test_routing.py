@@ -1,6 +1,7 @@
 """Which parameters of real models are matrices, and the table that tells it."""
 
 import functools
+import math
 import re
 from collections import Counter
 
@@ -188,6 +189,13 @@ PATCHES = ("convolution", ((-4, -3, -2), -1))
         ("cls/predictions/transform/dense/kernel", (8, 8), ("matrix", MATRICES)),
         ("cls/predictions/decoder/kernel", (8, 100), ("head", None)),
         ("mlp/~/up/w", (8, 16), ("matrix", MATRICES)),
+        ("cls/seq_relationship/kernel", (8, 2), ("head", None)),
+        ("blocks/0/moe/gate_w", (8, 4), ("router", None)),
+        ("blocks/0/moe/gate", (4, 8, 16), ("router", MATRICES)),
+        ("blocks/0/attn/wq_b", (8, 16), ("projection to heads", MATRICES)),
+        ("blocks/0/att/time_mix_k", (1, 1, 8), ("vector", None)),
+        ("blocks/0/h0_mlp/linear/w", (8, 32), ("matrix", MATRICES)),
+        ("ve/0/weight", (100, 8), ("embedding", None)),
         ("heads/0/query/kernel", (8, 4), ("projection to heads", MATRICES)),
         ("layers/0/final_linear/kernel", (8, 8), ("matrix", MATRICES)),
         ("mask_token", (1, 1, 8), ("token", None)),
@@ -257,6 +265,8 @@ def test_roles(name, shape, expected):
         ("actor/mean/kernel", (8, 10)),
         ("q_network/Dense_2/kernel", (8, 10)),
         ("heads/policy/kernel", (8, 10)),
+        ("seq/B", (16, 4, 2)),
+        ("layers/0/prefix/key", (10, 8)),
         ("ssm/conv1d/weight", (4, 8)),  # a filter for each channel, or a matrix
         ("experts/gate/kernel", (8, 4)),  # a router, or of one expert
         ("experts/alpha", (4, 8)),  # a vector for each expert, or one matrix
@@ -290,11 +300,11 @@ def shapes(tree):
     )
 
 
-@pytest.mark.parametrize("out", [(2, 4, 8), (8, 8)])
+@pytest.mark.parametrize("out", [(2, 4, 8), (8, 8), (2, 3, 8)])
 def test_axes_of_heads_are_confirmed_by_what_takes_them(out):
     tree = {"self": {**QUERY_AND_OUT, "out": {"kernel": out}}}
     parameters = describe(shapes(tree), muon_weight_dimension_numbers=by_role).parameters
-    assert [p.matrices for p in parameters] == [((1, 8, 8),)] * 2
+    assert [p.matrices for p in parameters] == [((1, math.prod(out[:-1]), 8),), ((1, 8, 8),)]
     stacked = {"query": {"kernel": (3, 8, 8)}, "out": {"kernel": (3, 8, 8)}, "scale": (3, 8)}
     with pytest.raises(ValueError, match=r"role of self/out/kernel.*self/query/kernel"):
         by_role(shapes({"self": stacked}))
