@@ -145,12 +145,12 @@ _ALONE = r"(?!.*/(\w*att\w*|mha|query|key|value|[qkvo](_proj)?|\w*(conv|norm)\w*
 # Role, regular expression of whole names in the path, and the view by the shape of one layer. The
 # first that matches decides.
 _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = (
-    ("bias", rf"(bias(es)?|\w*_bias){_END}", _adamw),
     (
         "bias",
-        rf"(b[io]?\d*|b_(in|out|up|down|gate)|(?!\w*lora|w?(q|kv?|v)_b)\w+_b){_LAST}",
-        _bias,
+        rf"(bias(es)?|\w*_bias){_END}|((?!\w*lora|w?(q|kv?|v)_b)\w+_b|b_(in|out|up|down|gate)){_LAST}",
+        _adamw,
     ),
+    ("bias", rf"b[io]?\d*{_LAST}", _bias),
     (
         "norm",
         rf"(\w*norm\w*|ln(_?\w)?|bn\d*)(?=(/(?!kernel$)[^/]+)?$)|(scale|gamma|beta){_LAST}",

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import MuonDimensionNumbers, by_role, explain, muon, scale_by_muon
-from muon_jax._views import MATRICES
+from muon_jax._views import MATRICES, Split
 from muon_jax.benchmarks._sharded import collectives
 
 SPEC = PartitionSpec(None, "x")
@@ -71,6 +71,9 @@ def test_matrices_without_elements():
     compiled, updates = helpers.compiled_update(grads, weight_dimension_numbers=lambda _: MATRICES)
     assert collectives(compiled) == {"all-to-all": 2}
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, grads)
+    full = {"full": grads["full"]}
+    _, updates = helpers.compiled_update(full, weight_dimension_numbers=Split(0, (16, 0)))
+    helpers.assert_close(updates, helpers.on_one_device(full))
     (group,) = explain(grads, muon_weight_dimension_numbers=lambda _: MATRICES).groups
     assert group.matrices == ((1, 16, 32),)
 
