@@ -20,7 +20,8 @@ def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
     """Returns the views of all parameters, None for AdamW, by what each is for.
 
     To be passed on: `muon(…, muon_weight_dimension_numbers=by_role)`, with rules of one's own as
-    `functools.partial(by_role, rules={…})`. A leaf is judged by its path and shape, and those beside it:
+    `functools.partial(by_role, rules={…})`. A leaf is judged by its path and shape, and by those of
+    the leaves beside it:
 
     -   AdamW has vectors, biases and norms (of stacked layers too), embeddings, tables of
         positions, tokens, output heads, routers, smear gates and depthwise filters, with them a
