@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -80,16 +81,18 @@ def with_metrics(
         mu = _only(state, MuonState).mu
         gradients, updates = (_where_not_masked(mu, tree) for tree in (gradients, updates))
         mesh, kind, specs, shapes = _sharding.resolve(gradients, shardings)
+        names = []
         for (path, x), whole in zip(jax.tree.leaves_with_path(gradients), shapes, strict=True):
+            names.append(jax.tree_util.keystr(path))
             if x.shape != whole.shape:
                 raise NotImplementedError(
-                    "with_metrics in a shard_map needs whole parameters, got"
-                    f" {jax.tree_util.keystr(path)}, {x.shape} of {whole.shape}: call the optimizer"
-                    " outside it"
+                    f"with_metrics in a shard_map needs whole parameters, got {names[-1]},"
+                    f" {x.shape} of {whole.shape}: call the optimizer outside it"
                 )
-        # Along automatic axes nothing says which of them are divided alike.
-        unknown = range(len(shapes)) if kind == AxisType.Auto else [None] * len(shapes)
-        of_places = functools.partial(measure, places=specs or unknown)
+        # Along automatic axes nothing says which are divided alike: those of one name, mostly.
+        alike = [re.sub(r"\d+", "", name) for name in names]
+        places = alike if kind == AxisType.Auto else specs or [None] * len(names)
+        of_places = functools.partial(measure, places=places)
         if AxisType.Explicit not in mesh.axis_types:
             return of_places(gradients, updates, mu)
         replicated = NamedSharding(mesh, PartitionSpec())

@@ -164,6 +164,23 @@ def test_metrics_of_sharded_parameters(kind, specs, allowed):
     chex.assert_trees_all_close(jax.device_get(found), measured(*trees), rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_metrics_of_equal_layers_are_one_loop(kind):
+    specs = {f"layer {i}": P(None, "x") for i in range(4)} | {"other": P("y")}
+    rng = np.random.default_rng(0)
+    params = {name: rng.standard_normal((16, 32)).astype("f") for name in specs}
+    transform = with_metrics(scale_by_muon(ns_dtype="float32"))
+
+    def found(params):
+        return metrics(transform.update(params, transform.init(params))[1])
+
+    sharded = shard(params, mesh_of(kind), specs)
+    assert str(jax.make_jaxpr(found)(sharded)).count("scan[") == 2
+    compiled = jax.jit(found).lower(sharded).compile()
+    assert collectives(compiled).get("all-gather", 0) <= 1  # of the shorter side of the other
+    chex.assert_trees_all_close(jax.device_get(compiled(sharded)), found(params), rtol=1e-4)
+
+
 def test_metrics_in_a_shard_map_are_of_whole_parameters():
     trees = [arrays(seed, ["plain"]) for seed in range(2)]
 
