@@ -154,4 +154,13 @@ def _flatten(
         matrices, join = _flatten(array, inner, axes, spec)
         found += matrices
         joins.append(join)
-    return found, lambda arrays: jnp.concatenate([join(arrays) for join in joins], i)
+
+    sharding = jax.typeof(x).sharding
+
+    def concatenate(arrays):
+        parts = [join(arrays) for join in joins]
+        if any(sharding.spec):  # of which a part of size 1 may have lost mesh axes of one device
+            parts = [jax.reshard(part, sharding) for part in parts]
+        return jnp.concatenate(parts, i)
+
+    return found, concatenate

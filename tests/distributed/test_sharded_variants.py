@@ -236,6 +236,20 @@ def test_an_axis_is_not_taken_apart_where_its_sharding_does_not(kind, view):
         compile_updates(make, kind, mesh_of(kind), specs, *trees)
 
 
+@pytest.mark.parametrize("make", [scale_by_normuon, keep_param_norm])
+def test_a_part_of_size_one_on_explicit_axes_of_one_device(make):
+    view = Split(-1, (8, 1), Unfold(-1, (-1, 1), MuonDimensionNumbers(-3, -2)))
+    transform, x = make(weight_dimension_numbers=view), np.arange(72, dtype="f").reshape(8, 9)
+    sharding = NamedSharding(mesh_of(AxisType.Explicit, (8, 1)), P("x", "y"))
+
+    def update(x):
+        return transform.update(x, transform.init(x), x)[0]
+
+    found = jax.jit(update)(jax.device_put(x, sharding))
+    assert found.sharding.is_equivalent_to(sharding, 2)
+    np.testing.assert_allclose(found, update(jnp.asarray(x)), rtol=1e-6)
+
+
 def test_the_mesh_axes_of_norms_are_checked():
     def update(u):
         return keep_param_norm(shardings=P("embed")).update(u, optax.EmptyState(), u)[0]
