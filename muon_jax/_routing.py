@@ -88,8 +88,8 @@ def routes(named: Sequence[tuple[str, tuple[int, ...]]], rules: Rules) -> list[R
         next((Route("rule", view) for rule, view in rules.items() if re.search(rule, name)), None)
         for name, _ in named
     ]
-    stacked = _stacked(named)  # by all leaves, claimed by rules or not
-    told = _with_heads(named, stacked, [*map(_route, _without_root(named), stacked)])
+    stacked, vectors = _stacked(named)  # by all leaves, claimed by rules or not
+    told = _with_heads(named, stacked, [*map(_route, _without_root(named), stacked, vectors)])
     return [route or other for route, other in zip(by_rule, told, strict=True)]
 
 
@@ -107,7 +107,7 @@ def _without_root(named):
     return named
 
 
-def _route(leaf, stacked):
+def _route(leaf, stacked, is_vector):
     """The route of a parameter whose first `stacked` axes are layers, None of that: unknown."""
     name, shape = leaf
     vector = Route("vector", None)
@@ -115,8 +115,8 @@ def _route(leaf, stacked):
         return vector
     if stacked is None:
         return None
-    is_row = len(shape) > 2 and math.prod(shape[:-1]) == 1
-    return _roles.route(name.lower(), shape[stacked:]) or (vector if is_row else None)
+    is_vector |= len(shape) > 2 and math.prod(shape[:-1]) == 1
+    return _roles.route(name.lower(), shape[stacked:]) or (vector if is_vector else None)
 
 
 def _with_heads(named, stacked, found):
@@ -154,14 +154,17 @@ def _module(name):
 def _stacked(named):
     """How many axes of each parameter are layers, None where it is not a stack as it should be.
 
-    Below the container of a stack all parameters have as many layers, and some are matrices of each
-    layer. Where that is not so, numbers in the names of what it contains say that it is none. What
-    all have in common may be the window of convolutions.
+    And whether it is a vector of each layer, in a stack that has matrices of each.
+
+    Below the container of a stack all parameters have as many layers. Where they have not, numbers
+    in the names of what it contains say that it is none. What all have in common may also be the
+    window of convolutions, or, of matrices with such numbers, the size of a layer.
     """
     containers = [
         [name[: match.end()] for match in _STACK.finditer(name.lower())] for name, _ in named
     ]
     axes: list[int | None] = [0] * len(named)
+    vectors = [False] * len(named)
     for depth in range(max(map(len, containers), default=0)):
         members = defaultdict(list)
         for i, names in enumerate(containers):
@@ -177,9 +180,10 @@ def _stacked(named):
                 change = 1
             else:
                 change = 0 if numbered else None
-            for i in inside:
+            for i, shape in zip(inside, shapes, strict=True):
                 axes[i] = None if change is None else axes[i] + change
-    return axes
+                vectors[i] = change == 1 and len(shape) == 2 < max(map(len, shapes))
+    return axes, vectors
 
 
 # A container that is not followed, after others, by the number of a layer: its layers are stacked.

@@ -368,6 +368,7 @@ def test_a_stack_has_its_layers_first_in_all_of_its_parameters():
         "up": {"kernel": (3, 8, 16)},
         "down": {"kernel": (3, 16, 8)},
         "norm": {"scale": (3, 8)},
+        "mixer": {"d": (3, 8)},
     }
     second = {"up": {"kernel": (8, 3, 16)}, "down": {"kernel": (16, 3, 8)}}
     views = jax.tree.leaves(by_role(shapes({"layers": first})), is_leaf=lambda x: x == MATRICES)
