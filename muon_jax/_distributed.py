@@ -49,7 +49,7 @@ def map_matrices(
         NotImplementedError: some mesh axes are manual, others are not.
     """
     limits = (max_group_bytes, distributed_gram)
-    mesh, kind, specs, _ = _sharding.resolve(tree, shardings)
+    mesh, kind, specs, whole = _sharding.resolve(tree, shardings)
     if kind is None:
 
         def of_whole(tree):
@@ -62,7 +62,7 @@ def map_matrices(
         full = treedef.unflatten(x if x.size else None for x in leaves)
         done = iter(jax.tree.leaves(map_matrices(function, views, full, shardings, *limits)))
         return treedef.unflatten(next(done) if x.size else x for x in leaves)
-    units = _plan.units_of(views, _sharding.whole(tree, shardings))
+    units = _plan.units_of(views, whole)
     forms = [_plan.forms_of(leaf, function.keywords) for leaf in units]
     arrays, bind = _arrays_of(function)
 

@@ -93,14 +93,14 @@ def flatten(
         NotImplementedError: a view takes apart an axis at other places than its sharding does, or
             some mesh axes are manual, others are not.
     """
-    mesh, _, specs, shapes = _sharding.resolve(tree, shardings)
+    mesh, _, specs, whole_tree = _sharding.resolve(tree, shardings)
     leaves, treedef = jax.tree.flatten(tree)
     is_local = AxisType.Manual in mesh.axis_types and shardings is not None
     if not is_local:  # along automatic axes XLA takes any view
         specs = [jax.typeof(x).sharding.spec for x in leaves]
-    viewed = _views.of_leaves(views, _sharding.whole(tree, shardings))
+    wholes, viewed = jax.tree.leaves(whole_tree), _views.of_leaves(views, whole_tree)
     found, joins = [], []
-    for x, (name, view), spec, whole in zip(leaves, viewed, specs, shapes, strict=True):
+    for x, (name, view), spec, whole in zip(leaves, viewed, specs, wholes, strict=True):
         with _views.naming(name, whole.shape):
             entries = _sharding.entries(spec, x.ndim, mesh.shape)
             pieces = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]

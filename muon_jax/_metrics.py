@@ -80,9 +80,10 @@ def with_metrics(
     def of_state(gradients, updates, state):
         mu = _only(state, MuonState).mu
         gradients, updates = (_where_not_masked(mu, tree) for tree in (gradients, updates))
-        mesh, kind, specs, shapes = _sharding.resolve(gradients, shardings)
+        mesh, kind, specs, wholes = _sharding.resolve(gradients, shardings)
         names = []
-        for (path, x), whole in zip(jax.tree.leaves_with_path(gradients), shapes, strict=True):
+        pairs = zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(wholes), strict=True)
+        for (path, x), whole in pairs:
             names.append(jax.tree_util.keystr(path))
             if x.shape != whole.shape:
                 raise NotImplementedError(

@@ -37,6 +37,11 @@ def _adamw(shape):
     return None
 
 
+def _matrices(shape):
+    del shape
+    return MATRICES
+
+
 def _unknown(shape):
     del shape
     return _UNKNOWN
@@ -94,19 +99,9 @@ def _pointwise(shape):
     return MATRICES if len(shape) == 2 else _convolution(shape)
 
 
-def _embedding(shape):
-    """A table; of patches it is a convolution."""
-    return None if len(shape) < 4 else _convolution(shape)
-
-
-def _bias(shape):
-    """One letter may be anything with more axes than heads."""
-    return None if len(shape) < 3 else _UNKNOWN
-
-
-def _router_of_experts(shape):
-    """Or the gates of all experts."""
-    return None if len(shape) < 3 else MATRICES
+def _adamw_below(rank: int, view_of: Callable[[tuple[int, ...]], View | None]):
+    """Returns a function from shapes to AdamW, or to another's views for those of more axes."""
+    return lambda shape: None if len(shape) < rank else view_of(shape)
 
 
 def _gate_of_experts(shape):
@@ -150,7 +145,7 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
         rf"(bias(es)?|\w*_bias){_END}|((?!\w*lora|w?(q|kv?|v)_b)\w+_b|b_(in|out|up|down|gate)){_LAST}",
         _adamw,
     ),
-    ("bias", rf"b[io]?\d*{_LAST}", _bias),
+    ("bias", rf"b[io]?\d*{_LAST}", _adamw_below(3, _unknown)),  # with axes of heads, at most
     (
         "norm",
         rf"(\w*norm\w*|ln(_?\w)?|bn\d*)(?=(/(?!kernel$)[^/]+)?$)|(scale|gamma|beta){_LAST}",
@@ -169,7 +164,7 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
     (
         "embedding",
         rf"({_EMBEDDING})({_NEAR}|(?=/(?!({_LAYER})/)[^/]+/({LEAF})$))",
-        _embedding,
+        _adamw_below(4, _convolution),  # of patches
     ),
     (
         "head",
@@ -178,7 +173,7 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
         _adamw,
     ),
     ("router", rf"\w*router\w*|(gating|switch|dispatch){_END}", _adamw),
-    ("router", rf"\w*moe\w*/(wg|gate(_({LEAF}))?){_END}", _router_of_experts),
+    ("router", rf"\w*moe\w*/(wg|gate(_({LEAF}))?){_END}", _adamw_below(3, _matrices)),
     ("gate", r"smear\w*", _adamw),
     ("adapter", r"lora\w*", _unknown),
     ("fused gate and up", r"\w*(gate_up|up_gate)(_\w+)?|w13", _fused_gate),
@@ -189,10 +184,9 @@ _ROLES: tuple[tuple[str, str, Callable[[tuple[int, ...]], View | None]], ...] = 
         rf"\w*experts?{_ALONE}/(?!({LEAF}|{_HIDDEN})$)[^/]+{_LAST}",
         _of_rank(rank_3=MATRICES),
     ),
-    ("experts", rf"\w*experts?{_ALONE}", _of_rank(rank_2=MATRICES, rank_3=MATRICES)),
     (
         "experts",
-        rf"\w*moe\w*{_ALONE}(?=(/[^/]+){{1,2}}$)",
+        rf"(\w*experts?|\w*moe\w*(?=(/[^/]+){{1,2}}$)){_ALONE}",
         _of_rank(rank_2=MATRICES, rank_3=MATRICES),
     ),
     ("convolution", rf"(\w*(pointwise|pw)_?conv\w*){_END}", _pointwise),

@@ -64,9 +64,8 @@ def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
         listed = ", ".join(f"{name} of shape {shape}" for name, shape in unclaimed)
         raise ValueError(
             f"no rule knows the role of {listed}: pass rules={{r'^{re.escape(unclaimed[0][0])}$':"
-            " None} for"
-            " AdamW, with a view in place of None for Muon, such as MuonDimensionNumbers(-2, -1),"
-            " matrices in the last two axes"
+            " None} for AdamW, with a view in place of None for Muon, such as"
+            " MuonDimensionNumbers(-2, -1), matrices in the last two axes"
         )
     return treedef.unflatten(route.view for route in found if route)
 

@@ -35,11 +35,11 @@ def scale_by_shape(
     _options.check("shape_scale", shape_scale, ShapeScale)
     if consistent_rms is not None:
         _options.check_number("consistent_rms", consistent_rms)
-    if consistent_rms is not None and shape_scale != "clipped_ratio":
-        raise ValueError(
-            f"shape_scale={shape_scale!r} and consistent_rms={consistent_rms} are two scales for"
-            " one update: leave one of them at its default"
-        )
+        if shape_scale != "clipped_ratio":
+            raise ValueError(
+                f"shape_scale={shape_scale!r} and consistent_rms={consistent_rms} are two scales"
+                " for one update: leave one of them at its default"
+            )
 
     def factor(fan_in, fan_out):
         if consistent_rms is not None:

@@ -29,13 +29,13 @@ class Placed(NamedTuple):
         mesh: concrete or abstract.
         kind: of its axes, Explicit where specs are stated; None where nothing is sharded.
         specs: of the leaves; none under automatic axes.
-        shapes: whole ones of the leaves, with their dtypes.
+        whole: the tree, in a shard_map shapes of the arrays of which it has the shards.
     """
 
     mesh: Any
     kind: AxisType | None
     specs: list[PartitionSpec]
-    shapes: list[jax.ShapeDtypeStruct]
+    whole: Any
 
 
 def names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -54,7 +54,6 @@ def entries(spec: PartitionSpec, ndim: int, mesh: Mapping[str, int]) -> list[tup
     Raises:
         ValueError: `spec` has an axis that the mesh lacks, one twice, or too many entries.
     """
-    of_axes = [names(entry) for entry in spec] + [()] * (ndim - len(spec))
     named = axes_of(spec)
     if len(spec) > ndim or any(axis not in mesh for axis in named):
         raise ValueError(
@@ -62,7 +61,7 @@ def entries(spec: PartitionSpec, ndim: int, mesh: Mapping[str, int]) -> list[tup
         )
     if len({*named}) < len(named):
         raise ValueError(f"its sharding {spec} must name each mesh axis once")
-    return of_axes
+    return _padded(spec, ndim)
 
 
 def spec_of(sharding: PartitionSpec | NamedSharding) -> PartitionSpec:
@@ -106,14 +105,14 @@ def resolve(tree: Any, shardings: Shardings) -> Placed:
         kinds, specs = [AxisType.Auto], []  # the compiler knows it, by `jit(in_shardings=…)`
     elif stated is not None and kinds and kinds != [AxisType.Manual]:
         kinds = [AxisType.Explicit]
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     if kinds == [AxisType.Manual]:
-        shapes = [_whole(x, spec, mesh.shape) for x, spec in zip(shapes, specs, strict=True)]
-    return Placed(mesh, kinds[0] if kinds else None, specs, shapes)
+        shapes = [_whole(x, spec, mesh.shape) for x, spec in zip(leaves, specs, strict=True)]
+        tree = jax.tree.structure(tree).unflatten(shapes)
+    return Placed(mesh, kinds[0] if kinds else None, specs, tree)
 
 
 def whole(tree: Any, shardings: Shardings) -> Any:
-    """Returns `tree`, or in a shard_map the shapes of the arrays of which it has the shards.
+    """Returns `Placed.whole`, outside a shard_map without a need to know the sharding.
 
     Raises:
         ValueError: the sharding is not known, or does not fit the parameters.
@@ -121,7 +120,7 @@ def whole(tree: Any, shardings: Shardings) -> Any:
     """
     if AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
         return tree
-    return jax.tree.structure(tree).unflatten(resolve(tree, shardings).shapes)
+    return resolve(tree, shardings).whole
 
 
 def by_device(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -181,12 +180,9 @@ def by_element(
         ValueError: the sharding is not known, or does not fit the parameters.
         NotImplementedError: some mesh axes are manual, others are not.
     """
-    _, kind, specs, shapes = resolve(tree, shardings)
-    viewed = _views.of_leaves(views, whole(tree, shardings))
-    values = [
-        _views.by_matrix(function, view, x.shape)
-        for x, (_, view) in zip(shapes, viewed, strict=True)
-    ]
+    _, kind, specs, whole = resolve(tree, shardings)
+    viewed = zip(jax.tree.leaves(whole), _views.of_leaves(views, whole), strict=True)
+    values = [_views.by_matrix(function, view, x.shape) for x, (_, view) in viewed]
     if kind != AxisType.Manual:
         return [*values]
     return [_local(value, spec) for value, spec in zip(values, specs, strict=True)]
@@ -229,12 +225,17 @@ def _check_types(tree, specs):
     """Raises ValueError where a stated spec is another than that in the type of an array."""
     for (path, x), spec in zip(jax.tree.leaves_with_path(tree), specs, strict=True):
         typed = jax.typeof(x).sharding
-        entries, of_type = ([*map(names, s), *[()] * x.ndim][: x.ndim] for s in (spec, typed.spec))
-        if {*typed.mesh.axis_types} == {AxisType.Explicit} and entries != of_type:
+        of_spec, of_type = (_padded(s, x.ndim)[: x.ndim] for s in (spec, typed.spec))
+        if {*typed.mesh.axis_types} == {AxisType.Explicit} and of_spec != of_type:
             raise ValueError(
                 f"shardings= says {spec} of the parameter {jax.tree_util.keystr(path)}, its type"
                 f" {typed.spec}: leave out shardings= on explicit axes, or jax.reshard the array"
             )
+
+
+def _padded(spec, ndim):
+    """The mesh axes of each entry, none where the array has more axes than entries."""
+    return [*map(names, spec)] + [()] * (ndim - len(spec))
 
 
 def _mesh(leaves):
@@ -245,8 +246,8 @@ def _mesh(leaves):
 
 def _whole(shard, spec, mesh):
     """The array of which `shard` is the local part."""
-    pieces = [math.prod(mesh.get(name, 1) for name in names(entry)) for entry in spec]
-    pieces += [1] * (len(shard.shape) - len(pieces))
+    entries = _padded(spec, len(shard.shape))
+    pieces = [math.prod(mesh.get(name, 1) for name in entry) for entry in entries]
     shape = tuple(size * count for size, count in zip(shard.shape, pieces, strict=False))
     return jax.ShapeDtypeStruct(shape, shard.dtype)
 
