@@ -1,6 +1,7 @@
 """Interleaved timing of programs: wall clock, and the time that they take on the GPU."""
 
 import dataclasses
+import random
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -80,7 +81,9 @@ class JaxProgram:
 def time_interleaved(
     programs: Mapping[str, Program], seconds: float = 0.02, pause: float = 0.0
 ) -> dict[str, dict[str, list[float]]]:
-    """Times the programs in turns, `ROUNDS` times after a warm-up.
+    """Times the programs in turns, `ROUNDS` times after a warm-up, in another order each time.
+
+    What a program takes at a GPU's power limit depends on what ran before it.
 
     Args:
         programs: by name.
@@ -98,12 +101,13 @@ def time_interleaved(
         wall(1)
         calls[name] = 10 if pause else int(np.clip(seconds / wall(3), 3, 50))
     samples = {name: {clock: [] for clock in by_clock} for name, by_clock in clocks.items()}
+    shuffled = random.Random(0)
     for clock in ("wall", "device"):  # in this order: CUPTI slows launches down
         for _ in range(ROUNDS):
-            for name, by_clock in clocks.items():
-                if clock in by_clock:
+            for name in shuffled.sample([*clocks], len(clocks)):
+                if clock in clocks[name]:
                     time.sleep(pause)
-                    samples[name][clock].append(by_clock[clock](calls[name]) * 1e6)
+                    samples[name][clock].append(clocks[name][clock](calls[name]) * 1e6)
     return {
         name: {
             clock: np.quantile(values, (0.25, 0.5, 0.75)).round(2).tolist()
