@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from muon_jax import _distributed_gram, _grouping, _views
-from muon_jax._iteration import split_apart, unknown
+from muon_jax._iteration import bounded, split_apart, unknown
 from muon_jax._matrix_axes import MatrixAxes, from_matrices, is_tall, to_matrices
 from muon_jax._normalization import largest_entries, powers_of_two
 from muon_jax._placement import Bucket, Chunk, Leaf, Plan
@@ -102,7 +102,9 @@ def _pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
     packed = jax.lax.empty((bucket.owners, (last + tail) // block, block), bucket.dtype)
     for column, size, chunk in zip(columns, elements, bucket.chunks, strict=False):
         parts = [
-            to_matrices(shards[leaf.index], _unit_axes(leaf))[start:stop, :, 0]
+            bounded(
+                to_matrices(shards[leaf.index], _unit_axes(leaf))[start:stop, :, 0], bucket.dtype
+            )
             for leaf, start, stop in chunk.parts
         ]
         absent = chunk.slots * bucket.owners - chunk.count

@@ -154,10 +154,20 @@ def transposed_back(x: jax.Array) -> jax.Array:
     return rows.reshape(x.shape)
 
 
+def bounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`x`, whose finite numbers stay finite when rounded to the mantissa of `dtype`."""
+    given, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    if narrow.nmant >= given.nmant:
+        return x
+    most = (2 - 2.0**-narrow.nmant) * 2.0 ** (given.maxexp - 1)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -most, most), x)
+
+
 def _rounded(x, dtype):
     """`x` with the mantissa of `dtype`, where that has 16 bits, and its own exponents."""
     if jnp.finfo(dtype).bits > 16:
         return x
+    x = bounded(x, dtype)
     return jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, jnp.finfo(dtype).nmant)
 
 

@@ -1,6 +1,7 @@
 """Where pieces lie in what is exchanged, and that nothing is lost on the way."""
 
 import chex
+import helpers
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -53,3 +54,13 @@ def test_matrices_come_as_they_would_be_on_one_device_bit_for_bit(ns_dtype, monk
 
     chex.assert_trees_all_equal(update(sharded), update(grads))
     jax.clear_caches()  # of what is no iteration
+
+
+@pytest.mark.parametrize("ns_dtype", ["float16", "bfloat16"])
+def test_the_largest_numbers_are_not_rounded_to_infinities(ns_dtype):
+    x = jnp.sign(jax.random.normal(jax.random.key(0), (16, 72))) * jnp.finfo(jnp.float32).max
+    sharding = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))
+    arguments = {"beta": 0.0, "nesterov": False, "ns_dtype": ns_dtype}
+    _, updates = helpers.compiled_update({"x": jax.device_put(x, sharding)}, **arguments)
+    assert jnp.isfinite(updates["x"]).all()
+    chex.assert_trees_all_equal(updates, helpers.on_one_device({"x": x}, **arguments))

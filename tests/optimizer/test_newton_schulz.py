@@ -126,6 +126,20 @@ def test_the_result_does_not_depend_on_scale(dtype, magnitude):
     assert helpers.relative_error(out, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("name", ["standard", "balanced"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("in_dtype", TOLERANCE)
+def test_the_largest_numbers_are_not_rounded_to_infinities(in_dtype, dtype, name):
+    x = normal((24, 40))
+    x /= jnp.max(jnp.abs(x))
+    x = jnp.stack([jnp.sign(x), jnp.where(jnp.abs(x) > 0.5, jnp.sign(x), x)]).astype(in_dtype)
+    x *= jnp.finfo(in_dtype).max
+    for matrix in x:
+        expected = np.asarray(newton_schulz(matrix / 4, name, dtype=dtype), np.float64)
+        out = newton_schulz(matrix, name, dtype=dtype)
+        assert helpers.relative_error(out, expected) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("magnitude", [1e-200, 1e-60, 1e200])
 @pytest.mark.parametrize("dtype", ["float16", None])
 def test_in_float64_it_does_not_either(dtype, magnitude):
