@@ -63,6 +63,17 @@ def test_its_polynomial_for_bfloat16_too(name, monkeypatch):
         np.testing.assert_allclose(out, expected, rtol=0, atol=1e-10)
 
 
+@each_schedule
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-4), ("float16", 2e-2), ("bfloat16", 5e-2)]
+)
+@pytest.mark.parametrize("shape", [(64, 64), (48, 160)], ids=str)
+def test_in_every_dtype_it_is_close_to_it(name, dtype, tolerance, shape):
+    x = normal(shape)
+    out = newton_schulz(x, name, dtype=dtype)
+    assert helpers.relative_error(out, exact(name, x, dtype)) < tolerance
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "low", "least", "most"),
     [
