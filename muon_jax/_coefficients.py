@@ -93,7 +93,9 @@ NAMED: dict[str, _Rows] = {
         (2.7763, -2.3190, 0.5523),
         (2.4231, -2.2861, 0.8193),
     ),
-    # The set of that name in Emerging-Optimizers: for preconditioning="aol". No safety factor.
+    # The set of that name in Emerging-Optimizers: for preconditioning="aol". No safety factor. As
+    # published: the first step, and so the map, is negative for σ > 0.8837, and -0.99 at 1, so that
+    # a matrix of rank one becomes about minus its polar factor.
     "aol_nvidia": (
         (4.0098, -7.0585, 2.4635),
         (3.4585, -5.5479, 2.5959),
