@@ -140,12 +140,17 @@ def test_times_of_the_iteration_are_those_of_the_results():
 
 
 def test_times_of_packages_for_torch_are_those_of_the_results():
-    for measurement, times in measurements("peers"):
+    for measurement, times in measurements("newton_schulz"):
         gram = min(times["gram_newton_schulz"], times["gram_newton_schulz, standard"])
-        peers = [times["torch.compile"], times["dion"], gram]
-        ours = min(times["polar_express"], times.get("polar_express, gram", float("inf")))
-        cells = [*map(figure, [*peers, times["None"], ours]), f"{min(peers) / ours:.2f}×"]
-        cells.append(figure(times["balanced"]) if "balanced" in times else "")
+        peers = [times["torch.compile"], gram, times["dion"], times["dion, aol"]]
+        ours = min(times["None"], times.get("standard, gram", float("inf")))
+        balanced = times["balanced"]
+        cells = [*map(figure, [*peers, ours]), f"{min(peers[:3]) / ours:.2f}×"]
+        cells += [
+            figure(balanced),
+            f"{min(peers[:3]) / balanced:.2f}×",
+            f"{peers[3] / balanced:.2f}×",
+        ]
         assert row(measurement, *cells) in README
 
 
