@@ -115,8 +115,8 @@ def newton_schulz(
 
     Raises:
         ValueError: `x` is no float matrix, or a sharded one, an argument is none of the values
-            above, or `dtype` is one of 8 bits, in which nothing here is safe, or of 16 under
-            `"cans"`. Or the gram form does not exist, or is not safe, for the other arguments.
+            above, or `dtype` is one of 8 bits, in which nothing here is safe, or of 16 under the
+            name `"cans"`. Or the gram form does not exist, or is not safe, for the other arguments.
         NotImplementedError: the named implementation cannot run here.
 
     References:

@@ -108,16 +108,22 @@ def _pareto(figure, report: Report) -> None:
         axes.set(title=_reading.label(measurement), xlabel=f"µs ({clock})")
         axes.tick_params(labelleft=i % _COLUMNS == 1)
     figure.supylabel("error to the polar factor")
-    style: dict[str, Any] = {"color": "gray", "linestyle": "", "marker": "o"}
-    handles = [
-        Line2D([], [], label="standard form", fillstyle="none", **style),
-        Line2D([], [], label="gram form", fillstyle="full", **style),
-        Line2D([], [], label="Pareto front", color="lightgray"),
-    ]
+    handles = [*_forms(), Line2D([], [], label="Pareto front", color="lightgray")]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     figure.figure.draw_without_rendering()  # the layout, which decides what overlaps
     for axes in figure.axes:
         arrange_names(axes)
+
+
+def _forms() -> list[Any]:
+    """Entries of a legend that tell the forms apart."""
+    from matplotlib.lines import Line2D
+
+    style: dict[str, Any] = {"color": "gray", "linestyle": "", "marker": "o"}
+    return [
+        Line2D([], [], label="standard form", fillstyle="none", **style),
+        Line2D([], [], label="gram form", fillstyle="full", **style),
+    ]
 
 
 def _points(axes, measurement: Measurement, clock: str, colors: Mapping[str, str]) -> None:
@@ -198,4 +204,5 @@ def _accuracy(figure, report: Report) -> None:
         Line2D([], [], color="black", linestyle="", marker=marker, label=dtype)
         for dtype, marker in markers.items()
     ]
+    handles += _forms()
     figure.legend(handles=handles, loc="outside right upper", fontsize=8)
