@@ -77,7 +77,7 @@ def newton_schulz(
             triple: `"standard"` (Keller Jordan's), `"standard_1.02"`. Of a published table:
             `"dion"`, `"polar_express"`, `"polar_express_nanogpt"`, `"polar_express_nvidia"`,
             `"cans"`, `"deepseek_v4"`, `"cubic"`; `"aol"` and `"aol_nvidia"` for that
-            preconditioning, of which the latter, as published, maps σ > 0.8837 to about -1. Of a
+            preconditioning, of which the latter, as published, makes σ > 0.8837 negative. Of a
             composed schedule: `"fast"`, `"balanced"`, `"accurate"`. Tuples of numbers, not lists,
             nor arrays as `scale_by_muon` takes them.
         ns_steps: number of steps of one triple. A named table runs its last `ns_steps` rows, and
