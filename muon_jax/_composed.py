@@ -36,7 +36,7 @@ def run(
 ) -> jax.Array:
     """Returns the result of the steps on X/ν, with its Schatten-4 norm ν = ‖XXᵀ‖_F^½.
 
-    Entries of X are at most n^-¼, which keeps those of h/ν, at most 314/ν, within float16
+    Entries of X are at most n^-¼, which keeps those of h/ν, at most 318/ν, within float16
     whatever the shape and the spectrum. R = gain²·XXᵀ then has entries up to 2¹⁵, and small ones
     that are not subnormal in float16: it is the Gram matrix of gain·X.
 

@@ -36,6 +36,7 @@ import numpy as np
 from muon_jax import _coefficients, _schedules
 from muon_jax.benchmarks import (
     _accuracy,
+    _designs,
     _fit,
     _headline,
     _measure,
@@ -153,7 +154,7 @@ def coefficients(arguments: argparse.Namespace) -> None:
         difference = np.max(np.abs(published[name] - np.array(_coefficients.NAMED[name])))
         print(f"{name}: within {difference:.1g} of what ships")
         print("".join(f"    {tuple(row.tolist())},\n" for row in published[name]))
-    for (name, dtype), design in _fit.DESIGNS.items():
+    for (name, dtype), design in _designs.DESIGNS.items():
         if name in arguments.names:
             steps, shipped = _fit.fit(design), _schedules.SCHEDULES[name].steps_in(dtype)
             difference = np.max(

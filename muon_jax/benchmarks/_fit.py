@@ -10,19 +10,22 @@ schedule, the sum of squares is that of
 - 6·log(1 + excess) of y above `cap` or below min(0.3, 0.15σ/l) on 560 points of [l/30, 1.01], as
   it is and with the output of each step but the last off by ±`drift`;
 - 4.2·log(1 + excess) of y above 1.33 there, with an Sⱼ off by ±`shift` of its maximum, or R by half
-  of that: noise where it is not independent, but of one sign.
+  of that: noise where it is not independent, but of one sign;
+- the same of the largest singular value of h(R)·diag(√λ, σ), for λ from 0.45 to 1 and 30 points of
+  [l/10, 0.15], with R, S₁ or S₂ off by `coupling` of its maximum between the two directions, and,
+  twelve times, all of them by half of that, there and in the small direction, of random signs.
 
 Of an S with a residual the next product takes the error back, as far as it does in `Step`. Each
 kind is a mean over its points. Two scalings are free, and are set: Sⱼ(0) = 1 for all but h,
-and beta = -1 in the first product of all steps but the first. But an Sⱼ made of an S with a
-residual has Sⱼ(0) = 0, which leaves it small, and its rounding with it, in small directions (the
-next product adds it, so that I can be taken off). Its scale is set by beta = 4.
+and beta = -1 in the first product of all steps but the first. But an Sⱼ that has a residual itself
+has Sⱼ(0) = 0, which leaves it small, and its rounding with it, in small directions (the next
+product adds it, so that I can be taken off). Its scale is set by beta = 4.
 """
 
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,74 +33,10 @@ import numpy as np
 import scipy.optimize
 
 from muon_jax._schedules import Product, Step
-
-type Addends = tuple[tuple[tuple[int, ...], ...], ...]
+from muon_jax.benchmarks._designs import Addends, Design
 
 _ROUNDING_OF_R, _ROUNDING_OF_S, _ROUNDING_OF_OUTPUT = 2e-4, 2e-3, 5e-3
 _MARGIN = 1.05  # a step alone is fitted up to it, lest it explode right above 1
-
-
-class Design(NamedTuple):
-    """What a schedule is fitted for; the module's docstring says what each stands for.
-
-    Attributes:
-        addends: which S are added to each product of each step.
-        low: l, the least singular value that is to become 1.
-        noise, drift, shift: of the perturbations.
-        cap: what y may reach.
-        residuals: of the first step.
-        start: free coefficients to start from, None for `greedy` ones.
-    """
-
-    addends: Addends
-    low: float
-    noise: float = 1.0
-    drift: float = 0.02
-    shift: float = 0.0
-    cap: float = 1.25
-    residuals: int = 0
-    start: tuple[float, ...] | None = None
-
-
-def _addends(*steps: str) -> Addends:
-    """The digits are indices; commas separate products."""
-    return tuple(tuple(tuple(map(int, digits)) for digits in step.split(",")) for step in steps)
-
-
-# Where the fits with all addends, 45 and 25, ended when one after the other was left out. That of
-# "balanced" went on from there, with another cap and less noise.
-_BALANCED = """
-     -3.8  -3.68  2.86  -4.48  2  1.27  1.31  0.284  -0.474  0.94  2.12  -0.697  0.245  0.533
-     -0.0921  -0.125  0.0816  0.64  142  -11.3  -13.7  23.2  29.9  9.08  75.1  34
-"""
-_ACCURATE = """
-     6.47  -6.88  1.87  0.421  1.61  0.493  1.42  0.265  -0.0728  -0.0784  116  1.52
-     0.142  1.43  1.11  6.55  -0.0792  0.614  0.342  1.13
-"""
-
-# Each with the dtype that it is for.
-DESIGNS = {
-    ("fast", "float16"): Design(_addends("0,,01,,24,,25"), 0.01, 0.2),
-    ("fast", "bfloat16"): Design(_addends("0,0,1", "0,0,1"), 0.004, 1.5, 0.03, 4e-3),
-    ("balanced", "float16"): Design(
-        _addends("0,1,2,,4,35,35,0137,013678"),
-        0.0025,
-        0.1,
-        shift=1.75e-4,
-        cap=1.14,
-        residuals=2,
-        start=tuple(map(float, _BALANCED.split())),
-    ),
-    ("balanced", "bfloat16"): Design(_addends("0,0,0,2", "0,0,1,1"), 0.003, 3.0, 0.03, 5e-3),
-    ("accurate", "float16"): Design(
-        _addends("0,0,0,012,", "0,,,012"),
-        0.0016,
-        1.5,
-        shift=3.5e-4,
-        start=tuple(map(float, _ACCURATE.split())),
-    ),
-    ("accurate", "bfloat16"): Design(_addends("0,0,1", "0,0,1", "0,0"), 0.001, 3.0, 0.03, 4e-3),
-}
 
 
 def fit(design: Design) -> tuple[Step, ...]:
@@ -180,6 +119,12 @@ def residuals(design: Design, free: np.ndarray | jax.Array, low: float) -> jax.A
         shifts = np.where(rounding == _ROUNDING_OF_R, 0.5, 1.0) * design.shift
         shifts = (shifts[:, None] * each)[~is_output]
         terms.append(0.7 * _excess(bounded(np.concatenate([shifts, -shifts])) - 1.33))
+    if design.coupling:
+        errors = design.coupling * _couplings(each[~is_output])
+        x = _grid(low / 10, 0.15, 30)
+        for largest in (1.0, 0.85, 0.7, 0.57, 0.45):
+            pairs = jax.vmap(lambda e, y=largest**0.5: _largest_of_pair(steps, y, x, e))(errors)
+            terms.append(0.7 * _excess(pairs - 1.33))
     return jnp.concatenate([term.ravel() for term in terms])
 
 
@@ -188,7 +133,7 @@ def free_coefficients(steps: Sequence[Step]) -> np.ndarray:
     values = []
     for index, step in enumerate(steps):
         for j, product in enumerate(step.products):
-            known = j < step.residuals or (index and j == 0)
+            known = j < step.residuals - 1 or (index and j == 0)
             betas = () if known else (beta for beta, _ in product.addends)
             values += [product.alpha, *betas]
         values.append(step.products[-1].diagonal)
@@ -214,10 +159,10 @@ def _steps(addends, free, residuals=0):
     for indices in addends:
         products = []
         residuals = 0 if steps else residuals
-        zero = [0.0] * (residuals + 1) + [1.0] * len(indices)  # Sⱼ(0)
+        zero = [0.0] * max(residuals, 1) + [1.0] * len(indices)  # Sⱼ(0)
         for j, added in enumerate(indices, 1):
             alpha = next(values)
-            known = 4.0 if j <= residuals else -1.0 if steps and j == 1 else None
+            known = 4.0 if j < residuals else -1.0 if steps and j == 1 else None
             pairs = tuple((known or next(values), i) for i in added)
             at_zero = alpha * zero[j - 1] ** 2 + sum(beta * zero[i] for beta, i in pairs)
             diagonal = next(values) if j == len(indices) else zero[j] - at_zero
@@ -228,21 +173,51 @@ def _steps(addends, free, residuals=0):
 
 def _map(steps, x, errors=None):
     """y(x), with errors of every R and Sⱼ, relative to its maximum, and of every output."""
-    errors = iter(np.zeros(_count(steps)) if errors is None else errors)
+    errors = np.zeros(_count(steps)) if errors is None else errors
+    return _run(steps, x[:, None, None], errors)[:, 0, 0]
+
+
+def _largest_of_pair(steps, first, second, errors):
+    """The largest singular value of h(R)·diag(first, second), with (2, 2) errors as of `_map`."""
+    x = jnp.zeros((*second.shape, 2, 2)).at[:, 0, 0].set(first).at[:, 1, 1].set(second)
+    x = _run(steps, x, errors)
+    total = jnp.sum(x * x, axis=(1, 2))
+    determinant = x[:, 0, 0] * x[:, 1, 1] - x[:, 0, 1] * x[:, 1, 0]
+    gap = (total - 2 * determinant) * (total + 2 * determinant)
+    return jnp.sqrt((total + jnp.sqrt(jnp.maximum(gap, 1e-20))) / 2)
+
+
+def _couplings(each):
+    """Errors of a pair for each row, of R, S₁ and S₂ alone, and twelve of all together."""
+    between, small = np.array([[0.0, 1.0], [1.0, 0.0]]), np.array([[0.0, 0.0], [0.0, 1.0]])
+    signs = np.random.default_rng(0).choice([-0.5, 0.5], (2, 12, len(each))) @ each
+    mixed = signs[..., None, None] * np.stack([between, small])[:, None, None]
+    return np.concatenate([each[:3, :, None, None] * between, mixed.sum(axis=0)])
+
+
+def _run(steps, x, errors):
+    """The result for matrices `(points, k, k)`."""
+    errors = iter(errors)
     for step in steps:
-        error = _of_largest(next(errors), x * x)
-        terms = [x * x + error]
+        error = _of_largest(next(errors), _product(x, x.mT))
+        terms = [_product(x, x.mT) + error]
         for j, product in enumerate(step.products):
             added = sum(beta * terms[i] for beta, i in product.addends)
-            term = product.alpha * terms[-1] ** 2 + added + product.diagonal
+            term = product.alpha * _product(terms[-1], terms[-1]) + added
+            term += product.diagonal * np.eye(x.shape[-1])
             if j < step.residuals:
                 term -= step.residual_beta(j) * error
             if product is not step.products[-1]:
                 error = _of_largest(next(errors), term)
                 term += error
             terms.append(term)
-        x = x * terms[-1] * (1.0 + next(errors))
+        x = _product(terms[-1], x) * (1.0 + next(errors))
     return x
+
+
+def _product(a, b):
+    """AB, of small matrices in one pass."""
+    return (a[..., :, None] * b[..., None, :, :]).sum(axis=-2)
 
 
 def _of_largest(error, term):

@@ -27,7 +27,7 @@ SPECTRA = {
     ),
     "power law": lambda rng: (1.0 + np.arange(M)) ** -rng.uniform(0.2, 3),
 }
-KINDS = (*SPECTRA, "repeated rows")
+KINDS = (*SPECTRA, "repeated rows", "two lengths", "signs")
 
 
 def random_matrix(kind, n, seed):
@@ -36,6 +36,16 @@ def random_matrix(kind, n, seed):
         rank = rng.integers(1, M // 2)
         rows = rng.standard_normal((rank, n)) * 10 ** (-rng.uniform(0, 3) * rng.random((rank, 1)))
         return rows[rng.integers(0, rank, M)]
+    if kind in ("two lengths", "signs"):  # whose Gram matrices have few values, which round alike
+        rank = rng.integers(1, 4)
+        rows = rng.standard_normal((rank, n)) * 10 ** (-rng.uniform(0, 3) * rng.random((rank, 1)))
+        weights = rng.choice([-1.0, 1.0], (M, rank))
+        if kind == "two lengths":
+            weights *= np.eye(rank)[rng.integers(0, rank, M)] * rng.choice(
+                [1, rng.random()], (M, 1)
+            )
+        noise = 10 ** -rng.uniform(2, 5) * rng.integers(0, 2)
+        return weights @ rows + noise * rng.standard_normal((M, n))
     v, _ = np.linalg.qr(rng.standard_normal((n, M)))
     u, _ = np.linalg.qr(rng.standard_normal((M, M)))
     if rng.random() < 0.25:  # along the axes

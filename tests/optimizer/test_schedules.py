@@ -14,7 +14,7 @@ from muon_jax.benchmarks._spectra import Case
 
 OFFERED = [(name, dtype) for name in SCHEDULES for dtype in ("float16", "bfloat16")]
 # Bounds of the polar error on σ > σ₁/100, about a tenth above what was measured.
-POLAR_ERROR = {"fast": 0.165, "balanced": 0.07, "accurate": 0.08}
+POLAR_ERROR = {"fast": 0.165, "balanced": 0.075, "accurate": 0.08}
 
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
 each_offered = pytest.mark.parametrize(("name", "dtype"), OFFERED)
@@ -77,11 +77,11 @@ def test_in_every_dtype_it_is_close_to_it(name, dtype, tolerance, shape):
 @pytest.mark.parametrize(
     ("name", "dtype", "low", "least", "most"),
     [
-        ("fast", "float16", 0.01, 0.758, 1.169),
+        ("fast", "float16", 0.01, 0.753, 1.17),
         ("fast", "bfloat16", 0.004, 0.547, 1.241),
-        ("balanced", "float16", 0.0025, 0.716, 1.152),
+        ("balanced", "float16", 0.006, 0.771, 1.144),
         ("balanced", "bfloat16", 0.003, 0.824, 1.162),
-        ("accurate", "float16", 0.0016, 0.91, 1.142),
+        ("accurate", "float16", 0.0016, 0.876, 1.165),
         ("accurate", "bfloat16", 0.001, 0.781, 1.159),
     ],
 )

@@ -1,0 +1,73 @@
+"""What composed schedules are fitted for; `_fit` says how."""
+
+from typing import NamedTuple
+
+type Addends = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+class Design(NamedTuple):
+    """What a schedule is fitted for; the docstring of `_fit` says what each stands for.
+
+    Attributes:
+        addends: which S are added to each product of each step.
+        low: l, the least singular value that is to become 1.
+        noise, drift, shift, coupling: of the perturbations.
+        cap: what y may reach.
+        residuals: of the first step.
+        start: free coefficients to start from, None for `greedy` ones.
+    """
+
+    addends: Addends
+    low: float
+    noise: float = 1.0
+    drift: float = 0.02
+    shift: float = 0.0
+    coupling: float = 0.0
+    cap: float = 1.25
+    residuals: int = 0
+    start: tuple[float, ...] | None = None
+
+
+def _addends(*steps: str) -> Addends:
+    """The digits are indices; commas separate products."""
+    return tuple(tuple(tuple(map(int, digits)) for digits in step.split(",")) for step in steps)
+
+
+# Where the fits with all addends, 45 and 25, ended when one after the other was left out, and
+# others from there, with more and more of `shift`, `coupling` and residuals.
+_BALANCED = """
+     -3.49  -3.11  2.06  -3.82  2  1.04  0.807  0.62  -0.331  0.994  2.31  -0.606  0.45  0.529
+     -0.051  -0.139  0.117  0.753  122  -7.66  -17.4  23.1  28.4  8.3  94.4  41.9
+"""
+_ACCURATE = """
+     6.5  -7  1.84  0.224  1.51  0.227  1.42  0.173  -0.0962  -0.0732  108  1.55  0.147  1.36
+     1.07  5.82  -0.0854  0.579  0.348  1.13
+"""
+
+# Each with the dtype that it is for.
+DESIGNS = {
+    ("fast", "float16"): Design(_addends("0,,01,,24,,25"), 0.01, 0.2, residuals=1),
+    ("fast", "bfloat16"): Design(_addends("0,0,1", "0,0,1"), 0.004, 1.5, 0.03, 4e-3),
+    ("balanced", "float16"): Design(
+        _addends("0,1,2,,4,35,35,0137,013678"),
+        0.006,
+        0.1,
+        shift=3.5e-4,
+        coupling=3.5e-4,
+        cap=1.13,
+        residuals=3,
+        start=tuple(map(float, _BALANCED.split())),
+    ),
+    ("balanced", "bfloat16"): Design(_addends("0,0,0,2", "0,0,1,1"), 0.003, 3.0, 0.03, 5e-3),
+    ("accurate", "float16"): Design(
+        _addends("0,0,0,012,", "0,,,012"),
+        0.0016,
+        1.0,
+        shift=3.5e-4,
+        coupling=3.5e-4,
+        cap=1.2,
+        residuals=1,
+        start=tuple(map(float, _ACCURATE.split())),
+    ),
+    ("accurate", "bfloat16"): Design(_addends("0,0,1", "0,0,1", "0,0"), 0.001, 3.0, 0.03, 4e-3),
+}
