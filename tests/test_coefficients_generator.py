@@ -53,13 +53,11 @@ each_design = pytest.mark.parametrize(("name", "dtype"), _designs.DESIGNS)
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    ("name", "dtype"), [key for key, design in _designs.DESIGNS.items() if not design.start]
-)
-def test_what_is_generated_is_what_ships(name, dtype):
-    # In one direction the objective of "fast" is too flat for float64: 2e-4 on some CPUs. Those
-    # with a start of their own are flatter still.
-    rtol = 3e-4 if name == "fast" else 1e-6
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_is_generated_is_what_ships(dtype):
+    # In one direction the objective is too flat for float64: 2e-4 on some CPUs. The other sets take
+    # minutes.
+    name, rtol = "fast", 3e-4
     steps = _fit.fit(_designs.DESIGNS[name, dtype])
     shipped = SCHEDULES[name].steps_in(dtype)
     actual, expected = ([dataclasses.astuple(step) for step in each] for each in (steps, shipped))

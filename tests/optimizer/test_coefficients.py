@@ -36,12 +36,11 @@ def test_every_name_is_its_polynomial(name):
         assert helpers.relative_error(out, helpers.exact_newton_schulz(x, rows_of(name))) < 1e-12
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (48, 160)], ids=str)
 @pytest.mark.parametrize(
     ("name", "method", "dtype"), [*_accuracy.variants([*NAMED], [*TOLERANCE], _accuracy.DTYPES)]
 )
-def test_every_form_in_every_dtype_is_close_to_it(name, method, dtype, shape):
-    x = np.random.default_rng(0).standard_normal(shape)
+def test_every_form_in_every_dtype_is_close_to_it(name, method, dtype):
+    x = np.random.default_rng(0).standard_normal((64, 64))
     with jax.default_matmul_precision("highest"):
         arguments = _accuracy.arguments(name)
         out = newton_schulz(jnp.asarray(x, jnp.float32), dtype=dtype, method=method, **arguments)

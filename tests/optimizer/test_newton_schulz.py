@@ -137,7 +137,7 @@ def test_the_largest_numbers_are_not_rounded_to_infinities(in_dtype, dtype, name
     for matrix in x:
         expected = np.asarray(newton_schulz(matrix / 4, name, dtype=dtype), np.float64)
         out = newton_schulz(matrix, name, dtype=dtype)
-        assert helpers.relative_error(out, expected) < TOLERANCE[dtype]
+        assert helpers.relative_error(out, expected) < 2 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("magnitude", [1e-200, 1e-60, 1e200])
