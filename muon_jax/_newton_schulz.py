@@ -56,9 +56,9 @@ def newton_schulz(
     does half the work, five triples cost 20, and
 
         ns_coeffs      cost  dtype     maps σ from l to   polar error on σ > σ₁/100 (Gaussian m×m)
-        "fast"         10    float16   [0.76, 1.17]       0.09
-        "balanced"     12    float16   [0.72, 1.15]       0.06
-        "accurate"     15    float16   [0.91, 1.14]       0.04
+        "fast"         10    float16   [0.75, 1.17]       0.09
+        "balanced"     12    float16   [0.72, 1.14]       0.05
+        "accurate"     15    float16   [0.88, 1.16]       0.05
         "standard"     20    bfloat16  [0.68, 1.20]       0.19
 
     with l = 0.01, 0.0025 and 0.0016 of the Schatten-4 norm, and 0.002 of the Frobenius norm, and
