@@ -147,7 +147,7 @@ class Schedule:
 
 
 # Each with its degrees, the interval [l, 1] that it was fitted on, its slope at 0 and its maximum.
-# All are safe: no singular value exceeded 1.34 on 14,000 random spectra (m = 48, condition to
+# No singular value exceeded 1.34 on 14,000 random spectra (m = 48, condition to
 # 1e9, low rank, clusters, spikes, rows that repeat, have two lengths or are sums of few signs).
 # bfloat16 takes polynomials of its own, less steep at 0, so that its rounding does not grow: with
 # those for float16, 480 of 2016 spectra exceed 1.5 in bfloat16 under "fast", 813 under "balanced",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from muon_jax import newton_schulz
+from muon_jax._schedules import SCHEDULES
 from muon_jax.benchmarks import _accuracy
 
 M = 48
@@ -27,7 +28,9 @@ SPECTRA = {
     ),
     "power law": lambda rng: (1.0 + np.arange(M)) ** -rng.uniform(0.2, 3),
 }
-KINDS = (*SPECTRA, "repeated rows", "two lengths", "signs")
+GENERAL = (*SPECTRA, "repeated rows")
+ROUND_ALIKE = ("two lengths", "signs")  # their Gram matrices have few values
+KINDS = (*GENERAL, *ROUND_ALIKE)
 
 
 def random_matrix(kind, n, seed):
@@ -36,7 +39,7 @@ def random_matrix(kind, n, seed):
         rank = rng.integers(1, M // 2)
         rows = rng.standard_normal((rank, n)) * 10 ** (-rng.uniform(0, 3) * rng.random((rank, 1)))
         return rows[rng.integers(0, rank, M)]
-    if kind in ("two lengths", "signs"):  # whose Gram matrices have few values, which round alike
+    if kind in ROUND_ALIKE:
         rank = rng.integers(1, 4)
         rows = rng.standard_normal((rank, n)) * 10 ** (-rng.uniform(0, 3) * rng.random((rank, 1)))
         weights = rng.choice([-1.0, 1.0], (M, rank))
@@ -57,18 +60,18 @@ BATCH, BATCHES = 500, 20
 
 
 @functools.lru_cache(BATCHES)
-def random_matrices(seed):
+def random_matrices(seed, kinds=GENERAL):
     rng = np.random.default_rng(seed)
     x = np.zeros((BATCH, M, 2 * M), np.float32)
     for i, matrix in enumerate(x):
         n = M * int(rng.integers(1, 3))
-        matrix[:, :n] = random_matrix(KINDS[i % len(KINDS)], n, rng.integers(2**32))
+        matrix[:, :n] = random_matrix(kinds[i % len(kinds)], n, rng.integers(2**32))
     return jnp.asarray(x * 10 ** rng.uniform(-4, 4, (BATCH, 1, 1)), jnp.float32)
 
 
-def assert_none_blows_up(name, method, dtype, seed):
+def assert_none_blows_up(name, method, dtype, matrices):
     arguments = _accuracy.arguments(name)
-    out = np.asarray(newton_schulz(random_matrices(seed), dtype=dtype, method=method, **arguments))
+    out = np.asarray(newton_schulz(matrices, dtype=dtype, method=method, **arguments))
     assert np.isfinite(out).all()
     assert np.sqrt(np.linalg.eigvalsh(out @ out.mT)[:, -1]).max() <= _accuracy.LARGEST_ALLOWED
 
@@ -90,11 +93,18 @@ def drawn(batches):
 @drawn(BATCHES)
 def test_no_spectrum_blows_up(name, method, dtype, seed):
     """10,000 matrices for each."""
-    assert_none_blows_up(name, method, dtype, seed)
+    assert_none_blows_up(name, method, dtype, random_matrices(seed))
 
 
 @pytest.mark.optimized
 @variants("float32")
 @drawn(BATCHES // 4)
 def test_none_does_in_float32(name, method, dtype, seed):
-    assert_none_blows_up(name, method, dtype, seed)
+    assert_none_blows_up(name, method, dtype, random_matrices(seed))
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_none_that_rounds_alike_does_in_float16(name):
+    for seed in range(6):
+        assert_none_blows_up(name, "standard", "float16", random_matrices(seed, ROUND_ALIKE))
