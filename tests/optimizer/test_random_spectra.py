@@ -35,18 +35,15 @@ KINDS = (*GENERAL, *ROUND_ALIKE)
 
 def random_matrix(kind, n, seed):
     rng = np.random.default_rng(seed)
-    if kind == "repeated rows":
-        rank = rng.integers(1, M // 2)
+    if kind not in SPECTRA:
+        rank = rng.integers(1, 4 if kind in ROUND_ALIKE else M // 2)
         rows = rng.standard_normal((rank, n)) * 10 ** (-rng.uniform(0, 3) * rng.random((rank, 1)))
-        return rows[rng.integers(0, rank, M)]
-    if kind in ROUND_ALIKE:
-        rank = rng.integers(1, 4)
-        rows = rng.standard_normal((rank, n)) * 10 ** (-rng.uniform(0, 3) * rng.random((rank, 1)))
+        if kind == "repeated rows":
+            return rows[rng.integers(0, rank, M)]
         weights = rng.choice([-1.0, 1.0], (M, rank))
         if kind == "two lengths":
-            weights *= np.eye(rank)[rng.integers(0, rank, M)] * rng.choice(
-                [1, rng.random()], (M, 1)
-            )
+            weights *= np.eye(rank)[rng.integers(0, rank, M)]
+            weights *= rng.choice([1, rng.random()], (M, 1))
         noise = 10 ** -rng.uniform(2, 5) * rng.integers(0, 2)
         return weights @ rows + noise * rng.standard_normal((M, n))
     v, _ = np.linalg.qr(rng.standard_normal((n, M)))
