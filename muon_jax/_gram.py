@@ -79,7 +79,7 @@ def segments(quintics: Quintics, dtype: jax.typing.DTypeLike) -> list[list[_Trip
 
 @np.errstate(over="ignore", invalid="ignore")  # of steps that diverge
 def _room(steps: list[_Triple], largest: float) -> float:
-    """How far above `largest`, relatively, singular values may be for `steps` to leave none > 1.5."""
+    """How far above `largest`, relatively, singular values may be that `steps` take to 1.5."""
     room = np.linspace(0.0, _MOST_ROOM, 101)
     sigma = largest * (1.0 + room)
     for step in steps:
