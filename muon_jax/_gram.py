@@ -29,10 +29,10 @@ from pallas_kernels import syrkx
 
 type _Triple = tuple[float, ...]
 
-# A segment's noise raises its largest singular value by up to a fifteenth of it, relatively. So it
-# may be twelve times as much as the following steps endure, and at most 1.2: at 1.3 "polar_express"
-# had one singular value above 1.5 on 10,000 random spectra (NUMERICS.md, section 3.5).
-_NOISE_TO_ROOM, _MOST_ROOM = 12.0, 0.1
+# What a segment's noise may be, over what the following steps endure beyond its largest singular
+# value: at 7.7 "aol_nvidia" had one of 1.7 on 10,000 random spectra (NUMERICS.md, section 3.5). Its
+# most is 1.2: "polar_express" had one of 1.7 at 1.3.
+_NOISE_TO_ROOM, _MOST_NOISE = 7.0, 1.2
 # The rounding of this form comes to as much as 6u, of the standard one to 2u. If the error of the
 # map itself (RMS for σ in [0.01, 1]) is more than so many u, the error of both together is larger
 # by less than a tenth (NUMERICS.md, section 3.5).
@@ -80,7 +80,7 @@ def segments(quintics: Quintics, dtype: jax.typing.DTypeLike) -> list[list[_Trip
 @np.errstate(over="ignore", invalid="ignore")  # of steps that diverge
 def _room(steps: list[_Triple], largest: float) -> float:
     """How far above `largest`, relatively, singular values may be that `steps` take to 1.5."""
-    room = np.linspace(0.0, _MOST_ROOM, 101)
+    room = np.linspace(0.0, _MOST_NOISE / _NOISE_TO_ROOM, 101)
     sigma = largest * (1.0 + room)
     for step in steps:
         sigma = abs(_map(step, sigma))

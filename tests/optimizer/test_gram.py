@@ -116,7 +116,7 @@ def test_none_chooses_the_faster_form(shape, name, faster):
     ("name", "dtype", "expected"),
     [
         ("standard", "float16", [2, 3]),
-        ("standard", "bfloat16", [2, 1, 2]),
+        ("standard", "bfloat16", [1, 1, 1, 2]),
         ("standard", "float32", [5]),
         ("standard", "float64", [5]),
         ("polar_express", "float16", [1, 2, 2]),

@@ -14,7 +14,7 @@ from muon_jax.benchmarks._spectra import Case
 
 OFFERED = [(name, dtype) for name in SCHEDULES for dtype in ("float16", "bfloat16")]
 # Bounds of the polar error on σ > σ₁/100, about a tenth above what was measured.
-POLAR_ERROR = {"fast": 0.165, "balanced": 0.075, "accurate": 0.08}
+POLAR_ERROR = {"fast": 0.17, "balanced": 0.075, "accurate": 0.08}
 
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
 each_offered = pytest.mark.parametrize(("name", "dtype"), OFFERED)
@@ -78,11 +78,11 @@ def test_in_every_dtype_it_is_close_to_it(name, dtype, tolerance, shape):
     ("name", "dtype", "low", "least", "most"),
     [
         ("fast", "float16", 0.01, 0.753, 1.17),
-        ("fast", "bfloat16", 0.004, 0.547, 1.241),
+        ("fast", "bfloat16", 0.004, 0.543, 1.244),
         ("balanced", "float16", 0.006, 0.771, 1.144),
-        ("balanced", "bfloat16", 0.003, 0.824, 1.162),
+        ("balanced", "bfloat16", 0.003, 0.801, 1.166),
         ("accurate", "float16", 0.0016, 0.876, 1.165),
-        ("accurate", "bfloat16", 0.001, 0.781, 1.159),
+        ("accurate", "bfloat16", 0.001, 0.798, 1.161),
     ],
 )
 def test_its_map_stays_within_what_is_stated(name, dtype, low, least, most):
@@ -144,7 +144,8 @@ def test_one_row_is_normalized(name, dtype, shape):
     x = normal(shape)
     out = newton_schulz(x, name, dtype=dtype)
     expected = mapped(name, np.ones(1), dtype) * x / jnp.linalg.norm(x)
-    np.testing.assert_allclose(out, expected, atol=1e-2)
+    atol = {"float16": 1e-2, "bfloat16": 4e-2}[dtype]  # y is steep at 1
+    np.testing.assert_allclose(out, expected, atol=atol)
 
 
 @each_offered
