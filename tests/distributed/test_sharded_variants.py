@@ -161,7 +161,7 @@ def test_metrics_of_sharded_parameters(kind, specs, allowed):
     assert {*collectives(compiled)} == allowed
     found = compiled(*sharded)
     assert all(value.sharding.is_fully_replicated for value in found.values())
-    chex.assert_trees_all_close(jax.device_get(found), measured(*trees), rtol=1e-4)
+    chex.assert_trees_all_close(jax.device_get(found), jax.jit(measured)(*trees), rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -189,7 +189,7 @@ def test_metrics_in_a_shard_map_are_of_whole_parameters():
         mesh = mesh_of(AxisType.Manual)
         return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=P()))(*trees)
 
-    chex.assert_trees_all_close(run(P(), shardings=P()), measured(*trees), rtol=1e-4)
+    chex.assert_trees_all_close(run(P(), shardings=P()), jax.jit(measured)(*trees), rtol=1e-4)
     with pytest.raises(NotImplementedError, match=r"whole.*, got \['plain'\], \(8, 32\) of"):
         run(P("x"), shardings=P("x"))
     with pytest.raises(ValueError, match="pass shardings="):

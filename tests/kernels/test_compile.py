@@ -217,14 +217,11 @@ def test_triton_s_kernel_and_the_iteration_compile_to_machine_code(name):
     ("has_b", "num_cs", "residual"),
     [
         (False, 0, False),
-        (False, 1, False),
         (True, 2, False),
-        (False, 2, False),
         (False, 6, False),
-        (False, 0, True),
         (False, 2, True),
     ],
-    ids=["A", "A, C", "A, B, 2 C", "A, 2 C", "A, 6 C", "A, residual", "A, 2 C, residual"],
+    ids=["A", "A, B, 2 C", "A, 6 C", "A, 2 C, residual"],
 )
 def test_no_config_of_the_hopper_kernel_spills_registers(has_b, num_cs, residual):
     program = MOSAIC_GPU.format(has_b=has_b, num_cs=num_cs, residual=residual)
@@ -278,14 +275,12 @@ def test_the_iteration_on_hopper_is_its_products_and_two_passes(shape):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("ns_coeffs", "products"), [("fast", 9), ("balanced", 11)])
-def test_composed_steps_on_hopper_are_their_products(ns_coeffs, products):
+def test_composed_steps_on_hopper_are_their_products():
     """A kernel each, residuals and all, the last with a result in bfloat16."""
-    kwargs = {"ns_coeffs": ns_coeffs}
-    program = NEWTON_SCHULZ.format(shape=(24, 1024, 4096), kwargs=kwargs)
+    program = NEWTON_SCHULZ.format(shape=(24, 1024, 4096), kwargs={"ns_coeffs": "balanced"})
     *_, entry = output_of(program, "NVIDIA H200").partition("ENTRY ")
     assert not re.search(r" dot\(|\"__cublas\$", entry)
-    assert entry.count('custom_call_target="mosaic_gpu') == products
+    assert entry.count('custom_call_target="mosaic_gpu') == 11
     assert "f32[24,1024,1024]" not in entry
     assert re.search(r"ROOT.* = bf16\[24,1024,4096\]\S* custom-call\(", entry)
 

@@ -42,7 +42,7 @@ def test_each_gets_its_own_update():
 
 def assert_same_alone(m, n, dtype=jnp.float32, **kwargs):
     """Asserts that updates do not depend on the grouping nor on stacks, bit for bit."""
-    shapes = {"square": (2, m, m), "wide": (4, m, n), "tall": (3, n, m), "one": (1, n, m)}
+    shapes = {"square": (2, m, m), "wide": (2, m, n), "tall": (2, n, m), "one": (1, n, m)}
     stacks = helpers.random_tree(shapes, seed=0, dtype=dtype)
     matrices = {f"{name} {i}": x for name, stack in stacks.items() for i, x in enumerate(stack)}
     run = functools.partial(
@@ -59,21 +59,19 @@ def assert_same_alone(m, n, dtype=jnp.float32, **kwargs):
 @pytest.mark.optimized
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's products on CPUs")
 @pytest.mark.parametrize(
-    "kwargs",
+    ("m", "n", "kwargs"),
     [
-        {},
-        {"ns_dtype": "float32"},
-        {"ns_dtype": "float32", "dtype": jnp.bfloat16},
-        {"ns_method": "gram"},
-        {"ns_method": "gram", "ns_dtype": "float32"},
-        {"ns_coeffs": "balanced"},
-        {"ns_coeffs": "balanced", "ns_dtype": "bfloat16"},
-        {"ns_coeffs": "balanced", "ns_dtype": "float32"},
-        {"ns_coeffs": "aol", "preconditioning": "aol"},
+        (16, 40, {}),
+        (128, 300, {}),
+        (33, 70, {"ns_dtype": "float32", "dtype": jnp.bfloat16}),
+        (33, 70, {"ns_method": "gram"}),
+        (128, 300, {"ns_method": "gram", "ns_dtype": "float32"}),
+        (33, 70, {"ns_coeffs": "balanced"}),
+        (16, 40, {"ns_coeffs": "balanced", "ns_dtype": "bfloat16"}),
+        (128, 300, {"ns_coeffs": "aol", "preconditioning": "aol"}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("m", "n"), [(16, 40), (33, 70), (128, 300)])
 def test_on_cpus_results_are_the_same_alone_bit_for_bit(m, n, kwargs):
     assert_same_alone(m, n, **kwargs)
 
