@@ -249,7 +249,7 @@ def layouts(draw, sizes):
 
 
 # `pytest --hypothesis-profile thorough -k random_layouts` draws 60, in a few minutes.
-EXAMPLES = 60 if hypothesis.settings.get_current_profile_name() == "thorough" else 10
+EXAMPLES = 60 if hypothesis.settings.get_current_profile_name() == "thorough" else 6
 
 
 @pytest.mark.timeout(1800)

@@ -86,7 +86,7 @@ def test_normuon_is_its_formula(dtype):
             moments[i] = 0.9 * moments[i] + 0.1 * np.mean(o**2, axis=0)
             normalized = o / (np.sqrt(moments[i]) + 1e-8)
             o[:] = normalized * np.linalg.norm(o) / np.linalg.norm(normalized)
-        tolerance = 1e-6 if dtype == jnp.float32 else 2**-8
+        tolerance = 3e-6 if dtype == jnp.float32 else 2**-8
         chex.assert_trees_all_close(as_float64(updates), expected, rtol=tolerance, atol=1e-7)
 
 
@@ -133,7 +133,7 @@ def test_fixed_norm_updates_are_their_formula(dtype):
         for u, p in zip(matrices(expected), matrices(weights), strict=True):
             stepped = p - 0.1 * u * np.linalg.norm(p) / np.linalg.norm(u)
             u[:] = stepped * np.linalg.norm(p) / np.linalg.norm(stepped) - p
-        tolerance = 1e-6 if dtype == jnp.float32 else 2**-8
+        tolerance = 3e-6 if dtype == jnp.float32 else 2**-8
         chex.assert_trees_all_close(as_float64(updates), expected, rtol=tolerance, atol=tolerance)
 
 
