@@ -70,7 +70,7 @@ def assert_none_blows_up(name, method, dtype, matrices):
     out = np.asarray(newton_schulz(matrices, dtype=dtype, method=method, **arguments))
     assert np.isfinite(out).all()
     # Raises where a singular value exceeds what is allowed; sooner than those are known.
-    np.linalg.cholesky(_accuracy.LARGEST_ALLOWED**2 * np.eye(M) - out @ out.mT)
+    np.linalg.cholesky(_accuracy.LARGEST_ALLOWED**2 * np.eye(M, dtype=out.dtype) - out @ out.mT)
 
 
 def variants(*dtypes):
