@@ -40,8 +40,11 @@ def described_gpu(name: str):
 
 def random_tree(shapes: dict[str, tuple[int, ...]], seed: int, dtype=jnp.float32):
     """Standard normal arrays of these shapes, by name."""
-    rng = np.random.default_rng(seed)  # jax.random would be compiled for each shape
-    return {name: jnp.asarray(rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {
+        name: jax.random.normal(key, shape, dtype)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
 
 
 def compiled_update(grads, **kwargs):

@@ -156,6 +156,7 @@ LONG = {"experts": P("x", "y"), "filters": P(None, None, ("x", "y"))}  # the sho
     ("kind", "specs", "allowed"),
     [
         (AxisType.Explicit, SPECS, {*MUONS, "all-gather"}),
+        (AxisType.Explicit, LONG, MUONS),
         (AxisType.Auto, LONG, MUONS),
     ],
 )

@@ -15,7 +15,7 @@ from muon_jax.benchmarks import _accuracy, _spectra
 
 @functools.cache
 def cases():
-    return [*_spectra.cases([128], [1, 4])]
+    return [case for seed in (0, 1) for case in _spectra.cases([128], [1, 4], seed)]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def assert_none_blows_up(name, method, dtype, matrices):
     arguments = _accuracy.arguments(name)
     out = np.asarray(newton_schulz(matrices, dtype=dtype, method=method, **arguments))
     assert np.isfinite(out).all()
-    # Raises where a singular value exceeds what is allowed; sooner than those are known.
+    # Raises where a singular value exceeds the bound, and costs less than to find the largest.
     np.linalg.cholesky(_accuracy.LARGEST_ALLOWED**2 * np.eye(M, dtype=out.dtype) - out @ out.mT)
 
 
