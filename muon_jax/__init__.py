@@ -11,19 +11,19 @@ sharded.
 
 from optax.contrib import MuonDimensionNumbers
 
-from muon_jax._describe import Description, describe
-from muon_jax._explain import Explanation, explain
-from muon_jax._hyperball import keep_param_norm, scale_to_param_norm
-from muon_jax._metrics import MetricsState, metrics, with_metrics
-from muon_jax._momentum import MuonState, convert_momentum
+from muon_jax._matrices.by_role import by_role
+from muon_jax._matrices.views import Split, Unfold
 from muon_jax._muon import muon
 from muon_jax._newton_schulz import newton_schulz
-from muon_jax._normuon import NorMuonState, scale_by_normuon
 from muon_jax._presets import PRESETS
-from muon_jax._qk_clip import KeyHeads, QueryHeads, qk_clip
-from muon_jax._routing import by_role
+from muon_jax._reports.describe import Description, describe
+from muon_jax._reports.explain import Explanation, explain
 from muon_jax._scale_by_muon import scale_by_muon
-from muon_jax._views import Split, Unfold
+from muon_jax._transforms.metrics import MetricsState, metrics, with_metrics
+from muon_jax._transforms.momentum import MuonState, convert_momentum
+from muon_jax._transforms.normuon import NorMuonState, scale_by_normuon
+from muon_jax._transforms.param_norm import keep_param_norm, scale_to_param_norm
+from muon_jax._transforms.qk_clip import KeyHeads, QueryHeads, qk_clip
 
 __all__ = [
     "PRESETS",

@@ -31,26 +31,24 @@ from typing import Any
 import jax
 import optax
 
-from muon_jax import (
-    _coefficients,
-    _momentum,
-    _normuon,
-    _presets,
-    _rounding,
-    _scaling,
-    _sharding,
-    _views,
-    _weight_decay,
-)
+from muon_jax import _presets
+from muon_jax._distributed.sharding import Shardings, whole
+from muon_jax._iteration.normalization import EpsMode
+from muon_jax._iteration.recipes import NSCoeffs
+from muon_jax._matrices.views import Views, assign
 from muon_jax._newton_schulz import Method, Preconditioning, ProductsDType
-from muon_jax._normalization import EpsMode
 from muon_jax._scale_by_muon import scale_by_muon
+from muon_jax._transforms.momentum import Momentum, any_missing, fill_missing
+from muon_jax._transforms.normuon import Averaged, scale_by_normuon
+from muon_jax._transforms.rounding import Rounding
+from muon_jax._transforms.shape_scale import ShapeScale, scale_by_shape
+from muon_jax._transforms.weight_decay import Form, chain
 
 
 @_presets.takes_preset
 def muon(
     learning_rate: optax.ScalarOrSchedule,
-    ns_coeffs: _coefficients.NSCoeffs = "standard",
+    ns_coeffs: NSCoeffs = "standard",
     ns_steps: int | jax.Array = 5,
     beta: float | jax.Array = 0.95,
     eps: float | jax.Array = 1e-8,
@@ -66,24 +64,24 @@ def muon(
     adam_eps_root: float | jax.Array = 0.0,
     adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    muon_weight_dimension_numbers: _views.Views = None,
+    muon_weight_dimension_numbers: Views = None,
     consistent_rms: float | jax.Array | None = None,
     preset: str | None = None,
-    momentum: _momentum.Momentum = "bias_corrected",
+    momentum: Momentum = "bias_corrected",
     eps_mode: EpsMode = "add",
-    shape_scale: _scaling.ShapeScale = "clipped_ratio",
-    weight_decay_form: _weight_decay.Form = "decoupled",
+    shape_scale: ShapeScale = "clipped_ratio",
+    weight_decay_form: Form = "decoupled",
     cautious_weight_decay: bool = False,
     normuon_b2: float | jax.Array | None = None,
-    normuon_averaged: _normuon.Averaged = "fan_in",
+    normuon_averaged: Averaged = "fan_in",
     adam_eps: float | jax.Array | None = None,
     adam_nesterov: bool | None = None,
     ns_dtype: ProductsDType = "auto",
     ns_method: Method | None = None,
     implementation: str | None = None,
     max_group_bytes: int | None = None,
-    shardings: _sharding.Shardings = None,
-    mu_rounding: _rounding.Rounding = "nearest",
+    shardings: Shardings = None,
+    mu_rounding: Rounding = "nearest",
     distributed_gram: bool | None = None,
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
@@ -162,7 +160,7 @@ def muon(
         <https://kellerjordan.github.io/posts/muon/>`_, 2024.
     """
 
-    on_the_rest = _weight_decay.chain(
+    on_the_rest = chain(
         optax.scale_by_adam(
             adam_b1,
             adam_b2,
@@ -181,7 +179,7 @@ def muon(
 
     def with_views(views):
         def label_params(params):
-            of_leaves = _views.assign(views, params)
+            of_leaves = assign(views, params)
             labels = ("adam" if view is None else "muon" for view in of_leaves)
             return jax.tree.structure(params).unflatten(labels)
 
@@ -206,13 +204,11 @@ def muon(
             distributed_gram=distributed_gram,
         )
         if normuon_b2 is not None:
-            normuon = _normuon.scale_by_normuon(
-                normuon_b2, 1e-8, views, normuon_averaged, shardings
-            )
+            normuon = scale_by_normuon(normuon_b2, 1e-8, views, normuon_averaged, shardings)
             orthogonal = optax.chain(orthogonal, normuon)
-        on_matrices = _weight_decay.chain(
+        on_matrices = chain(
             orthogonal,
-            _scaling.scale_by_shape(views, consistent_rms, shape_scale, shardings),
+            scale_by_shape(views, consistent_rms, shape_scale, shardings),
             learning_rate,
             weight_decay,
             weight_decay_mask,
@@ -227,7 +223,7 @@ def muon(
         """The optimizer; views that are made from a tree are made once, from the whole."""
         if not callable(muon_weight_dimension_numbers):
             return both
-        made = muon_weight_dimension_numbers(_sharding.whole(tree, shardings))
+        made = muon_weight_dimension_numbers(whole(tree, shardings))
         return with_views(lambda _: made)  # None as a tree would stand for matrices
 
     def init_fn(params):
@@ -235,8 +231,8 @@ def muon(
 
     def update_fn(updates, state, params=None, **extra_args):
         if params is not None:
-            updates = _momentum.fill_missing(updates, params)
-        elif _momentum.any_missing(updates):
+            updates = fill_missing(updates, params)
+        elif any_missing(updates):
             raise ValueError(
                 "None in the place of a gradient needs the parameters, for its shape: call"
                 " update(updates, state, params)"

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from muon_jax import _coefficients, _form, _iteration, _options, _sharding
-from muon_jax._form import Method, ProductsDType
-from muon_jax._matrix_axes import is_tall
-from muon_jax._normalization import EpsMode, largest_entries
-from muon_jax._pieces import Whole
+from muon_jax._checks import check, check_float
+from muon_jax._distributed.sharding import by_device, names
+from muon_jax._iteration.form import GROUP, Method, ProductsDType, choose, implementation_of
+from muon_jax._iteration.normalization import EpsMode, largest_entries
+from muon_jax._iteration.operand import Whole
+from muon_jax._iteration.passes import iterate, join, scale_down, split, transposed_back
+from muon_jax._iteration.recipes import NSCoeffs, resolve
+from muon_jax._matrices.axes import is_tall
 
 type Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
@@ -31,7 +34,7 @@ STATIC = (
 @functools.partial(jax.jit, static_argnames=STATIC)
 def newton_schulz(
     x: jax.Array,
-    ns_coeffs: _coefficients.NSCoeffs = "standard",
+    ns_coeffs: NSCoeffs = "standard",
     ns_steps: int = 5,
     eps: float | jax.Array = 0.0,
     *,
@@ -134,30 +137,30 @@ def newton_schulz(
         )
     sharding = jax.typeof(x).sharding
     mesh, spec = sharding.mesh, sharding.spec
-    if any(mesh.shape[name] > 1 for entry in spec[-2:] for name in _sharding.names(entry)):
+    if any(mesh.shape[name] > 1 for entry in spec[-2:] for name in names(entry)):
         raise ValueError(
             f"x must not be divided within its matrices, got {spec} on {dict(mesh.shape)}: reshard"
             f" it (jax.reshard) to {PartitionSpec(*spec[:-2])}, or use scale_by_muon"
         )
-    _options.check("preconditioning", preconditioning, Preconditioning)
-    _options.check("eps_mode", eps_mode, EpsMode)
-    _options.check_float("dtype", dtype)
-    recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
+    check("preconditioning", preconditioning, Preconditioning)
+    check("eps_mode", eps_mode, EpsMode)
+    check_float("dtype", dtype)
+    recipe = resolve(ns_coeffs, ns_steps, preconditioning)
     shape = (*x.shape[:-2], *sorted(x.shape[-2:]))
-    form = _form.choose(recipe, method, preconditioning, dtype, shape, x.dtype)
+    form = choose(recipe, method, preconditioning, dtype, shape, x.dtype)
     # Tall matrices are transposed back in a pass, which converts them too.
     held = Whole(implementation=implementation, out_dtype=None if is_tall(x) else x.dtype)
 
     def run(stacks):
         return _run(stacks, recipe, form, eps, eps_mode, preconditioning, held)
 
-    (result,) = _sharding.by_device(run, [x])
+    (result,) = by_device(run, [x])
     return result
 
 
 def orthogonalize(
     stacks: Sequence[jax.Array],
-    ns_coeffs: _coefficients.NSCoeffs,
+    ns_coeffs: NSCoeffs,
     ns_steps: int | jax.Array,
     eps: float | jax.Array,
     *,
@@ -176,20 +179,20 @@ def orthogonalize(
             the products.
         ns_coeffs: and all that follow: as for `newton_schulz`.
     """
-    recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
+    recipe = resolve(ns_coeffs, ns_steps, preconditioning)
     in_dtype, (m, n) = stacks[0].dtype, sorted(stacks[0].shape[-2:])
-    form = _form.choose(recipe, method, preconditioning, dtype, (_form.GROUP, m, n), in_dtype)
-    held = Whole(implementation=implementation or _form.implementation_of((m, n), form.dtype))
+    form = choose(recipe, method, preconditioning, dtype, (GROUP, m, n), in_dtype)
+    held = Whole(implementation=implementation or implementation_of((m, n), form.dtype))
     return _run(stacks, recipe, form, eps, eps_mode, preconditioning, held)
 
 
 def _run(stacks, recipe, form, eps, eps_mode, preconditioning, held):
     """The iteration in that form, on all stacks as one."""
     n = max(stacks[0].shape[-2:])
-    scaled, scale = _iteration.scale_down(stacks, largest_entries(stacks), n, form.dtype, held)
-    x = _iteration.join(scaled)
-    x = _iteration.iterate(x, recipe, form.method, eps, eps_mode, scale, preconditioning, n, held)
+    scaled, scale = scale_down(stacks, largest_entries(stacks), n, form.dtype, held)
+    x = join(scaled)
+    x = iterate(x, recipe, form.method, eps, eps_mode, scale, preconditioning, n, held)
     return [
-        (_iteration.transposed_back(part) if is_tall(given) else part).astype(given.dtype)
-        for part, given in zip(_iteration.split(x, stacks), stacks, strict=True)
+        (transposed_back(part) if is_tall(given) else part).astype(given.dtype)
+        for part, given in zip(split(x, stacks), stacks, strict=True)
     ]

@@ -6,18 +6,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax import _coefficients, _distributed, _options, _rounding, _sharding, _views
-from muon_jax._momentum import Momentum, MuonState, accumulate, fill_missing
+from muon_jax._checks import check, check_float, check_number
+from muon_jax._distributed.map_matrices import map_matrices
+from muon_jax._distributed.sharding import Shardings, inner_products
+from muon_jax._iteration.fitted import Schedule
+from muon_jax._iteration.normalization import EpsMode
+from muon_jax._iteration.recipes import NSCoeffs, canonicalize, is_traced, resolve
+from muon_jax._matrices.views import Views
 from muon_jax._newton_schulz import STATIC, Method, Preconditioning, ProductsDType, orthogonalize
-from muon_jax._normalization import EpsMode
-from muon_jax._schedules import Schedule
+from muon_jax._transforms.momentum import Momentum, MuonState, accumulate, fill_missing
+from muon_jax._transforms.rounding import Rounding, cast_like, widen
 
 # Jitted, so that groups of equal shapes are traced and lowered once.
 _ORTHOGONALIZE = jax.jit(orthogonalize, static_argnames=STATIC)
 
 
 def scale_by_muon(
-    ns_coeffs: _coefficients.NSCoeffs = "standard",
+    ns_coeffs: NSCoeffs = "standard",
     ns_steps: int | jax.Array = 5,
     beta: float | jax.Array = 0.95,
     eps: float | jax.Array = 1e-8,
@@ -26,15 +31,15 @@ def scale_by_muon(
     nesterov: bool = True,
     adaptive: bool = False,
     preconditioning: Preconditioning = "frobenius",
-    weight_dimension_numbers: _views.Views = None,
+    weight_dimension_numbers: Views = None,
     momentum: Momentum = "bias_corrected",
     eps_mode: EpsMode = "add",
     ns_dtype: ProductsDType = "auto",
     ns_method: Method | None = None,
     implementation: str | None = None,
     max_group_bytes: int | None = None,
-    shardings: _sharding.Shardings = None,
-    mu_rounding: _rounding.Rounding = "nearest",
+    shardings: Shardings = None,
+    mu_rounding: Rounding = "nearest",
     distributed_gram: bool | None = None,
 ) -> optax.GradientTransformation:
     """Replaces each gradient by the orthogonalized momentum of its parameter.
@@ -102,29 +107,29 @@ def scale_by_muon(
             and none of them can stay in pieces.
         NotImplementedError: the named implementation cannot run here.
     """
-    _options.check("preconditioning", preconditioning, Preconditioning)
-    _options.check("momentum", momentum, Momentum)
-    _options.check("eps_mode", eps_mode, EpsMode)
-    _options.check("mu_rounding", mu_rounding, _rounding.Rounding)
-    _options.check_number("beta", beta, below=1)
-    _options.check_number("eps", eps)
+    check("preconditioning", preconditioning, Preconditioning)
+    check("momentum", momentum, Momentum)
+    check("eps_mode", eps_mode, EpsMode)
+    check("mu_rounding", mu_rounding, Rounding)
+    check_number("beta", beta, below=1)
+    check_number("eps", eps)
     for name, value in (("ns_dtype", ns_dtype), ("max_group_bytes", max_group_bytes)):
         if isinstance(value, jax.Array):
             raise ValueError(
                 f"{name} must be no array, got {value}: optax.inject_hyperparams makes one of it;"
                 f" give it static_args={name!r}"
             )
-    _options.check_float("mu_dtype", mu_dtype)
+    check_float("mu_dtype", mu_dtype)
     if mu_dtype is not None and jnp.finfo(mu_dtype).bits < 16:
         raise ValueError(f"mu_dtype must have 16 bits or more, got {jnp.dtype(mu_dtype)}")
-    _options.check_float("ns_dtype", ns_dtype)
+    check_float("ns_dtype", ns_dtype)
     if max_group_bytes is not None and max_group_bytes < 0:
         raise ValueError(f"max_group_bytes must be None or at least 0, got {max_group_bytes}")
-    ns_coeffs = _coefficients.canonicalize(ns_coeffs)
-    recipe = _coefficients.resolve(ns_coeffs, ns_steps, preconditioning)
+    ns_coeffs = canonicalize(ns_coeffs)
+    recipe = resolve(ns_coeffs, ns_steps, preconditioning)
     if isinstance(recipe, Schedule) and ns_dtype not in ("auto", None):
         recipe.steps_in(ns_dtype)  # raises where that is unsafe
-    if _coefficients.is_traced((ns_coeffs, ns_steps)):  # under optax.inject_hyperparams
+    if is_traced((ns_coeffs, ns_steps)):  # under optax.inject_hyperparams
         function = orthogonalize
     else:
         function, ns_steps = _ORTHOGONALIZE, int(ns_steps)
@@ -137,7 +142,7 @@ def scale_by_muon(
     def update_fn(updates, state, params=None):
         updates = fill_missing(updates, state.mu if params is None else params)
         count = jnp.asarray(optax.safe_increment(state.count))
-        wide, old_mu = _rounding.widen(updates, state.mu, mu_rounding)
+        wide, old_mu = widen(updates, state.mu, mu_rounding)
         u, mu = accumulate(momentum, wide, old_mu, beta, count, nesterov)
         of_group = functools.partial(
             function,
@@ -150,14 +155,14 @@ def scale_by_muon(
             preconditioning=preconditioning,
             implementation=implementation,
         )
-        orthogonal = _distributed.map_matrices(
+        orthogonal = map_matrices(
             of_group, weight_dimension_numbers, u, shardings, max_group_bytes, distributed_gram
         )
         if adaptive:
-            dual_norms = _sharding.inner_products(u, orthogonal, shardings)
+            dual_norms = inner_products(u, orthogonal, shardings)
             orthogonal = jax.tree.map(jnp.multiply, dual_norms, orthogonal)
         orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)
-        mu = _rounding.cast_like(mu, state.mu, mu_rounding, count, shardings)
+        mu = cast_like(mu, state.mu, mu_rounding, count, shardings)
         return orthogonal, MuonState(count, mu)
 
     return optax.GradientTransformation(init_fn, update_fn)

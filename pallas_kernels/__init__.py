@@ -6,15 +6,9 @@ for NVIDIA GPUs since Ampere. `select_implementation` tells which one `None` sta
 `unsupported_reason` why one cannot run.
 """
 
-from pallas_kernels._dispatch import (
-    Selection,
-    select_implementation,
-    syrk,
-    syrk_with_residual,
-    syrkx,
-    unsupported_reason,
-)
 from pallas_kernels._gemm import gemm
+from pallas_kernels._selection import Selection, select_implementation, unsupported_reason
+from pallas_kernels._syrk import syrk, syrk_with_residual, syrkx
 
 __all__ = [
     "Selection",

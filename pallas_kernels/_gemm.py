@@ -5,14 +5,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import (
-    _device,
-    _mosaic_gpu_gemm,
-    _pallas_mosaic_gpu,
-    _pallas_triton,
-    _pallas_triton_gemm,
-)
-from pallas_kernels._dispatch import check_supported
+from pallas_kernels import _device
+from pallas_kernels._mosaic_gpu import gemm as _mosaic_gpu_gemm
+from pallas_kernels._mosaic_gpu import syrkx as _pallas_mosaic_gpu
+from pallas_kernels._syrk import check_supported
+from pallas_kernels._triton import gemm as _pallas_triton_gemm
+from pallas_kernels._triton import syrkx as _pallas_triton
 
 # Each with what says where the kernel of the symmetric products runs: it runs there, too.
 _KERNELS = {

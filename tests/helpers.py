@@ -11,15 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from muon_jax import scale_by_muon
-from pallas_kernels import (
-    _device,
-    _mosaic_gpu_config,
-    _pallas_mosaic_gpu,
-    _pallas_triton,
-    syrk,
-    syrk_with_residual,
-    syrkx,
-)
+from pallas_kernels import _device, syrk, syrk_with_residual, syrkx
+from pallas_kernels._mosaic_gpu import config as _mosaic_gpu_config
+from pallas_kernels._mosaic_gpu import syrkx as _pallas_mosaic_gpu
+from pallas_kernels._triton import syrkx as _pallas_triton
 
 # Small enough for interpret mode to be quick, and several tiles in every direction.
 INTERPRETED = _pallas_triton.Config(tile=32, tile_k=16, num_warps=4, num_stages=3)

@@ -33,7 +33,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from muon_jax import _coefficients, _schedules
+from muon_jax._iteration.fitted import SCHEDULES
+from muon_jax._iteration.recipes import NAMED
 from muon_jax.benchmarks import (
     _accuracy,
     _designs,
@@ -151,12 +152,12 @@ def coefficients(arguments: argparse.Namespace) -> None:
     """Computes each of the sets anew, and prints it and how far what ships is from it."""
     published = _minimax.published()
     for name in [name for name in arguments.names if name in published]:
-        difference = np.max(np.abs(published[name] - np.array(_coefficients.NAMED[name])))
+        difference = np.max(np.abs(published[name] - np.array(NAMED[name])))
         print(f"{name}: within {difference:.1g} of what ships")
         print("".join(f"    {tuple(row.tolist())},\n" for row in published[name]))
     for (name, dtype), design in _designs.DESIGNS.items():
         if name in arguments.names:
-            steps, shipped = _fit.fit(design), _schedules.SCHEDULES[name].steps_in(dtype)
+            steps, shipped = _fit.fit(design), SCHEDULES[name].steps_in(dtype)
             difference = np.max(
                 np.abs(_fit.free_coefficients(steps) / _fit.free_coefficients(shipped) - 1)
             )
@@ -282,7 +283,7 @@ def main(words: Sequence[str] | None = None) -> None:
     learn.add_argument("--json", type=Path, help="also write the losses to this file")
     learn.set_defaults(run=training)
     generate = commands.add_parser("coefficients", help="compute ours and minimax ones anew")
-    sets = [*_minimax.published(), *_schedules.SCHEDULES]
+    sets = [*_minimax.published(), *SCHEDULES]
     generate.add_argument("--names", nargs="+", choices=sets, default=sets)
     generate.set_defaults(run=coefficients)
     table = commands.add_parser("tune", help="measure the table of the dispatch for this device")

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax import _coefficients, _schedules, newton_schulz
+from muon_jax import newton_schulz
+from muon_jax._iteration.fitted import SCHEDULES
+from muon_jax._iteration.recipes import NAMED
 from muon_jax.benchmarks._spectra import Case
 
 METHODS = ("standard", "gram")
@@ -24,7 +26,7 @@ LARGEST_ALLOWED = 1.5
 
 def names() -> list[str]:
     """Returns the coefficients that there are by name, those of composed schedules too."""
-    return [*_coefficients.NAMED, *_schedules.SCHEDULES]
+    return [*NAMED, *SCHEDULES]
 
 
 def variants(
@@ -35,7 +37,7 @@ def variants(
     Composed schedules, which have one form under either method, come under the first.
     """
     for name, method, dtype in itertools.product(names, methods, dtypes):
-        is_new = name not in _schedules.SCHEDULES or method == methods[0]
+        is_new = name not in SCHEDULES or method == methods[0]
         if is_new and is_offered(name, method, dtype):
             yield name, method, dtype
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muon_jax._schedules import SCHEDULES
+from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax.benchmarks import _plots, _reading
 from muon_jax.benchmarks._reading import Measurement, Report
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax.contrib
 
 from muon_jax import muon, newton_schulz
-from muon_jax._schedules import SCHEDULES
+from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax.benchmarks import _accuracy, _models, _polar, _rivals, _timing
 from muon_jax.benchmarks._timing import JaxProgram, Program
 from pallas_kernels import select_implementation, syrk

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from optax.contrib import _muon as optax_muon
 
-from muon_jax import _coefficients
+from muon_jax._iteration.recipes import NAMED
 from muon_jax.benchmarks._timing import JaxProgram, Program
 
 # The rivals in torch, by the package that they come from.
@@ -25,7 +25,7 @@ COEFFICIENTS = {"dion": "dion", "dion, aol": "aol"}
 
 def newton_schulz_in_jnp(x: jax.Array) -> jax.Array:
     """Keller Jordan's five steps as everybody writes them, in the dtype of `x`."""
-    ((a, b, c),) = _coefficients.NAMED["standard"]
+    ((a, b, c),) = NAMED["standard"]
     x /= jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7
     for _ in range(5):
         gram = x @ x.mT
@@ -35,7 +35,7 @@ def newton_schulz_in_jnp(x: jax.Array) -> jax.Array:
 
 def newton_schulz_in_optax(x: jax.Array) -> jax.Array:
     """The iteration of `optax.contrib.muon`, in the dtype of `x`."""
-    (triple,) = _coefficients.NAMED["standard"]
+    (triple,) = NAMED["standard"]
     last_two_axes = optax_muon.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
     return optax_muon.orthogonalize_via_newton_schulz(
         x, jnp.asarray(triple), dimension_numbers=last_two_axes

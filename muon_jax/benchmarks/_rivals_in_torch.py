@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch  # pyright: ignore[reportMissingImports] (optional)
 
-from muon_jax import _coefficients
+from muon_jax._iteration.recipes import NAMED
 from muon_jax.benchmarks._timing import Clock
 
 
@@ -57,7 +57,7 @@ class TorchProgram:
 
 def zeropower_via_newtonschulz5(x: torch.Tensor) -> torch.Tensor:
     """Keller Jordan's five steps in bfloat16, on the smaller side."""
-    ((a, b, c),) = _coefficients.NAMED["standard"]
+    ((a, b, c),) = NAMED["standard"]
     transposed = x.size(-2) > x.size(-1)
     x = x.bfloat16()
     x = x.mT if transposed else x
@@ -73,7 +73,7 @@ def _gram_newton_schulz(name: str) -> Callable:
     import gram_newton_schulz  # pyright: ignore[reportMissingImports] (optional)
 
     make = getattr(gram_newton_schulz, name)
-    return make(ns_coefficients=[*_coefficients.NAMED["standard"]] * 5)
+    return make(ns_coefficients=[*NAMED["standard"]] * 5)
 
 
 def _dion(name: str) -> Callable:

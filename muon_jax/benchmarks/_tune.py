@@ -11,7 +11,9 @@ import numpy as np
 
 from muon_jax.benchmarks import _measure, _timing
 from muon_jax.benchmarks._timing import JaxProgram
-from pallas_kernels import _mosaic_gpu_config, _pallas_mosaic_gpu, syrk, unsupported_reason
+from pallas_kernels import syrk, unsupported_reason
+from pallas_kernels._mosaic_gpu.config import CONFIGS, predict
+from pallas_kernels._mosaic_gpu.syrkx import syrkx
 
 # Configs are measured that the model expects within this factor of the best.
 _SLACK = 1.12
@@ -75,8 +77,8 @@ def _candidates(a: jax.Array, addend: bool) -> dict[str, Callable[..., jax.Array
     if unsupported_reason("triton", a) is None:
         candidates["triton"] = functools.partial(_product, implementation="triton")
     if unsupported_reason("mosaic_gpu", a) is None:
-        configs = _mosaic_gpu_config.CONFIGS
-        times = [_mosaic_gpu_config.predict(a.shape, config, addend=addend) for config in configs]
+        configs = CONFIGS
+        times = [predict(a.shape, config, addend=addend) for config in configs]
         for time, config in zip(times, configs, strict=True):
             if time <= _SLACK * min(times):
                 candidates[config.name] = functools.partial(_with_config, config)
@@ -90,7 +92,5 @@ def _product(a, c=None, **kwargs):
 def _with_config(config, a, c=None):
     one, zero, beta = jnp.float32(1), jnp.float32(0), jnp.float32(0.5)
     cs, coefficients = ((), (one, zero)) if c is None else ((c,), (one, zero, beta))
-    (out,) = _pallas_mosaic_gpu.syrkx(
-        a, None, cs, coefficients, symmetrize_output=True, residual=False, config=config
-    )
+    (out,) = syrkx(a, None, cs, coefficients, symmetrize_output=True, residual=False, config=config)
     return out

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from muon_jax import _iteration, muon
-from muon_jax._exchange import _write
-from muon_jax._placement import Chunk
+from muon_jax import muon
+from muon_jax._distributed.exchange import _write
+from muon_jax._distributed.plan import Chunk
+from muon_jax._iteration import passes as _iteration
 
 
 @hypothesis.settings(max_examples=10, deadline=None, derandomize=True)

@@ -21,15 +21,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import (
-    MuonDimensionNumbers,
-    _sources,
-    explain,
-    muon,
-    newton_schulz,
-    scale_by_muon,
-)
-from muon_jax._views import Split
+from muon_jax import MuonDimensionNumbers, explain, muon, newton_schulz, scale_by_muon
+from muon_jax._distributed import sources as _sources
+from muon_jax._matrices.views import Split
 from muon_jax.benchmarks._sharded import collectives
 
 SPECS = {"qkv": PartitionSpec("fsdp"), "out": PartitionSpec(None, "fsdp"), "bias": PartitionSpec()}

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import MuonDimensionNumbers, explain, muon, scale_by_muon
-from muon_jax._views import Split, Unfold
+from muon_jax._matrices.views import Split, Unfold
 from muon_jax.benchmarks._sharded import collectives
 
 MATRICES = MuonDimensionNumbers(-2, -1)

@@ -22,7 +22,7 @@ from muon_jax import (
     scale_to_param_norm,
     with_metrics,
 )
-from muon_jax._views import Split, Unfold
+from muon_jax._matrices.views import Split, Unfold
 from muon_jax.benchmarks._sharded import collectives
 
 PARAMETERS = {

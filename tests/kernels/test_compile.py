@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels._mosaic_gpu_config import CONFIGS
+from pallas_kernels._mosaic_gpu.config import CONFIGS
 
 # Compute capability (major, minor), multiprocessors, shared memory per multiprocessor and block.
 TARGETS = {

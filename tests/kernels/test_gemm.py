@@ -12,9 +12,10 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import _pallas_triton_gemm, gemm
-from pallas_kernels._mosaic_gpu_gemm import CONFIGS, default_config
-from pallas_kernels._mosaic_gpu_gemm import gemm as mosaic_gemm
+from pallas_kernels import gemm
+from pallas_kernels._mosaic_gpu.gemm import CONFIGS, default_config
+from pallas_kernels._mosaic_gpu.gemm import gemm as mosaic_gemm
+from pallas_kernels._triton import gemm as _pallas_triton_gemm
 
 # What a launch looks like in a lowered program.
 LAUNCHES = {"triton": "__gpu$xla.gpu.triton", "mosaic_gpu": "custom_call @mosaic_gpu"}

@@ -12,8 +12,9 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _pallas_mosaic_gpu, _tuning, syrk, unsupported_reason
-from pallas_kernels._mosaic_gpu_config import CONFIGS, Config, default_config, predict
+from pallas_kernels import _tuning, syrk, unsupported_reason
+from pallas_kernels._mosaic_gpu import syrkx as _pallas_mosaic_gpu
+from pallas_kernels._mosaic_gpu.config import CONFIGS, Config, default_config, predict
 
 SQUARE_BLOCKS = [config for config in CONFIGS if config.block_n == 64]
 

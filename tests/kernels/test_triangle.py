@@ -2,7 +2,7 @@ import chex
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _triangle
+from pallas_kernels._triton import triangle as _triangle
 
 
 def test_row_col_enumerates_the_lower_triangle_row_by_row():

@@ -3,8 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from pallas_kernels import _work_list
-from pallas_kernels._mosaic_gpu_config import CONFIGS
+from pallas_kernels._mosaic_gpu import work_list as _work_list
+from pallas_kernels._mosaic_gpu.config import CONFIGS
 
 BLOCK = 32  # every side of a tile is a multiple
 TILES = sorted({(config.tile_m, config.tile_n, config.narrow_tiles) for config in CONFIGS})

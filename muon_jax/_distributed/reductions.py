@@ -1,0 +1,167 @@
+"""Matrices in the layout of their parameter: reductions over its axes, wherever its shards are.
+
+Stacks (`_views.to_stacks`) merge axes, and XLA gathers those that are sharded. Reductions that keep
+the axes leave every shard where it is.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from muon_jax._distributed import sharding as _sharding
+from muon_jax._iteration.normalization import norm_of_any_size
+from muon_jax._matrices.axes import MatrixAxes, matrix_axes
+from muon_jax._matrices.views import Split, Unfold, View, Views, naming, of_leaves
+
+
+class Axis(NamedTuple):
+    """An axis of an array.
+
+    Attributes:
+        size: of the whole array.
+        pieces: into which it is divided; 1 where only XLA knows.
+        mesh_axes: in a shard_map those along which the pieces are.
+    """
+
+    size: int
+    pieces: int = 1
+    mesh_axes: tuple[str, ...] = ()
+
+
+class Matrices(NamedTuple):
+    """An array whose axes are those of matrices and of a batch of them.
+
+    Attributes:
+        array: or its local part, in a shard_map.
+        axes: the batch, reduction and output axes.
+        layout: of each axis.
+    """
+
+    array: jax.Array
+    axes: MatrixAxes
+    layout: tuple[Axis, ...]
+
+    @property
+    def sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of the shorter and of the longer side; those of rows first if equally long."""
+        _, rows, cols = self.axes
+        return (cols, rows) if self.size(rows) > self.size(cols) else (rows, cols)
+
+    def size(self, axes: Sequence[int]) -> int:
+        """The product of the sizes of these axes."""
+        return math.prod(self.layout[axis].size for axis in axes)
+
+    def sum(self, x: jax.Array, axes: Sequence[int]) -> jax.Array:
+        """Σx along these axes, which keep the size 1; x is divided like the array."""
+        return self._of_shards(jax.lax.psum, jnp.sum(x, axes, keepdims=True), axes)
+
+    def largest(self, x: jax.Array) -> jax.Array:
+        """max |X| of each matrix of such an x, its axes kept."""
+        axes = self.axes.reduction + self.axes.output
+        shards = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0)
+        return self._of_shards(jax.lax.pmax, shards, axes)
+
+    def norm(self, x: jax.Array) -> jax.Array:
+        """‖X‖_F of each matrix of such an x, its axes kept, of entries of any size."""
+        axes = self.axes.reduction + self.axes.output
+        return norm_of_any_size(x, self.largest, lambda x: self.sum(x, axes))
+
+    def _of_shards(self, collective, x, axes):
+        mesh_axes = sum((self.layout[axis].mesh_axes for axis in axes), ())
+        return collective(x, mesh_axes) if mesh_axes else x
+
+
+def stack(matrices: Sequence[Matrices]) -> Matrices:
+    """Returns those of arrays of equal layout as one array, along a first batch axis."""
+    _, (batch, rows, cols), layout = matrices[0]
+    after = [tuple(axis + 1 for axis in axes) for axes in (batch, rows, cols)]
+    array = jnp.stack([x.array for x in matrices])
+    return Matrices(array, MatrixAxes((0, *after[0]), *after[1:]), (Axis(len(matrices)), *layout))
+
+
+def flatten(
+    views: Views, tree: Any, shardings: _sharding.Shardings = None
+) -> tuple[list[list[Matrices]], Callable[[Iterable[jax.Array]], Any]]:
+    """Returns the matrices of each leaf, by parts, and what makes the tree of arrays like theirs.
+
+    Raises:
+        ValueError: a leaf has no view, or one that does not fit, or the sharding is not known, or
+            does not fit.
+        NotImplementedError: a view takes apart an axis at other places than its sharding does, or
+            some mesh axes are manual, others are not.
+    """
+    mesh, _, specs, whole_tree = _sharding.resolve(tree, shardings)
+    leaves, treedef = jax.tree.flatten(tree)
+    is_local = AxisType.Manual in mesh.axis_types and shardings is not None
+    if not is_local:  # along automatic axes XLA takes any view
+        specs = [jax.typeof(x).sharding.spec for x in leaves]
+    wholes, viewed = jax.tree.leaves(whole_tree), of_leaves(views, whole_tree)
+    found, joins = [], []
+    for x, (name, view), spec, whole in zip(leaves, viewed, specs, wholes, strict=True):
+        with naming(name, whole.shape):
+            entries = _sharding.entries(spec, x.ndim, mesh.shape)
+            pieces = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]
+            mesh_axes = entries if is_local else [()] * x.ndim
+            matrices, join = _flatten(x, view, (*map(Axis, whole.shape, pieces, mesh_axes),), spec)
+        found.append(matrices)
+        joins.append(join)
+
+    def unflatten(arrays):
+        arrays = iter(arrays)
+        return treedef.unflatten([join(arrays) for join in joins])
+
+    return found, unflatten
+
+
+def _flatten(
+    x: jax.Array, view: View, layout: tuple[Axis, ...], spec: PartitionSpec
+) -> tuple[list[Matrices], Callable[[Iterator[jax.Array]], jax.Array]]:
+    """The matrices of an array of that layout, and what joins arrays like theirs."""
+    if not isinstance(view, Split | Unfold):
+        return [Matrices(x, matrix_axes(x.ndim, view), layout)], next
+
+    shape, i = tuple(axis.size for axis in layout), view.axis % x.ndim
+    (*before, axis), after = layout[: i + 1], layout[i + 1 :]
+
+    def require(fits):
+        if not fits:
+            raise NotImplementedError(
+                f"{view} takes axis {i} apart where its sharding {spec} does not: shard another"
+                " axis, or call the optimizer on automatic mesh axes, outside any shard_map"
+            )
+
+    if isinstance(view, Unfold):
+        sizes = view.shape(shape)[i : i + len(view.sizes)]
+        outer = next((j for j, size in enumerate(sizes) if size > 1), 0)
+        axes = [
+            axis._replace(size=size) if j == outer else Axis(size) for j, size in enumerate(sizes)
+        ]
+        require(all(new.size % new.pieces == 0 for new in axes))
+        local = [new.size // new.pieces if new.mesh_axes else new.size for new in axes]
+        unfolded = x.reshape(*x.shape[:i], *local, *x.shape[i + 1 :])
+        matrices, join = _flatten(unfolded, view.view, (*before, *axes, *after), spec)
+        return matrices, lambda arrays: join(arrays).reshape(x.shape)
+
+    found, joins = [], []
+    for part, inner in view.parts(shape):
+        size = part.stop - part.start
+        require(axis.pieces == 1 or not (axis.mesh_axes or size % axis.pieces))
+        array = jax.lax.slice_in_dim(x, part.start, part.stop, axis=i)
+        axes = (*before, axis._replace(size=size), *after)
+        matrices, join = _flatten(array, inner, axes, spec)
+        found += matrices
+        joins.append(join)
+
+    sharding = jax.typeof(x).sharding
+
+    def concatenate(arrays):
+        parts = [join(arrays) for join in joins]
+        if any(sharding.spec):  # of which a part of size 1 may have lost mesh axes of one device
+            parts = [jax.reshard(part, sharding) for part in parts]
+        return jnp.concatenate(parts, i)
+
+    return found, concatenate

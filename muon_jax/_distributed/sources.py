@@ -1,0 +1,22 @@
+"""Which code this is: a digest for the cache of compiled programs."""
+
+import functools
+import hashlib
+from pathlib import Path
+
+import muon_jax
+import pallas_kernels
+
+_NO_PART_OF_PROGRAMS = {"benchmarks", "docs"}
+
+
+@functools.cache
+def digest() -> str:
+    """Returns a digest of all that decides a program: sources, and tables of measured times."""
+    found = hashlib.sha256()
+    for package in (muon_jax, pallas_kernels):
+        root = Path(str(package.__file__)).parent
+        for path in sorted([*root.rglob("*.py"), *root.glob("tuned/*.json")]):
+            if path.relative_to(root).parts[0] not in _NO_PART_OF_PROGRAMS:
+                found.update(path.read_bytes())
+    return found.hexdigest()

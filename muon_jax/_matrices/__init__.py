@@ -1,0 +1,1 @@
+"""Which parameters hold matrices, and where in them."""

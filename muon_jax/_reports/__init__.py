@@ -1,0 +1,1 @@
+"""What muon will do, told before it does it."""

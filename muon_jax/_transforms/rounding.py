@@ -1,0 +1,77 @@
+"""Rounding of the momentum to the dtype it is kept in."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muon_jax._distributed.sharding import Shardings, distinct_keys
+
+type Rounding = Literal["nearest", "stochastic"]
+
+
+def widen(gradients: Any, mu: Any, rounding: Rounding) -> tuple[Any, Any]:
+    """Returns both trees in the dtype to compute in: the wider, float32 before stochastic rounding.
+
+    Raises:
+        ValueError: stochastic rounding of complex numbers.
+    """
+    if rounding == "nearest":
+
+        def wider(x, other):
+            return x.astype(jnp.promote_types(x.dtype, other.dtype))
+
+        return jax.tree.map(wider, gradients, mu), jax.tree.map(wider, mu, gradients)
+    for path, x in jax.tree.leaves_with_path((gradients, mu)):
+        if jnp.iscomplexobj(x):
+            raise ValueError(
+                f"mu_rounding='stochastic' rounds real numbers, but the gradient or momentum"
+                f" {jax.tree_util.keystr(path)} is {x.dtype}: set mu_rounding='nearest'"
+            )
+    return optax.tree.cast(gradients, jnp.float32), optax.tree.cast(mu, jnp.float32)
+
+
+def cast_like(
+    tree: Any, like: Any, rounding: Rounding, count: jax.Array, shardings: Shardings
+) -> Any:
+    """Returns `tree` in the dtypes of `like`, rounded.
+
+    Args:
+        tree: float32 where `rounding` is `"stochastic"`.
+        like: the same structure.
+        rounding: to the nearest, or up or down at random.
+        count: of the step; random bits depend on it and on the position of a leaf, and in a
+            shard_map on the shard.
+        shardings: as for `scale_by_muon`.
+
+    Raises:
+        ValueError: stochastic rounding to another dtype than bfloat16.
+    """
+    if rounding == "nearest":
+        return jax.tree.map(lambda x, old: x.astype(old.dtype), tree, like)
+    key = jax.random.fold_in(jax.random.key(0), count)
+    leaves, treedef = jax.tree.flatten(tree)
+    for path, old in jax.tree.leaves_with_path(like):
+        if old.dtype != jnp.bfloat16:
+            raise ValueError(
+                f"mu_rounding='stochastic' rounds to bfloat16, but the momentum of the parameter"
+                f" {jax.tree_util.keystr(path)} is {old.dtype}: set mu_dtype='bfloat16'"
+            )
+    keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
+    keys = distinct_keys(keys, tree, shardings)
+    return treedef.unflatten(map(stochastic_round, leaves, keys))
+
+
+def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Returns float32 `x` in bfloat16, rounded up or down at random so that its mean is `x`.
+
+    A bfloat16 is the upper half of a float32. Random bits are added to the lower half, which is
+    then cut off: the carry into the upper half has the probability of the distance from the
+    neighbour below. Values of bfloat16, infinities and NaN stay what they are.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits += jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    upper = (bits >> 16).astype(jnp.uint16)
+    rounded = jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))

@@ -1,0 +1,1 @@
+"""The kernels of Hopper's own instructions, TMA and wgmma."""

@@ -1,0 +1,170 @@
+"""Tile shapes of the kernel `"mosaic_gpu"`, and the choice among them."""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import numpy as np
+
+from pallas_kernels import _tuning
+from pallas_kernels._mosaic_gpu.work_list import deal_triangles
+
+ROWS = 64  # of the blocks that are stored, and of a warpgroup's share of a tile
+TILE_K = 64  # columns of A in a step of the ring: 128 bytes, the widest swizzle
+_SHARED_MEMORY = 226 * 1024  # bytes for ring and staging buffers; the barriers are in the 227th KiB
+
+
+@dataclasses.dataclass(frozen=True)
+class RingConfig:
+    """A tile of `tile_m` × `tile_n` elements, and `num_stages` steps in the ring.
+
+    Every warpgroup has 64 rows of each tile; or two have every other tile, `in_turns`, so that the
+    one stores while the other multiplies.
+    """
+
+    tile_m: int
+    tile_n: int
+    num_stages: int
+    in_turns: bool = False
+    num_stores: ClassVar[int] = 1  # of each block
+
+    @property
+    def num_turns(self) -> int:
+        """The tiles that are under way at a time."""
+        return 2 if self.in_turns else 1
+
+    @property
+    def rows(self) -> int:
+        """The rows of a tile that one warpgroup has."""
+        return self.tile_m if self.in_turns else ROWS
+
+    @property
+    def num_warpgroups(self) -> int:
+        """The warpgroups that multiply."""
+        return self.num_turns * self.tile_m // self.rows
+
+    @property
+    def block_n(self) -> int:
+        """The width of the blocks that are stored."""
+        return 64
+
+    @property
+    def num_buffers(self) -> int:
+        """The blocks that a warpgroup may have on their way to memory."""
+        free = _SHARED_MEMORY - self.num_stages * (self.tile_m + self.tile_n) * TILE_K * 2
+        buffer = self.num_stores * ROWS * self.block_n * 2
+        return min(self.tile_n // self.block_n, free // (self.num_warpgroups * buffer))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(RingConfig):
+    """Of the symmetric products, whose blocks are stored twice, the second time transposed.
+
+    Some tiles in turns may be three quarters as wide, for equal shares of the work, which takes
+    twice the code.
+    """
+
+    narrow_tiles: bool = False
+    num_stores: ClassVar[int] = 2
+
+    def __post_init__(self):
+        if self.tile_m not in (64, 128):
+            raise ValueError(f"tile_m must be 64 or 128, got {self.tile_m}")
+        widest = 64 * 256 // self.rows  # half of a warpgroup's registers
+        if self.tile_n not in range(32, widest + 1, 32):
+            raise ValueError(
+                f"tile_n must be a multiple of 32, at most {widest}, got {self.tile_n}"
+            )
+        if self.narrow_tiles and not (self.in_turns and self.tile_n % 128 == 0):
+            raise ValueError(f"tiles that are in turns and 128 wide can be narrow, got {self}")
+        if self.num_stages < 2 or self.num_buffers < 1:
+            raise ValueError(f"num_stages must be 2 at least, and fit in shared memory, got {self}")
+
+    @property
+    def name(self) -> str:
+        """As it stands in the tables of measured times."""
+        tile = f"{self.tile_m}x{self.tile_n}x{self.num_stages}"
+        in_turns = " in turns" if self.in_turns else ""
+        return f"mosaic_gpu {tile}{in_turns}{', some narrow' if self.narrow_tiles else ''}"
+
+    @property
+    def block_n(self) -> int:
+        """The width of the blocks that are stored."""
+        return 32 if self.narrow_tiles or self.tile_n % 64 else 64
+
+    def deal(self, batch: int, m: int, num_programs: int) -> np.ndarray:
+        """Returns the work list of `deal_triangles`."""
+        return deal_triangles(
+            batch,
+            m,
+            self.tile_m,
+            self.tile_n,
+            narrow_tiles=self.narrow_tiles,
+            num_programs=num_programs,
+        )
+
+
+# What the tuner measures. Rings are as long as fits beside two staging buffers for each warpgroup,
+# or one where tiles are in turns, and the other warpgroup multiplies while it waits.
+CONFIGS = (
+    Config(64, 64, 8),
+    Config(64, 96, 6),
+    Config(64, 128, 6),
+    Config(128, 64, 8),
+    Config(128, 96, 6),
+    Config(128, 128, 6, in_turns=True),
+    Config(128, 128, 6, in_turns=True, narrow_tiles=True),
+    Config(128, 160, 4),
+    Config(128, 192, 4),
+    Config(128, 224, 4),
+)
+
+
+def default_config(
+    shape: tuple[int, ...], *, addend: bool, mirrored_on_diagonal: bool = False
+) -> Config:
+    """Returns the fastest config for stacks `(batch, m, n)`, measured or else by `predict`.
+
+    Narrow tiles, which take twice as long to compile, must be faster by 2%.
+    """
+    configs = [c for c in CONFIGS if c.block_n == ROWS or not mirrored_on_diagonal]
+    measured = _tuning.lookup(shape, addend=addend) or {}
+    times = {c: measured[c.name] for c in configs if c.name in measured}
+    times = times or {c: predict(shape, c, addend=addend) for c in configs}
+    return min(times, key=lambda c: times[c] * (1.02 if c.narrow_tiles else 1.0))
+
+
+def is_fastest(shape: tuple[int, ...], *, addend: bool) -> bool:
+    """Returns whether the model expects the kernel to beat XLA on stacks `(batch, m, n)`.
+
+    XLA's product takes 6.5 µs, for products that are large enough for this question, what 780
+    TFLOP/s take, and what 4.8 TB/s take to read the operand; the addend takes as long again as
+    those take to read two matrices and write one. Of shapes with 64 to 384 rows that were measured
+    the choice is up to 9% slower than the faster one. Very wide matrices, whose sums XLA splits,
+    are XLA's.
+    """
+    batch, m, n = shape
+    xla = 6.5 + 2 * batch * m * m * n / 780e6 + 2 * batch * m * n / 4.8e6
+    xla += addend * (2 + 6 * batch * m * m / 4.8e6)
+    return min(predict(shape, config, addend=addend) for config in CONFIGS) <= xla
+
+
+@functools.cache
+def predict(shape: tuple[int, ...], config: Config, *, addend: bool) -> float:
+    """Returns a model's time in µs on an H200 for stacks `(batch, m, n)`.
+
+    Fitted to measured times from 64×64 to 16×2048×5504. Over the products of the table the config
+    that it picks takes 0.5% longer than the fastest in the mean, 8% at most.
+    A program with the most to do needs 1.2 µs for each tile beside its products, or in turns 0.3
+    and once 1 for the last to be stored; the products run at 6.6 TFLOP/s, or as fast as L2 delivers
+    the operands. The power limit leaves 820 TFLOP/s to all programs together.
+    """
+    batch, m, n = shape
+    widths = config.deal(batch, m, num_programs=132)[..., 3]
+    flops = 2.0 * config.tile_m * widths * n
+    l2 = 4096 * (1 / config.tile_m + 1 / np.maximum(widths, 1)) / 74
+    per_tile, last = (0.3, 1.0) if config.in_turns else (1.2, 0.0)
+    tiles = flops / 6.6e6 * np.maximum(1.0, l2) + np.where(widths > 0, per_tile, 0.0)
+    power = flops.sum() / 820e6
+    num_bytes = 2 * batch * (m * n + (1 + addend) * m * m)
+    return 1.5 + max(tiles.sum(axis=0).max() + last, power) + num_bytes / 14e6

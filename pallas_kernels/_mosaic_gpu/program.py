@@ -1,0 +1,181 @@
+"""What one program of the kernel `"mosaic_gpu"` of the symmetric products does with a tile.
+
+After the blocks of A and B those of C come through the ring. Then the sums are scaled, C and the
+diagonal added, and each block is rounded and stored twice, the second time transposed, through
+staging buffers of each warpgroup's own.
+
+Blocks above the diagonal are skipped and those on it stored once, so no element of the result has
+two writers. On the diagonal of A·Aᵀ, blocks are symmetric as they come: the elements (i, j) and
+(j, i) add the same products in the same order. Those of A·Bᵀ are mirrored first.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K
+from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram, Tile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program(RingProgram):
+    """A `RingProgram` with its operands and results in global memory, and its staging buffers."""
+
+    mirrored_on_diagonal: bool
+    coefficients: Ref
+    a: Ref
+    b: Ref
+    cs: tuple[Ref, ...]
+    outs: tuple[Ref, ...]  # the result, and what its rounding left where that is wanted
+    out_buffers: Ref
+    mirror_buffers: Ref
+
+    @property
+    def num_products(self) -> int:
+        """The blocks of A in a strip of rows."""
+        return self.a.shape[-1] // TILE_K
+
+    def num_others(self, width: jax.Array) -> jax.Array:
+        """The blocks of all C."""
+        return len(self.cs) * pl.cdiv(width, TILE_K)
+
+    def load(self, tile: Tile, width: int) -> None:
+        """Copies A and B, then one C after the other, in chunks of TILE_K columns."""
+        tile_m = self.config.tile_m
+
+        def load_factors(k, _):
+            slot, columns = self.empty_slot(tile.step + k), pl.ds(k * TILE_K, TILE_K)
+            plgpu.copy_gmem_to_smem(
+                self.a.at[tile.batch, pl.ds(tile.row, tile_m), columns],
+                self.a_ring.at[slot],
+                self.full.at[tile.turn, slot],
+            )
+            plgpu.copy_gmem_to_smem(
+                self.b.at[tile.batch, pl.ds(tile.col, width), columns],
+                self.b_ring.at[slot, pl.ds(0, width)],
+                self.full.at[tile.turn, slot],
+            )
+
+        lax.fori_loop(0, self.num_products, load_factors, None)
+        chunks = itertools.product(self.cs, range(pl.cdiv(width, TILE_K)))
+        for step, (c, i) in enumerate(chunks, self.num_products):
+            slot = self.empty_slot(tile.step + step)
+            columns = pl.ds((lax.div(tile.col, TILE_K) + i) * TILE_K, TILE_K)
+            for half in (0, tile_m // 2):  # every step is two copies
+                plgpu.copy_gmem_to_smem(
+                    c.at[tile.batch, pl.ds(tile.row + half, tile_m // 2), columns],
+                    self.a_ring.at[slot, pl.ds(half, tile_m // 2)],
+                    self.full.at[tile.turn, slot],
+                )
+
+    def b_block(self, slot: jax.Array, width: int) -> Ref:
+        """Bᵀ."""
+        return self.b_ring.at[slot, pl.ds(0, width)].transpose((1, 0))
+
+    def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
+        """Reads the coefficients."""
+        coefficients = [self.coefficients[tile.batch, i] for i in range(2 + len(self.cs))]
+        return lambda product: self._store(product, tile, *coefficients)
+
+    def _store(self, product, tile, alpha, diagonal, *betas):
+        row_ids, col_ids = self._ids(ROWS)
+        # Without barriers some configs add the diagonal to α·A·Aᵀ in one instruction, which rounds
+        # once, and in some sums wait for the buffers.
+        blocks = [
+            (row, col, lax.optimization_barrier(block))
+            for row, col, block in self._blocks(product, tile, alpha, betas)
+        ]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for i, (row, col, block) in enumerate(blocks):
+            is_stored = (row < self.outs[0].shape[1]) & (col < row + ROWS)
+
+            @pl.when(is_stored)
+            def _(i=i, row=row, col=col, block=block):
+                block = jnp.where(row_ids + row == col_ids + col, block + diagonal, block)
+                below_diagonal = row_ids + row >= col_ids + col
+                for index, out in enumerate(self.outs, i * len(self.outs)):
+                    rounded = block.astype(out.dtype)
+                    block -= rounded.astype(jnp.float32)
+                    self._store_block(rounded, out, tile.batch, row, col, index, below_diagonal)
+
+            @pl.when(~is_stored)  # the next blocks count what is on its way as if it were
+            def _():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _ids(self, num_rows):
+        """The rows and the columns of a block's elements."""
+        shape, layout = (num_rows, self.config.block_n), plgpu.Layout.WGMMA
+        return (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in (0, 1))
+
+    def _store_block(self, block, out, batch, row, col, index, below_diagonal):
+        """Stores the block, and where it is off the diagonal its transpose, through buffers.
+
+        `index` counts what the tile stores.
+        """
+        num_buffers = self.config.num_buffers
+        if index >= num_buffers:
+            plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
+        buffer = (self.warpgroup, index % num_buffers)
+        direct, mirror = self.out_buffers.at[buffer], self.mirror_buffers.at[buffer]
+        mirror.transpose((1, 0))[...] = block
+        if self.mirrored_on_diagonal:
+            plgpu.commit_smem()  # all threads have written it
+            mirrored = plgpu.load(mirror, layout=plgpu.Layout.WGMMA)
+            block = jnp.where(below_diagonal, block, mirrored)
+        direct[...] = block
+        plgpu.commit_smem()
+        rows, cols = pl.ds(row, ROWS), pl.ds(col, self.config.block_n)
+        plgpu.copy_smem_to_gmem(direct, out.at[batch, rows, cols], commit_group=False)
+
+        @pl.when(col < row)
+        def _():
+            plgpu.copy_smem_to_gmem(mirror, out.at[batch, cols, rows], commit_group=False)
+
+        plgpu.commit_smem_to_gmem_group()
+
+    def _blocks(self, product, tile, alpha, betas):
+        """Returns (row, col, block) for each block of α·product + Σ β·C."""
+        block_n, width = self.config.block_n, product.shape[1]
+        sums = [alpha * product[:, i : i + block_n] for i in range(0, width, block_n)]
+        for index, beta in enumerate(betas):
+            for i, c in enumerate(self._blocks_of_c(index, tile, width)):
+                sums[i] += beta * c.astype(jnp.float32)
+        return [
+            (tile.row + self.first_row + j, tile.col + i * block_n, columns[j : j + ROWS])
+            for i, columns in enumerate(sums)
+            for j in range(0, self.config.rows, ROWS)
+        ]
+
+    def _blocks_of_c(self, index, tile, width):
+        """Yields the block of one C for each block_n columns.
+
+        C comes in chunks of TILE_K columns, each read when it is needed. Where the width is no
+        multiple of that, tiles start where a chunk does, or in the middle of one.
+        """
+        block_n, num_chunks = self.config.block_n, pl.cdiv(width, TILE_K)
+        first_step = tile.step + self.num_products + index * num_chunks
+
+        @functools.cache
+        def chunk(j):
+            slot = self.slot(first_step + j)
+            plgpu.barrier_wait(self.full.at[tile.turn, slot])
+            values = plgpu.load(self.own_rows(slot), layout=plgpu.Layout.WGMMA)
+            plgpu.commit_smem()  # all threads have read it
+            self.release(first_step + j)
+            return values
+
+        for column in range(0, width, block_n):
+            j, offset = divmod(column, TILE_K)
+            block = chunk(j)[:, offset : offset + block_n]
+            if width % TILE_K:
+                shifted = chunk(j + 1)[:, :block_n] if offset else chunk(j)[:, block_n:]
+                _, col_ids = self._ids(self.config.rows)
+                block = jnp.where(col_ids < lax.rem(tile.col, TILE_K), shifted, block)
+            yield block

@@ -1,0 +1,250 @@
+"""What one program of a Mosaic GPU kernel does: a multiprocessor's share of the work.
+
+One warpgroup, the producer, copies blocks of A and B into a ring in shared memory, and after those
+of a tile what else its kernel needs. To the ring all are steps of one sequence, so the producer is
+already at the next tile while this one is stored.
+
+The other warpgroups each hold 64 rows of the tile in their registers. They multiply, with one wgmma
+always in flight, and store. Or two of them take turns and hold a whole tile each: what is in the
+ring for the next tile is multiplied while this one is stored.
+
+Sums run over the columns of A in order, whatever the tile: a product depends neither on the config
+nor on what else is in the stack, to the last bit.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, RingConfig
+
+type Ref = Any  # a reference to memory, or to barriers
+
+
+class Tile(NamedTuple):
+    """A tile of the work list, and how many steps of the ring are before it."""
+
+    batch: jax.Array
+    row: jax.Array
+    col: jax.Array
+    turn: jax.Array
+    step: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RingProgram:
+    """One warpgroup of one program, with the ring and its barriers.
+
+    Attributes:
+        config: the tile and the ring.
+        widths: of tiles.
+        warpgroup, index: which of the program's warpgroups, and which program.
+        tiles: the work list in global memory, in units of the blocks that are stored.
+        a_ring, b_ring: in shared memory.
+        full, empty: barriers of each slot of the ring, `full` for each turn.
+    """
+
+    config: RingConfig
+    widths: tuple[int, ...]
+    warpgroup: jax.Array
+    index: jax.Array
+    tiles: Ref
+    a_ring: Ref
+    b_ring: Ref
+    full: Ref
+    empty: Ref
+
+    # What kernels differ in.
+
+    @property
+    def num_products(self) -> int:
+        """The steps in which a tile is multiplied."""
+        raise NotImplementedError
+
+    def num_others(self, width: jax.Array) -> jax.Array | int:
+        """The steps after those, of a tile of that width."""
+        del width
+        return 0
+
+    def load(self, tile: Tile, width: int) -> None:
+        """Fills the slots of the tile's steps, each with two copies."""
+        raise NotImplementedError
+
+    def b_block(self, slot: jax.Array, width: int) -> Ref:
+        """The block of B in a slot, `(TILE_K, width)`."""
+        raise NotImplementedError
+
+    def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
+        """Returns what stores the tile's sums; called before they are computed."""
+        raise NotImplementedError
+
+    # What they have in common.
+
+    def run(self) -> None:
+        """The body of the kernel."""
+        consumers = self.config.num_warpgroups
+
+        @pl.when(self.warpgroup == consumers)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            end = self._visit_tiles(self.load)
+            # Every completion of a barrier must have been waited for when the program ends.
+            lax.fori_loop(
+                lax.max(end - self.config.num_stages, 0),
+                end,
+                lambda step, _: plgpu.barrier_wait(self.empty.at[self.slot(step)]),
+                None,
+            )
+
+        @pl.when(self.warpgroup < consumers)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            self._visit_tiles(self._take_turn)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _visit_tiles(self, visit):
+        """Calls `visit(tile, width)` for each tile, with its width as a static number.
+
+        Returns the number of steps of the ring.
+        """
+
+        def visit_one(index, step):
+            batch, row, col, width = (self.tiles[index, self.index, i] for i in range(4))
+            turn = lax.rem(index, self.config.num_turns)
+            tile = Tile(batch, row * ROWS, col * self.config.block_n, turn, step)
+            for static in self.widths:
+                pl.when(width == static)(functools.partial(visit, tile, static))
+            steps = self.num_products + self.num_others(width)
+            return step + jnp.where(width > 0, steps, 0)
+
+        return lax.fori_loop(0, self.tiles.shape[0], visit_one, jnp.int32(0))
+
+    def slot(self, step: jax.Array) -> jax.Array:
+        """The slot of the ring that the step is in."""
+        return lax.rem(step, self.config.num_stages)
+
+    def empty_slot(self, step: jax.Array) -> jax.Array:
+        """Waits until the step's slot is empty, and returns it."""
+        slot = self.slot(step)
+
+        @pl.when(step >= self.config.num_stages)
+        def _():
+            plgpu.barrier_wait(self.empty.at[slot])
+
+        return slot
+
+    def release(self, step: jax.Array) -> None:
+        """Leaves the step's slot to the producer."""
+        plgpu.barrier_arrive(self.empty.at[self.slot(step)])
+
+    @property
+    def first_row(self) -> int | jax.Array:
+        """The first row of a tile that this warpgroup has."""
+        return 0 if self.config.in_turns else self.warpgroup * ROWS
+
+    def own_rows(self, slot: jax.Array) -> Ref:
+        """This warpgroup's rows of what is in the ring of A."""
+        return self.a_ring.at[slot, pl.ds(self.first_row, self.config.rows)]
+
+    def _take_turn(self, tile, width):
+        own_turn = pl.when(not self.config.in_turns or tile.turn == self.warpgroup)
+        own_turn(functools.partial(self._multiply_and_store, tile, width))
+
+    def _multiply_and_store(self, tile, width):
+        store = self.storing(tile, width)
+        # Of plgpu's documented names, the one that its stubs do not export.
+        in_registers = plgpu.ACC((self.config.rows, width), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+
+        @functools.partial(pl.run_scoped, accumulator=in_registers)
+        def _(accumulator):
+            def multiply(k, _):
+                slot = self.slot(tile.step + k)
+                plgpu.barrier_wait(self.full.at[tile.turn, slot])
+                plgpu.wgmma(accumulator, self.own_rows(slot), self.b_block(slot, width))
+                plgpu.wgmma_wait(1)  # the one before is done
+
+                @pl.when(k > 0)
+                def _():
+                    self.release(tile.step + k - 1)
+
+            lax.fori_loop(0, self.num_products, multiply, None)
+            product = accumulator[...]
+            self.release(tile.step + self.num_products - 1)
+            store(product)
+
+
+def launch(
+    program: Callable[..., RingProgram],
+    config: RingConfig,
+    work: np.ndarray,
+    operands: tuple[jax.Array, ...],
+    out_type: tuple[jax.ShapeDtypeStruct, ...],
+    *,
+    b_block: tuple[int, int],
+    buffers: Mapping[str, tuple[int, int]],
+    interpret: plgpu.InterpretGPUParams | None,
+    kernel_name: str,
+) -> tuple[jax.Array, ...]:
+    """Runs a program for each column of a work list.
+
+    Args:
+        program: makes one, of the operands and the results in global memory, the buffers by name,
+            and the attributes of a `RingProgram`.
+        config: the tile and the ring.
+        work: as from `_work_list`.
+        operands: what programs read.
+        out_type: the results.
+        b_block: the shape of a step's block of B.
+        buffers: the shapes of staging buffers, of which each warpgroup has `config.num_buffers`.
+        interpret: runs the kernel in Pallas' interpreter.
+        kernel_name: as profilers show it.
+    """
+    stages, staging = config.num_stages, (config.num_warpgroups, config.num_buffers)
+    ring_dtype, out_dtype = operands[-1].dtype, out_type[0].dtype
+
+    def shared(dtype, *shape):
+        swizzle = plgpu.find_swizzle(8 * dtype.itemsize * shape[-1])
+        # Abstract to pyright: methods come from a decorator.
+        tile = (8, swizzle // dtype.itemsize)
+        tiled = plgpu.TilingTransform(tile)  # pyright: ignore[reportAbstractUsage]
+        swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+        return plgpu.SMEM(shape, dtype, transforms=(tiled, swizzled))
+
+    def body(tiles, *refs, **scratch):
+        program(
+            *refs,
+            warpgroup=lax.axis_index("warpgroup"),
+            index=lax.axis_index("program"),
+            config=config,
+            widths=tuple({*work[..., 3].ravel().tolist()} - {0}),
+            tiles=tiles,
+            **scratch,
+        ).run()
+
+    # In units of the blocks, for the compiler to see that rows and columns are multiples of them.
+    tiles = work // np.array([1, ROWS, config.block_n, 1], np.int32)
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(work.shape[1],),
+        grid_names=("program",),
+        num_threads=config.num_warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types={
+            "a_ring": shared(ring_dtype, stages, config.tile_m, TILE_K),
+            "b_ring": shared(ring_dtype, stages, *b_block),
+            **{name: shared(out_dtype, *staging, *shape) for name, shape in buffers.items()},
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=(config.num_turns, stages)),
+            "empty": plgpu.Barrier(num_arrivals=config.tile_m // config.rows, num_barriers=stages),
+        },
+        interpret=interpret,
+        kernel_name=kernel_name,
+    )(jnp.asarray(tiles), *operands)

@@ -1,0 +1,1 @@
+"""The kernels lowered through Triton, for NVIDIA GPUs since Ampere."""

@@ -1,0 +1,223 @@
+"""Matrices that stay in pieces: results, collectives, and when they are chosen."""
+
+import functools
+import re
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from muon_jax import MuonDimensionNumbers, explain, scale_by_muon
+from muon_jax._matrices.views import Split
+from muon_jax.benchmarks._sharded import collectives
+
+MATRICES = MuonDimensionNumbers(-2, -1)
+
+
+def sharded(axis_type, sizes, **parameters):
+    """Gradients of these shapes and specs on a mesh of axes x, y."""
+    devices = jax.devices()[: np.prod(sizes)]
+    types = (axis_type,) * len(sizes)
+    mesh = jax.make_mesh(sizes, ("x", "y")[: len(sizes)], axis_types=types, devices=devices)
+    rng = np.random.default_rng(0)
+    return {
+        name: jax.device_put(
+            rng.standard_normal(shape).astype(np.float32),
+            NamedSharding(mesh, PartitionSpec(*spec)),
+        )
+        for name, (shape, spec) in parameters.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "spec", "exchanges"),
+    [
+        ((8,), (16, 104), (None, "x"), 0),
+        ((4, 2), (16, 100), (("x", "y"),), 2),  # columns that 8 does not divide
+        ((4, 2), (104, 24), ("x", "y"), 2),
+    ],
+    ids=["columns", "rows", "both, tall"],
+)
+def test_one_matrix(sizes, shape, spec, exchanges):
+    grads = sharded(AxisType.Auto, sizes, w=(shape, spec))
+    expected = helpers.on_one_device(grads, ns_method="gram")
+    for stated, axis_type in (
+        (PartitionSpec(*spec), AxisType.Auto),
+        (None, AxisType.Auto),
+        (None, AxisType.Explicit),
+    ):
+        grads = sharded(axis_type, sizes, w=(shape, spec))
+        compiled, updates = helpers.compiled_update(grads, shardings=stated, distributed_gram=True)
+        moved = {"all-to-all": exchanges} if exchanges else {}
+        assert collectives(compiled) == {"all-reduce": 2, **moved}  # the largest entry, XXᵀ
+        helpers.assert_close(updates, expected)
+        zeros = jax.tree.map(jnp.zeros_like, grads)
+        assert not np.any(compiled(zeros, scale_by_muon().init(zeros))[0]["w"])
+
+
+def test_it_has_a_derivative():
+    grads = sharded(AxisType.Explicit, (8,), w=((16, 104), (None, "x")))
+
+    def loss(grads, **kwargs):
+        transform = scale_by_muon(ns_steps=2, ns_dtype="float32", implementation="xla", **kwargs)
+        return jnp.sum(transform.update(grads, transform.init(grads))[0]["w"] ** 3)
+
+    derivative = jax.jit(jax.grad(functools.partial(loss, distributed_gram=True)))(grads)
+    assert derivative["w"].sharding == grads["w"].sharding
+    whole = {"w": jnp.asarray(np.asarray(grads["w"]))}
+    expected = jax.grad(functools.partial(loss, ns_method="gram"))(whole)["w"]
+    np.testing.assert_allclose(derivative["w"], expected, atol=1e-5 * jnp.abs(expected).max())
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_several_matrices_have_owners(axis_type):
+    """Three, of which one comes with its short axis divided."""
+    both = ("x", "y")
+    parameters = {"wide": ((2, 16, 104), (None, None, both)), "tall": ((104, 16), ("y", "x"))}
+    grads = sharded(axis_type, (4, 2), **parameters)
+    kwargs = {"weight_dimension_numbers": dict.fromkeys(grads, MATRICES)}
+    compiled, updates = helpers.compiled_update(grads, distributed_gram=True, **kwargs)
+    assert collectives(compiled) == {
+        "all-reduce": 1,
+        "reduce-scatter": 1,
+        "all-to-all": 2 + 2,
+        "all-gather": 1,
+    }
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", compiled.as_text())
+    assert gathered == ["3,16,16"]
+    helpers.assert_close(updates, helpers.on_one_device(grads, ns_method="gram", **kwargs))
+
+
+def test_more_matrices_than_owners_go_in_rounds():
+    """Three and one, of 16 rows, which 3 does not divide."""
+    grads = sharded(AxisType.Explicit, (3,), w=((4, 16, 96), (None, None, "x")))
+    kwargs = {"weight_dimension_numbers": {"w": MATRICES}}
+    compiled, updates = helpers.compiled_update(grads, distributed_gram=True, **kwargs)
+    assert collectives(compiled)["reduce-scatter"] == 1
+    helpers.assert_close(updates, helpers.on_one_device(grads, ns_method="gram", **kwargs))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_the_caller_s_shard_map(check_vma):
+    """One matrix, and two."""
+    specs = {"one": PartitionSpec(None, "x"), "two": PartitionSpec(None, "x")}
+    parameters = {"one": ((8, 32), (None, "x")), "two": ((2, 32, 16), (None, "x"))}
+    grads = sharded(AxisType.Auto, (4,), **parameters)
+    views = {"one": MATRICES, "two": MATRICES}
+    kwargs = {"ns_steps": 1, "ns_dtype": "float32", "weight_dimension_numbers": views}
+    transform = scale_by_muon(shardings=specs, distributed_gram=True, **kwargs)
+    updates = jax.jit(
+        jax.shard_map(
+            lambda grads: transform.update(grads, transform.init(grads))[0],
+            mesh=jax.typeof(grads["one"]).sharding.mesh,
+            in_specs=(specs,),
+            out_specs=specs,
+            check_vma=check_vma,
+        )
+    )(grads)
+    helpers.assert_close(updates, helpers.on_one_device(grads, ns_method="gram", **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sums"),
+    [
+        ({}, 2),  # in float16 the five steps restart once
+        ({"ns_coeffs": "fast"}, 1),  # one step
+        ({"ns_coeffs": "balanced"}, 1),  # one step, with the residual of XXᵀ
+        ({"ns_coeffs": "accurate"}, 2),
+        ({"ns_coeffs": "aol", "preconditioning": "aol"}, 2),
+    ],
+)
+def test_half_precision_of_any_scale(kwargs, sums):
+    """A power of two changes no bit; zeros stay zeros, and NaN stays in its matrix."""
+    kwargs |= {"weight_dimension_numbers": {"w": MATRICES}, "eps": 0.0}
+    kwargs |= {"ns_steps": 5, "ns_dtype": "auto"}
+    grads = sharded(AxisType.Auto, (4,), w=((3, 16, 64), (None, None, "x")))
+    grads["w"] = grads["w"].at[1].set(0).at[2, 3, 5].set(jnp.nan)
+    compiled, updates = helpers.compiled_update(grads, distributed_gram=True, **kwargs)
+    counts = collectives(compiled)
+    assert counts["reduce-scatter"] == sums
+    if "preconditioning" not in kwargs:  # AOL's scales are spread as well
+        assert (counts["all-gather"], counts["all-to-all"]) == (sums, 2 * sums)
+    expected = helpers.on_one_device(grads, ns_method="gram", **kwargs)
+    np.testing.assert_allclose(updates["w"], expected["w"], atol=1e-3)
+    assert not np.any(updates["w"][1])
+    assert np.isnan(updates["w"][2]).all()
+    for exponent in (-100, 100):
+        scaled = {"w": grads["w"] * 2.0**exponent}
+        state = scale_by_muon(**kwargs).init(scaled)
+        np.testing.assert_array_equal(compiled(scaled, state)[0]["w"], updates["w"])
+
+
+def modes(count, shape, spec=("x",), owners=8, replicas=1, **kwargs):
+    """What `explain` says of so many matrices: mode of each group, and all of it."""
+    params = {str(i): jax.ShapeDtypeStruct(shape, jnp.float32) for i in range(count)}
+    mesh = AbstractMesh((replicas, owners), ("replica", "x"))
+    explanation = explain(params, PartitionSpec(*spec), mesh, **kwargs)
+    return [group.mode for group in explanation.groups], explanation
+
+
+@pytest.mark.parametrize(
+    ("count", "shape", "kwargs", "mode"),
+    [
+        (1, (4096, 65536), {}, "gram over x"),
+        (1, (65536, 4096), {"owners": 2}, "gram over x"),
+        (3, (4096, 65536), {}, "gram over x"),
+        (1, (4096, 4096), {}, "exchange over x"),
+        (1, (64, 1024), {}, "exchange over x"),
+        (8, (4096, 65536), {}, "exchange over x"),
+        (1, (4096, 65536), {"distributed_gram": False}, "exchange over x"),
+        (1, (4096, 65536), {"ns_method": "standard"}, "exchange over x"),
+        (1, (4096, 65536), {"preconditioning": "spectral"}, "exchange over x"),
+        (1, (4096, 65536), {"replicas": 2}, "exchange over x"),
+        (1, (4096, 65536), {"replicas": 2, "distributed_gram": True}, "gram over x"),
+        (8, (64, 64), {"distributed_gram": True}, "gram over x"),
+    ],
+    ids=str,
+)
+def test_a_model_chooses_and_the_argument_overrides(count, shape, kwargs, mode):
+    assert modes(count, shape, **kwargs)[0] == [mode]
+
+
+def test_explain_tells_what_is_sent():
+    _, explanation = modes(1, (4096, 65536))
+    (group,) = explanation.groups
+    assert (group.count, group.owners, group.each, group.dtype) == (1, 1, 1, "float16")
+    # XXᵀ in float32, reduced and spread, twice; and X, there and back in 16 bits.
+    sent = 2 * 2 * 4096**2 * 4 + 2 * 4096 * 65536 * 2 / 8
+    assert group.megabytes == pytest.approx(sent * 7 / 8 / 1e6)
+    assert "4096×65536  gram over x  1      1       1     0% " in str(explanation)
+    assert "0 exchanges and 2 sums of Gram matrices, " in str(explanation)
+    (exchanged,) = modes(1, (4096, 65536), distributed_gram=False)[1].groups
+    assert group.microseconds < exchanged.microseconds / 3
+
+
+def test_parts_of_an_axis_stay_with_owners():
+    params = {k: jax.ShapeDtypeStruct((64, 96), jnp.float32) for k in ("w", "qkv")}
+    views = {"w": MATRICES, "qkv": Split(-1, (64, 32))}
+    arguments = {"muon_weight_dimension_numbers": views, "distributed_gram": True}
+    mesh = AbstractMesh((8,), ("x",))
+    groups = explain(params, PartitionSpec("x"), mesh, **arguments).groups
+    assert {group.matrices: group.mode for group in groups} == {
+        ((1, 64, 96),): "gram over x",
+        ((1, 64, 64), (1, 32, 64)): "exchange over x",
+    }
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"ns_method": "standard"}, r"the parameter \['0'\]: the standard form was asked for"),
+        ({"preconditioning": "spectral"}, r"needs more than the Gram matrix\. Pass distributed_gr"),
+        (
+            {"muon_weight_dimension_numbers": Split(-1, (16, 48))},
+            r"no sharded matrix can stay in pieces; .* its view, Split\(.*parts of an axis",
+        ),
+    ],
+)
+def test_where_no_matrix_can_the_error_says_why(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        modes(1, (64, 64), distributed_gram=True, **kwargs)

@@ -1,0 +1,172 @@
+"""Plans: every unit once, in equal shares, in bounded buckets."""
+
+import collections
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from muon_jax import MuonDimensionNumbers
+from muon_jax._distributed import plan as _placement
+from muon_jax._matrices.views import Split, Unfold, batch_axes
+
+MATRICES = MuonDimensionNumbers(-2, -1)
+
+
+def leaves_of(parameters, mesh):
+    leaves = []
+    for i, (shape, spec, view) in enumerate(parameters):
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        leaves.append(_placement.placed(_placement.leaf(i, str(i), x, view), spec, mesh))
+    return leaves
+
+
+def plan_of(leaves, mesh, limit, stays=lambda bucket: False):
+    return _placement.plan(leaves, mesh, [jnp.float32] * len(leaves), limit, stays)
+
+
+def is_one_slot(bucket):
+    return all(chunk.slots == 1 for chunk in bucket.chunks)
+
+
+@st.composite
+def problems(draw):
+    mesh = {"x": draw(st.sampled_from([1, 2, 3, 8])), "y": draw(st.sampled_from([1, 2, 4]))}
+    entries = st.sampled_from(
+        [(None, None, None), (None, "x", None), (None, "y", "x"), (None, "x", "y"), ("x",)]
+        + [("y", None, "x"), ("x", ("y",), None), (None, ("x", "y"), None), (None, None, "y")]
+    )
+    shapes = st.tuples(
+        st.sampled_from([96, 192]), st.sampled_from([96, 192]), st.sampled_from([48])
+    )
+    views = st.sampled_from([MATRICES, Split(-1, (16, 32)), MuonDimensionNumbers((1, 2), 0)])
+    parameter = st.tuples(shapes, entries.map(lambda e: PartitionSpec(*e)), views)
+    parameters = draw(st.lists(parameter, min_size=1, max_size=12))
+    stays = draw(st.sampled_from([lambda bucket: False, lambda bucket: True, is_one_slot]))
+    return parameters, mesh, draw(st.sampled_from([1, 2**14, 2**17, 2**40])), stays
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(problems())
+def test_every_unit_has_one_owner_and_every_owner_its_share(problem):
+    parameters, mesh, limit, stays = problem
+    leaves = leaves_of(parameters, mesh)
+    plan = plan_of(leaves, mesh, limit, stays)
+    units = collections.Counter((leaf.index, i) for leaf in plan.local for i in range(leaf.units))
+    for bucket in plan.grams:
+        (chunk,) = bucket.chunks
+        assert chunk.slots == 1 and chunk.count <= bucket.owners
+        for leaf, start, stop in chunk.parts:
+            units.update((leaf.index, i) for i in range(start, stop))
+    kinds, loads = {}, {}
+    for bucket in plan.buckets:
+        assert {name for name, _ in bucket.axes} <= {n for n, size in mesh.items() if size > 1}
+        load = loads.setdefault(bucket.axes, [0] * bucket.owners)
+        for chunk in bucket.chunks:
+            assert 0 <= chunk.slots * bucket.owners - chunk.count < bucket.owners
+            leaf = chunk.parts[0][0]
+            kind = kinds.setdefault((bucket.axes, leaf.matrices), [0, 0])
+            kind[0] += chunk.count
+            kind[1] += chunk.slots
+            for q in range(chunk.count):
+                load[(chunk.first + q) % bucket.owners] += 1
+            for leaf, start, stop in chunk.parts:
+                units.update((leaf.index, i) for i in range(start, stop))
+        assert bucket.bytes <= limit or sum(chunk.slots for chunk in bucket.chunks) == 1
+    expected = {(leaf.index, i) for leaf in leaves for i in range(leaf.units)}
+    assert units == collections.Counter(expected)
+    for (axes, _), (count, slots) in kinds.items():
+        assert slots == math.ceil(count / math.prod(size for _, size in axes))
+    for load in loads.values():
+        assert max(load) - min(load) <= 1
+
+
+def test_equal_shapes_of_all_layouts_share_owners():
+    mesh = {"x": 2, "y": 4}
+    parameters = [
+        ((16, 24), PartitionSpec("x", "y"), MATRICES),
+        ((24, 16), PartitionSpec("y", "x"), MATRICES),
+        ((24, 16), PartitionSpec(("x", "y")), MATRICES),
+        ((5, 16, 24), PartitionSpec(None, None, ("x", "y")), MATRICES),
+    ]
+    plan = plan_of(leaves_of(parameters, mesh), mesh, 2**30)
+    ((chunk,),) = [bucket.chunks for bucket in plan.buckets]
+    assert (chunk.count, chunk.slots) == (8, 1)
+    assert len([*chunk.layouts()]) == 4
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ((64,), [{0: 8}]),
+        ((128,), [{0: 8}, {0: 8}]),
+        ((136,), [{0: 6}, {0: 6}, {0: 5}]),
+        ((128, 96, 40), [{0: 8}, {1: 12}, {2: 5}, {0: 8}]),
+        ((128, 320), [{1: 8}, {0: 16}, {1: 8}, {1: 8}, {1: 8}, {1: 8}]),
+        ((128, 16, 16, 33), [{0: 8}, {1: 2, 2: 2}, {3: 5}, {0: 8}]),
+        ((16, 8, 80), [{2: 5}, {0: 2, 1: 1}, {2: 5}]),
+    ],
+)
+def test_buckets_of_few_sizes_and_small_ones_at_the_ends(counts, expected):
+    """Kinds of so many units, of equal sizes, on 8 devices, 32 slots a bucket, 8 a small one."""
+    mesh, shapes = {"x": 8}, [(16, 24), (8, 48), (32, 12), (64, 6)]
+    kinds = zip(counts, shapes, strict=False)
+    sharded = [((n, *shape), PartitionSpec(None, "x"), MATRICES) for n, shape in kinds]
+    plan = plan_of(leaves_of(sharded, mesh), mesh, 32 * 16 * 24 * 4)
+    slots = [{c.parts[0][0].index: c.slots for c in bucket.chunks} for bucket in plan.buckets]
+    assert slots == expected
+
+
+def test_kinds_with_as_many_rows_have_buckets_of_as_many_matrices():
+    """24 and 12 slots of which 8 fit in a bucket, of wide ones, or in a small bucket."""
+    mesh = {"x": 8}
+    sharded = [
+        ((8 * slots, 16, n), PartitionSpec(None, "x"), MATRICES)
+        for slots, n in ((24, 16), (12, 64))
+    ]
+    plan = plan_of(leaves_of(sharded, mesh), mesh, 8 * 16 * 64 * 4)
+    slots = [{c.parts[0][0].index: c.slots for c in bucket.chunks} for bucket in plan.buckets]
+    assert slots == [{0: 6}, {1: 6}, {1: 6}, {0: 6}, {0: 6}, {0: 6}]
+
+
+def test_remainders_go_to_different_owners():
+    mesh = {"x": 8}
+    shapes = [(16, 16), (16, 24), (16, 32), (24, 24)]
+    leaves = leaves_of([(shape, PartitionSpec("x"), MATRICES) for shape in shapes], mesh)
+    (bucket,) = plan_of(leaves, mesh, 2**30).buckets
+    assert [chunk.first for chunk in bucket.chunks] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("view", "ndim", "expected"),
+    [
+        (MATRICES, 4, (0, 1)),
+        (MuonDimensionNumbers((0, 2), 3), 4, (1,)),
+        (Split(-1, (8, 16)), 3, (0,)),
+        (Split(1, (8, 16), [MuonDimensionNumbers(1, 2), MuonDimensionNumbers(1, 0)]), 3, ()),
+        (Unfold(1, (-1, 4), MuonDimensionNumbers(2, 3)), 3, (0,)),
+        (Unfold(0, (2, 4), MuonDimensionNumbers(1, 3)), 3, (1,)),
+        (Split(-1, (8, 4), Unfold(-1, (-1, 4), MuonDimensionNumbers(-3, -1))), 3, (0,)),
+    ],
+)
+def test_batch_axes(view, ndim, expected):
+    assert batch_axes(view, ndim) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "view", "message"),
+    [
+        ((12, 8), ("x",), MATRICES, r"\(12, 8\).*does not divide it evenly on the mesh.*'x': 8"),
+        ((8, 8), ("z",), MATRICES, r"must name axes of the mesh \{'x': 8\} for at most 2"),
+        ((8, 8), ("x", "x"), MATRICES, r"P\('x', 'x'\) must name each mesh axis once"),
+        ((8, 8), (None, None, "x"), MATRICES, r"for at most 2 axes"),
+        ((8, 8), ("x",), Split(-1, (3, 4)), r"the parameter 0 of shape \(8, 8\): Split"),
+    ],
+)
+def test_what_does_not_fit_is_said(shape, spec, view, message):
+    with pytest.raises(ValueError, match=message):
+        leaves_of([(shape, PartitionSpec(*spec), view)], {"x": 8})

@@ -1,0 +1,59 @@
+"""Passes over words give the bits that passes over elements do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from muon_jax._iteration import packed as _words
+
+DTYPES = [jnp.bfloat16, jnp.float16]
+
+
+def every_number(dtype):
+    """All 2¹⁶ of them, infinities, NaN and signed zeros too."""
+    bits = np.random.default_rng(0).permutation(2**16).astype(np.uint16)
+    return jax.lax.bitcast_convert_type(jnp.asarray(bits), dtype).reshape(4, 64, 256)
+
+
+def bits(x):
+    return np.where(np.isnan(x), 0, np.asarray(jax.lax.bitcast_convert_type(x, jnp.uint16)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_elementwise(dtype, out_dtype):
+    x, factor = every_number(dtype), jnp.float32([0.5, 1.0, 2.0**-3, 3.0])[:, None, None]
+
+    def function(x):
+        return (x * factor).astype(out_dtype)
+
+    jitted = jax.jit(lambda x: _words.elementwise(function, x))
+    np.testing.assert_array_equal(bits(jitted(x)), bits(jax.jit(function)(x)))
+    assert "uint32" in str(jax.make_jaxpr(jitted)(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_are_added_and_cut_off(dtype):
+    x = every_number(dtype)
+    padded = jax.jit(lambda x: _words.pad(x, 3, 6))(x)
+    np.testing.assert_array_equal(bits(padded), np.pad(bits(x), [(0, 0), (0, 3), (0, 6)]))
+    for shape in ((0, 4, 6), (2, 0, 6), (2, 4, 0)):
+        empty = jnp.zeros(shape, dtype)
+        assert _words.elementwise(jnp.negative, empty).shape == shape
+        assert _words.cut(_words.pad(empty, 3, 6), *shape[1:]).shape == shape
+    for cols in (256, 255):
+        cut = jax.jit(lambda x, cols=cols: _words.cut(x, 64, cols))(padded)
+        np.testing.assert_array_equal(bits(cut), bits(x)[..., :cols])
+
+
+@pytest.mark.parametrize("x", [jnp.ones((4, 6), "float32"), jnp.ones((4, 5), "bfloat16")])
+def test_other_arrays_are_seen_as_they_are(x):
+    for function in (
+        lambda x: _words.elementwise(jnp.negative, x),
+        lambda x: _words.pad(x, 4, 2),
+        lambda x: _words.cut(x, 3, 4),
+    ):
+        assert "uint32" not in str(jax.make_jaxpr(function)(x))
+    widened = jax.make_jaxpr(lambda x: _words.elementwise(lambda x: x.astype("float32"), x))
+    assert "uint32" not in str(widened(jnp.ones((4, 6), "bfloat16")))

@@ -1,0 +1,107 @@
+"""No singular value exceeds 1.5, whatever the spectrum, under whatever is offered."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from muon_jax import newton_schulz
+from muon_jax._iteration.fitted import SCHEDULES
+from muon_jax.benchmarks import _accuracy
+
+M = 48
+SPECTRA = {
+    "condition to 1e9": lambda rng: 10 ** (-rng.uniform(0, 9) * rng.random(M)),
+    "geometric": lambda rng: 10 ** (-rng.uniform(0, 9) * np.linspace(0, 1, M)),
+    "low rank": lambda rng: np.where(
+        np.arange(M) < rng.integers(1, M), 10 ** (-rng.uniform(0, 3) * rng.random(M)), 0
+    ),
+    "clusters": lambda rng: (
+        np.append(1, 10 ** -rng.uniform(0, 5, 3))[rng.integers(0, 4, M)]
+        * (1 + 1e-3 * rng.standard_normal(M))
+    ),
+    "spike": lambda rng: np.where(
+        np.arange(M) == 0, 1, 10 ** -rng.uniform(0.3, 4) * (1 + 0.3 * rng.random(M))
+    ),
+    "power law": lambda rng: (1.0 + np.arange(M)) ** -rng.uniform(0.2, 3),
+}
+ROUND_ALIKE = ("two lengths", "signs")  # their Gram matrices have few values
+KINDS = (*SPECTRA, "repeated rows", *ROUND_ALIKE)
+
+
+def random_matrix(kind, n, seed):
+    rng = np.random.default_rng(seed)
+    if kind not in SPECTRA:
+        rank = rng.integers(1, 4 if kind in ROUND_ALIKE else M // 2)
+        rows = rng.standard_normal((rank, n)) * 10 ** (-rng.uniform(0, 3) * rng.random((rank, 1)))
+        if kind == "repeated rows":
+            return rows[rng.integers(0, rank, M)]
+        weights = rng.choice([-1.0, 1.0], (M, rank))
+        if kind == "two lengths":
+            weights *= np.eye(rank)[rng.integers(0, rank, M)]
+            weights *= rng.choice([1, rng.random()], (M, 1))
+        noise = 10 ** -rng.uniform(2, 5) * rng.integers(0, 2)
+        return weights @ rows + noise * rng.standard_normal((M, n))
+    v, _ = np.linalg.qr(rng.standard_normal((n, M)))
+    u, _ = np.linalg.qr(rng.standard_normal((M, M)))
+    if rng.random() < 0.25:  # along the axes
+        u = np.eye(M)[rng.permutation(M)]
+    return u * SPECTRA[kind](rng) @ v.T
+
+
+BATCH, BATCHES = 500, 20
+
+
+@functools.cache  # 9 MB, and all tests draw the same
+def random_matrices(seed, kinds=KINDS):
+    rng = np.random.default_rng(seed)
+    x = np.zeros((BATCH, M, 2 * M), np.float32)
+    for i, matrix in enumerate(x):
+        n = M * int(rng.integers(1, 3))
+        matrix[:, :n] = random_matrix(kinds[i % len(kinds)], n, rng.integers(2**32))
+    return jnp.asarray(x * 10 ** rng.uniform(-4, 4, (BATCH, 1, 1)), jnp.float32)
+
+
+def assert_none_blows_up(name, method, dtype, matrices):
+    arguments = _accuracy.arguments(name)
+    out = np.asarray(newton_schulz(matrices, dtype=dtype, method=method, **arguments))
+    assert np.isfinite(out).all()
+    # Raises where a singular value exceeds the bound, and costs less than to find the largest.
+    np.linalg.cholesky(_accuracy.LARGEST_ALLOWED**2 * np.eye(M, dtype=out.dtype) - out @ out.mT)
+
+
+def variants(*dtypes):
+    offered = _accuracy.variants(_accuracy.names(), _accuracy.METHODS, dtypes)
+    return pytest.mark.parametrize(("name", "method", "dtype"), [*offered])
+
+
+def drawn(batches):
+    settings = hypothesis.settings(max_examples=batches, deadline=None, database=None)
+    given = hypothesis.given(seed=st.integers(0, 2**32 - 1))
+    return lambda test: hypothesis.seed(0)(settings(given(test)))
+
+
+@pytest.mark.optimized
+@variants("float16", "bfloat16")
+@drawn(BATCHES)
+def test_no_spectrum_blows_up(name, method, dtype, seed):
+    """10,000 matrices for each."""
+    assert_none_blows_up(name, method, dtype, random_matrices(seed))
+
+
+@pytest.mark.optimized
+@variants("float32")
+@drawn(BATCHES // 10)
+def test_none_does_in_float32(name, method, dtype, seed):
+    assert_none_blows_up(name, method, dtype, random_matrices(seed))
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_none_that_rounds_alike_does(name, dtype):
+    for seed in range(6):
+        assert_none_blows_up(name, "standard", dtype, random_matrices(seed, ROUND_ALIKE))

@@ -1,0 +1,483 @@
+"""Which parameters of real models are matrices, and the table that tells it."""
+
+import functools
+import math
+import re
+from collections import Counter
+
+import chex
+import flax_models
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen, nnx
+
+from muon_jax import MuonDimensionNumbers, Split, by_role, describe, muon
+from muon_jax._matrices.by_role import routes
+from muon_jax._matrices.views import MATRICES
+
+QKV = {"^qkv/": Split(-1, (8, 2, 2))}
+TOKENS = functools.partial(flax_models.linen_params, dtype=jnp.int32)
+IMAGES = (2, 8, 8, 3)
+# Parameters, rules, the role and the stacks of each matrix, and how many have which other role.
+MODELS = {
+    "nnx GPT, tied": (
+        flax_models.nnx_gpt,
+        {},
+        {
+            f"blocks/{i}/{name}/kernel": (role, shape)
+            for i in range(2)
+            for name, role, shape in [
+                ("attn/query", "projection to heads", "1×8×8"),
+                ("attn/key", "projection to heads", "1×8×8"),
+                ("attn/value", "projection to heads", "1×8×8"),
+                ("attn/out", "projection from heads", "1×8×8"),
+                ("fc_in", "matrix", "1×8×32"),
+                ("fc_out", "matrix", "1×32×8"),
+            ]
+        },
+        {"embedding": 1, "position": 1, "bias": 6, "vector": 16},
+    ),
+    "linen scanned transformer": (
+        lambda: TOKENS(flax_models.ScannedTransformer(), 2, 5),
+        {},
+        {
+            **{f"layers/{name}/kernel": ("projection to heads", "3×8×8") for name in "qkv"},
+            "layers/o/kernel": ("projection from heads", "3×8×8"),
+            "layers/gate/kernel": ("gate", "3×8×24"),
+            "layers/up/kernel": ("matrix", "3×8×24"),
+            "layers/down/kernel": ("matrix", "3×24×8"),
+        },
+        {"embedding": 1, "head": 1, "norm": 2, "bias": 7, "vector": 1},
+    ),
+    "linen ResNet": (
+        lambda: flax_models.linen_params(flax_models.ResNet(), *IMAGES),
+        {"^Dense_0/": None},
+        {
+            "conv_init/kernel": ("convolution", "1×27×8"),
+            "ResNetBlock_1/Conv_0/kernel": ("convolution", "1×72×8"),
+            "ResNetBlock_1/Conv_1/kernel": ("convolution", "1×72×8"),
+            "ResNetBlock_0/Conv_0/kernel": ("convolution", "1×72×16"),
+            "ResNetBlock_0/Conv_1/kernel": ("convolution", "1×144×16"),
+            "ResNetBlock_0/conv_proj/kernel": ("convolution", "1×8×16"),
+        },
+        {"vector": 9, "unknown": 1},
+    ),
+    "linen ViT": (
+        lambda: flax_models.linen_params(flax_models.ViT(), *IMAGES),
+        {},
+        {
+            "patch_embed/kernel": ("convolution", "1×48×8"),
+            **{
+                f"{name}_{i}{rest}/kernel": (role, shape)
+                for i in range(2)
+                for name, rest, role, shape in [
+                    ("attention", "/query", "projection to heads", "1×8×8"),
+                    ("attention", "/key", "projection to heads", "1×8×8"),
+                    ("attention", "/value", "projection to heads", "1×8×8"),
+                    ("attention", "/out", "projection from heads", "1×8×8"),
+                    ("mlp_in", "", "matrix", "1×8×32"),
+                    ("mlp_out", "", "matrix", "1×32×8"),
+                ]
+            },
+        },
+        {"head": 1, "token": 1, "position": 1, "bias": 6, "vector": 12},
+    ),
+    "linen MoE": (
+        lambda: TOKENS(flax_models.MoE(), 5),
+        {},
+        {
+            f"experts_{i}/{name}": ("experts", shape)
+            for i in range(2)
+            for name, shape in [("gate", "4×8×6"), ("up", "4×8×6"), ("down", "4×6×8")]
+        },
+        {"embedding": 1, "router": 2, "head": 1, "vector": 1},
+    ),
+    "nnx grouped queries, fused": (
+        flax_models.grouped_queries,
+        QKV,
+        {
+            "qkv/kernel": ("unknown", "1×8×8, 1×8×2, 1×8×2"),
+            "o_proj/kernel": ("projection from heads", "1×8×8"),
+            "gate_up/kernel": ("fused gate and up", "1×8×12, 1×8×12"),
+            "down/kernel": ("matrix", "1×12×8"),
+        },
+        {"embedding": 1, "head": 1, "vector": 2},
+    ),
+}
+
+
+def views(rules):
+    return {"muon_weight_dimension_numbers": functools.partial(by_role, rules=rules)}
+
+
+@pytest.mark.parametrize(("params", "rules", "matrices", "others"), MODELS.values(), ids=MODELS)
+def test_models(params, rules, matrices, others):
+    parameters = describe(params(), **views(rules)).parameters
+    assert len(parameters) == len(jax.tree.leaves(params()))
+    found = {
+        p.path: (p.role, ", ".join("×".join(map(str, shape)) for shape in p.matrices))
+        for p in parameters
+        if p.optimizer == "muon"
+    }
+    assert found == matrices
+    assert Counter(p.role for p in parameters if p.optimizer == "adamw") == others
+
+
+@pytest.mark.parametrize("name", ["nnx GPT, tied", "linen MoE", "nnx grouped queries, fused"])
+def test_updates_follow_the_routes(name):
+    params, rules, matrices, _ = MODELS[name]
+    params = jax.tree.map(lambda p: jnp.ones(p.shape).at[..., 0].set(2), params())
+    optimizer = muon(1e-3, consistent_rms=0.2, ns_dtype="float32", **views(rules))
+    state = optimizer.init(params)
+    updates, _ = jax.jit(optimizer.update)(params, state, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+    paths = {p.path: p.optimizer for p in describe(params, **views(rules)).parameters}
+    for path, update in zip(paths, jax.tree.leaves(updates), strict=True):
+        is_adamw = jnp.ptp(update) < 1e-6  # its first update is a sign
+        assert is_adamw == (path not in matrices), path
+
+
+PATCHES = ("convolution", ((-4, -3, -2), -1))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("layers/attn/q/kernel", (3, 8, 8), ("projection to heads", MATRICES)),
+        ("layers/attn/qkv/kernel", (5, 8, 3, 2, 4), ("fused qkv", (-4, (-2, -1)))),
+        ("h/0/attn/c_attn/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
+        ("stages/layers/moe/experts/up", (2, 3, 4, 8, 6), ("experts", MATRICES)),
+        ("layers/0/moe/gate/kernel", (8, 4), ("router", None)),
+        ("layers/smear_gate/kernel", (3, 12, 1), ("gate", None)),
+        ("layers/attn/q_norm/scale", (3, 4), ("norm", None)),
+        ("conv_1/kernel", (5, 4, 8), ("convolution", ((-3, -2), -1))),
+        ("depthwise_conv/kernel", (3, 3, 1, 8), ("convolution", None)),
+        ("encoder/codebook", (64, 8), ("embedding", None)),
+        ("item_table/weight", (100, 8), ("embedding", None)),
+        ("lookup/weight", (100, 8), ("embedding", None)),
+        ("score/weight", (8, 8), ("head", None)),
+        ("qa_outputs/kernel", (8, 2), ("head", None)),
+        ("score/layers/0/fc/kernel", (8, 8), ("matrix", MATRICES)),
+        ("layers/0/ffn/switch/kernel", (8, 4), ("router", None)),
+        ("switch/layers/0/up/kernel", (8, 4), ("matrix", MATRICES)),
+        ("layers/0/experts/gate", (4, 8, 6), ("experts", MATRICES)),
+        ("layers/0/experts/1/gate/kernel", (8, 6), ("experts", MATRICES)),
+        ("blocks/0/ssm/in_proj/kernel", (8, 40), ("input projection", MATRICES)),
+        ("blocks/0/attn/in_proj/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
+        ("blocks/0/proj_out/kernel", (8, 8), ("matrix", MATRICES)),
+        ("decoder/moe_layers_0/self_attention/wq_a/kernel", (8, 4), ("matrix", MATRICES)),
+        ("moe_gpt/blocks/0/attn/c_proj/kernel", (8, 8), ("matrix", MATRICES)),
+        ("layers/0/moe/shared_mlp/up/kernel", (8, 16), ("matrix", MATRICES)),
+        ("layers/0/moe/up", (4, 8, 16), ("experts", MATRICES)),
+        ("conv_vit/layers_0/Mlp_0/Dense_0/kernel", (8, 16), ("matrix", MATRICES)),
+        ("ConvNeXtBlock_0/pwconv1/kernel", (8, 32), ("convolution", MATRICES)),
+        ("layers_0/pointwise_conv1/kernel", (1, 8, 16), ("convolution", ((-3, -2), -1))),
+        ("embeddings/patch_embeddings/projection/kernel", (4, 4, 3, 8), PATCHES),
+        ("embeddings/patch_embedding/kernel", (4, 4, 3, 8), ("embedding", PATCHES[1])),
+        ("x_embedder/proj/kernel", (4, 4, 3, 8), PATCHES),
+        ("embedding/kernel", (4, 4, 3, 8), ("embedding", ((-4, -3, -2), -1))),
+        ("embeddings/word_embeddings/weight", (100, 8), ("embedding", None)),
+        ("embed/tok/weight", (100, 8), ("embedding", None)),
+        ("relative_attention_bias/weight", (32, 4), ("bias", None)),
+        ("t_embedder/mlp/0/kernel", (8, 16), ("matrix", MATRICES)),
+        ("time_embedding/linear_1/kernel", (8, 16), ("matrix", MATRICES)),
+        ("embedder/layers/0/attn/q/kernel", (8, 8), ("projection to heads", MATRICES)),
+        ("blocks/0/film/gamma/kernel", (8, 8), ("matrix", MATRICES)),
+        ("blocks/0/prenorm_mlp/kernel", (8, 8), ("matrix", MATRICES)),
+        ("cls/predictions/transform/dense/kernel", (8, 8), ("matrix", MATRICES)),
+        ("cls/predictions/decoder/kernel", (8, 100), ("head", None)),
+        ("mlp/~/up/w", (8, 16), ("matrix", MATRICES)),
+        ("cls/seq_relationship/kernel", (8, 2), ("head", None)),
+        ("blocks/0/moe/gate_w", (8, 4), ("router", None)),
+        ("blocks/0/moe/gate", (4, 8, 16), ("router", MATRICES)),
+        ("blocks/0/attn/wq_b", (8, 16), ("projection to heads", MATRICES)),
+        ("blocks/0/att/time_mix_k", (1, 1, 8), ("vector", None)),
+        ("blocks/0/h0_mlp/linear/w", (8, 32), ("matrix", MATRICES)),
+        ("ve/0/weight", (100, 8), ("embedding", None)),
+        ("heads/0/query/kernel", (8, 4), ("projection to heads", MATRICES)),
+        ("layers/0/final_linear/kernel", (8, 8), ("matrix", MATRICES)),
+        ("mask_token", (1, 1, 8), ("token", None)),
+        ("rel_pos_bias", (7, 7), ("bias", None)),
+        ("output_head/kernel", (8, 5), ("head", None)),
+        ("decoder/logitdense/kernel", (8, 5), ("head", None)),
+        ("vocab_proj/kernel", (8, 5), ("head", None)),
+        ("multi_head/query/kernel", (8, 8), ("projection to heads", MATRICES)),
+        ("PositionwiseFeedForward_0/Dense_0/kernel", (8, 32), ("matrix", MATRICES)),
+        ("position_wise_ffn/Dense_0/kernel", (8, 32), ("matrix", MATRICES)),
+        ("PreNorm_0/Attention_0/query/kernel", (8, 8), ("projection to heads", MATRICES)),
+        ("experts/b1", (4, 8), ("bias", None)),
+        ("experts/b_in", (4, 8), ("bias", None)),
+        ("experts/gate_up", (4, 8, 12), ("fused gate and up", Split(-1, (6, 6)))),
+        ("experts/up_proj_b", (4, 8), ("bias", None)),
+        ("experts/biases", (4, 8), ("bias", None)),
+        ("model/embed_tokens/weight", (100, 8), ("embedding", None)),
+        ("decoder/embed_positions/weight", (50, 8), ("embedding", None)),
+        ("emb/weight", (100, 8), ("embedding", None)),
+        ("token_embedding_table/weight", (100, 8), ("embedding", None)),
+        ("mlp/up_gate/kernel", (8, 64), ("fused gate and up", Split(-1, (32, 32)))),
+        ("mlp/fused_gate_up/kernel", (8, 64), ("fused gate and up", Split(-1, (32, 32)))),
+        ("attn/key_value/kernel", (8, 16), ("fused kv", Split(-1, (8, 8)))),
+        ("attn/fused_qkv/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
+        ("attn/to_qkv/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
+        ("attn/query_key_value/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
+    ],
+)
+def test_roles(name, shape, expected):
+    role, view = expected
+    if type(view) is tuple:
+        view = MuonDimensionNumbers(*view)
+    assert routes([(name, shape)], {}) == [(role, view)]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("Dense_0/kernel", (8, 10)),  # a hidden layer or the output head
+        ("linear2/kernel", (8, 10)),
+        ("fc2/kernel", (8, 10)),
+        ("linear_out/kernel", (8, 10)),
+        ("output/kernel", (8, 10)),
+        ("layers/layers/2/kernel", (8, 10)),  # of nnx.Sequential, likewise
+        ("layers/kernel", (3, 4)),  # a matrix or stacked vectors
+        ("attn/qkv/kernel", (8, 12)),  # how wide are keys?
+        ("attn/qkvg/kernel", (8, 32)),
+        ("mlp/gate/kernel", (8, 4)),  # of experts or of a perceptron
+        ("ffn/wg/kernel", (8, 4)),  # likewise
+        ("lora_a/kernel", (8, 4)),
+        ("attn/q_lora_b", (8, 4)),
+        ("patch_embedding_layer/kernel", (8, 64)),
+        ("attn/q_proj/lora/lora_a", (8, 4)),
+        ("attn/kqv/kernel", (8, 12)),
+        ("out/kernel", (8, 10)),
+        ("model/output/kernel", (8, 10)),
+        ("value/kernel", (8, 1)),  # a head, or a vector
+        ("something", (8, 4)),
+        ("shared/weight", (100, 8)),  # an embedding in T5
+        ("proj_out/kernel", (8, 10)),
+        ("model/lin_out/kernel", (8, 10)),
+        ("w_out", (8, 10)),
+        ("decoder/final_layer/linear/kernel", (8, 10)),
+        ("model/decoder/linear/kernel", (8, 10)),
+        ("backbone/fc/kernel", (8, 10)),
+        ("language_model/linear/w", (8, 10)),
+        ("actor/mean/kernel", (8, 10)),
+        ("q_network/Dense_2/kernel", (8, 10)),
+        ("heads/policy/kernel", (8, 10)),
+        ("seq/B", (16, 4, 2)),
+        ("layers/0/prefix/key", (10, 8)),
+        ("ssm/conv1d/weight", (4, 8)),  # a filter for each channel, or a matrix
+        ("experts/gate/kernel", (8, 4)),  # a router, or of one expert
+        ("experts/alpha", (4, 8)),  # a vector for each expert, or one matrix
+        ("ssm/in_proj/kernel", (8, 24)),  # of three projections, or of one
+        ("encoder_layers/q_proj/kernel", (3, 8, 8)),  # a stack, or axes of heads
+        ("layers/blocks/0/q_proj/kernel", (3, 8, 8)),
+        ("ffn/wo", (3, 16, 8)),
+    ],
+)
+def test_what_is_ambiguous_raises_with_the_remedy(name, shape):
+    tree = jax.ShapeDtypeStruct(shape, jnp.float32)
+    for part in reversed(name.split("/")):
+        tree = {part: tree}
+    tree["bias"] = jnp.zeros(4)
+    message = rf"role of {name} of shape .*rules=\{{r'\^{name}\$': None\}} for AdamW.*view"
+    with pytest.raises(ValueError, match=message):
+        by_role(tree)
+    assert jax.tree.leaves(by_role(tree, {f"^{name}$": None})) == []
+    numbers = by_role(tree, {f"^{name}$": MATRICES})
+    assert jax.tree.leaves(numbers, is_leaf=lambda x: x == MATRICES) == [MATRICES]
+
+
+QUERY_AND_OUT = {"query": {"kernel": (8, 2, 4)}, "out": {"kernel": (2, 4, 8)}}
+
+
+def shapes(tree):
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        tree,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+@pytest.mark.parametrize("out", [(2, 4, 8), (8, 8), (2, 3, 8)])
+def test_axes_of_heads_are_confirmed_by_what_takes_them(out):
+    tree = {"self": {**QUERY_AND_OUT, "out": {"kernel": out}}}
+    parameters = describe(shapes(tree), muon_weight_dimension_numbers=by_role).parameters
+    assert [p.matrices for p in parameters] == [((1, math.prod(out[:-1]), 8),), ((1, 8, 8),)]
+    stacked = {"query": {"kernel": (3, 8, 8)}, "out": {"kernel": (3, 8, 8)}, "scale": (3, 8)}
+    with pytest.raises(ValueError, match=r"role of self/out/kernel.*self/query/kernel"):
+        by_role(shapes({"self": stacked}))
+
+
+def test_a_rule_for_one_parameter_changes_no_other():
+    heads = {name: {"kernel": (16, 4, 4)} for name in ("query", "key", "value")}
+    tree = shapes({"h": {**heads, "out": {"kernel": (4, 4, 16)}}})  # else a stack of 16
+    with pytest.raises(ValueError, match="role of h/key/kernel.*h/query/kernel"):
+        by_role(tree, {"out": MuonDimensionNumbers((-3, -2), -1)})
+
+
+@pytest.mark.parametrize("root", ["moe_layers_0", "ConvViT_0"])
+def test_attention_below_other_names_has_its_axes_of_heads(root):
+    views = by_role(shapes({"decoder": {root: {"attention": QUERY_AND_OUT}}}))
+    assert jax.tree.leaves(views, is_leaf=lambda x: isinstance(x, MuonDimensionNumbers)) == [
+        MuonDimensionNumbers((-3, -2), -1),
+        MuonDimensionNumbers(-3, (-2, -1)),
+    ]
+
+
+def test_the_one_module_that_has_all_says_nothing_of_places():
+    tree = {"Conv_0": {"kernel": (3, 3, 3, 8)}, "Dense_0": {"kernel": (8, 10)}}
+    for params in (tree, {"ResNet_0": tree}):
+        with pytest.raises(ValueError, match=r"role of \S*Dense_0/kernel of shape \(8, 10\): pass"):
+            by_role(shapes(params))
+
+
+def test_windows_of_convolutions_are_no_layers():
+    blocks = {f"Block_{i}": {"Conv_0": {"kernel": (3, 3, 8, 8)}} for i in range(2)}
+    views = by_role(shapes({"stages": blocks}))  # as of `optax.partition`, without norms
+    assert views["stages"]["Block_0"]["Conv_0"]["kernel"] == ((-4, -3, -2), -1)
+    with pytest.raises(ValueError, match="role of stages/conv1/kernel"):
+        by_role(shapes({"stages": {"conv1": {"kernel": (3, 3, 8, 8)}}}))
+
+
+def test_a_cell_of_a_scanned_network_is_no_stack():
+    cell = {"ir": {"kernel": (8, 8)}, "hn": {"kernel": (8, 8), "bias": (8,)}}
+    views = by_role(shapes({"ScannedRNN_0": {"GRUCell_0": cell}, "norm": (8,)}))
+    assert views["ScannedRNN_0"]["GRUCell_0"]["ir"]["kernel"] == MATRICES
+
+
+def test_the_remedy_s_expression_is_of_that_parameter_alone():
+    with pytest.raises(ValueError, match="rules=") as raised:
+        by_role({"x[0]": {"thing": jnp.ones((4, 8))}})
+    (expression,) = re.findall(r"rules=\{r'(.*)': None\}", str(raised.value))
+    assert by_role({"x[0]": {"thing": jnp.ones((4, 8))}}, {expression: None}) is not None
+
+
+def test_rules_that_match_nothing_raise_unless_parameters_are_masked():
+    tree = shapes({"up": {"kernel": (8, 16)}})
+    rules = {"up": MATRICES, "^embed/": None}
+    with pytest.raises(ValueError, match=r"rules \['\^embed/'\] match none .* such as 'up/kernel'"):
+        by_role(tree, rules)
+    masked = {**tree, "embed": optax.MaskedNode()}
+    assert by_role(masked, rules)["up"]["kernel"] == MATRICES
+
+
+def test_a_stack_has_its_layers_first_in_all_of_its_parameters():
+    first = {
+        "up": {"kernel": (3, 8, 16)},
+        "down": {"kernel": (3, 16, 8)},
+        "norm": {"scale": (3, 8)},
+        "mixer": {"d": (3, 8)},
+    }
+    second = {"up": {"kernel": (8, 3, 16)}, "down": {"kernel": (16, 3, 8)}}
+    views = jax.tree.leaves(by_role(shapes({"layers": first})), is_leaf=lambda x: x == MATRICES)
+    assert views == [MATRICES, MATRICES]
+    with pytest.raises(ValueError, match=r"role of layers/down/kernel.*layers/up/kernel"):
+        by_role(shapes({"layers": second}))
+    rules = {"^layers/": MuonDimensionNumbers(0, 2)}
+    assert by_role(shapes({"layers": second}), rules)["layers"]["up"]["kernel"] == (0, 2)
+
+
+@pytest.mark.parametrize("container", ["blocks", "stack", "layers", "h"])
+def test_numbers_in_names_say_that_a_container_is_no_stack(container):
+    with_conv = {**QUERY_AND_OUT, "Conv_0": {"kernel": (3, 3, 8, 8)}}
+    tree = shapes({container: {"block_0": QUERY_AND_OUT, "block_1": with_conv}})
+    parameters = describe(tree, muon_weight_dimension_numbers=by_role).parameters
+    assert {p.path.rsplit("/", 2)[1]: p.matrices for p in parameters} == {
+        "query": ((1, 8, 8),),
+        "out": ((1, 8, 8),),
+        "Conv_0": ((1, 72, 8),),
+    }
+
+
+def test_an_update_has_the_views_of_the_whole_tree():
+    def block(i):
+        kernel = jax.random.normal(jax.random.key(i), (3, 3, 8, 8))
+        return {"Conv_0": {"kernel": kernel}, "Norm_0": {"scale": jnp.ones(8)}}
+
+    params = {"stages": {f"Block_{i}": block(i) for i in range(2)}}  # a stack, but for the norms
+    updates = []
+    for views in (by_role, by_role(params)):
+        optimizer = muon(1.0, muon_weight_dimension_numbers=views, normuon_b2=0.9)
+        updates.append(optimizer.update(params, optimizer.init(params), params)[0])
+    chex.assert_trees_all_equal(*updates)
+
+
+@pytest.mark.parametrize("routes", [by_role, functools.partial(by_role, rules={"up": MATRICES})])
+def test_hyperparameters_are_injected_beside_routes(routes):
+    params = {"embed": {"embedding": jnp.ones((6, 4))}, "up": {"kernel": jnp.ones((4, 8))}}
+    arguments = {"learning_rate": 0.1, "muon_weight_dimension_numbers": routes}
+    with pytest.raises(
+        ValueError, match=r"one array of shape \(\).*static_args='muon_weight_dimens"
+    ):
+        optax.inject_hyperparams(muon)(**arguments).init(params)
+    inject = optax.inject_hyperparams(muon, static_args="muon_weight_dimension_numbers")
+    expected = muon(**arguments)
+    state, injected = expected.init(params), inject(**arguments).init(params)
+    chex.assert_trees_all_close(
+        inject(**arguments).update(params, injected, params)[0],
+        expected.update(params, state, params)[0],
+        rtol=1e-4,
+    )
+
+
+def test_boxes_of_flax_are_no_part_of_the_path():
+    class Module(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            init = linen.with_partitioning(linen.initializers.ones, ("a", "b"))
+            return linen.Dense(4, kernel_init=init, name="value")(x)
+
+    boxed = jax.eval_shape(Module().init, jax.random.key(0), jnp.zeros((1, 6)))
+    nested = {"value": {"value": jnp.zeros((3, 4))}}
+    assert [p.path for p in describe(boxed).parameters] == ["value/bias", "value/kernel"]
+    assert [p.path for p in describe(nested).parameters] == ["value/value"]
+
+
+def test_the_table(capsys):
+    params = {"up": {"kernel": jnp.zeros((8, 16))}, "norm": jnp.zeros(8)}
+    description = describe(params, ns_coeffs="balanced", implementation="xla")
+    assert capsys.readouterr().out == f"{description}\n"
+    assert str(description).splitlines() == [
+        "path       shape  role    optimizer  matrices  group",
+        "norm       8      vector  adamw",
+        "up/kernel  8×16   matrix  muon       1×8×16    0",
+        "",
+        "group  shape   method    dtype    products  GFLOP",
+        "0      1×8×16  standard  float16  xla       7.68e-06",  # 15 units of 8³
+    ]
+
+
+def test_groups_are_those_of_the_update():
+    params = nnx.to_pure_dict(flax_models.nnx_gpt())
+    one, many = (describe(params, max_group_bytes=size, **views({})).groups for size in (2**30, 0))
+    assert [group.shape for group in one] == [(8, 8, 8), (4, 8, 32)]
+    assert len(many) == 12
+    assert sum(g.flops for g in one) == sum(g.flops for g in many)
+
+
+def test_arguments_are_those_of_muon():
+    params = {"up": {"kernel": jnp.zeros((8, 16))}}
+    (group,) = describe(params, preset="gram").groups
+    assert (group.method, group.dtype) == ("gram", "float16")
+    (group,) = describe(params, preset="gram", ns_method="standard").groups
+    assert group.method == "standard"
+    half = jax.ShapeDtypeStruct((16, 32), jnp.bfloat16)
+    for kwargs, expected in (
+        ({}, "bfloat16"),
+        ({"mu_dtype": "float32"}, "float32"),
+        ({"mu_rounding": "stochastic"}, "float32"),
+    ):
+        (group,) = describe({"w": half}, ns_dtype=None, **kwargs).groups
+        assert group.dtype == expected
+    with pytest.raises(ValueError, match=r"preset must be one of .*'keller'.*, got 'kj'"):
+        describe(params, preset="kj")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ns_coefficients'"):
+        describe({}, ns_coefficients="fast")
+    with pytest.raises(ValueError, match=r"mu_rounding must be one of .*, got 'up'"):
+        describe({}, mu_rounding="up")
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu' cannot run: the default device"):
+        describe({"w": half}, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match=r"parameter \['w'\] of shape \(16, 32\): Split"):
+        describe({"w": half}, muon_weight_dimension_numbers={"w": Split(0, (3, 4))})

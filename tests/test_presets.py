@@ -1,0 +1,476 @@
+"""Presets against NumPy in float64, PyTorch and optax; the arguments that they set."""
+
+import functools
+import inspect
+from pathlib import Path
+
+import chex
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import oracles
+import pytest
+
+import muon_jax
+from muon_jax import PRESETS, MuonDimensionNumbers, MuonState, muon, scale_by_muon
+from muon_jax._presets import takes_preset
+
+FIXTURE = Path(__file__).parent / "fixtures" / "torch_muon.npz"
+
+NUMBERS = {
+    "wide": MuonDimensionNumbers(),
+    "tall": MuonDimensionNumbers(),
+    "square": MuonDimensionNumbers(),
+    "conv": MuonDimensionNumbers((0, 1, 2), 3),
+    "bias": None,
+}
+SHAPES = {
+    "wide": (24, 36),
+    "tall": (36, 24),
+    "square": (24, 24),
+    "conv": (3, 3, 4, 24),
+    "bias": (11,),
+}
+STEPS = 20
+TOLERANCE = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def highest_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def tree(seed, names=tuple(SHAPES), dtype=jnp.float32):
+    """Arrays drawn at random, by seed and name."""
+    return {
+        name: jnp.asarray(np.random.default_rng([seed, i]).standard_normal(shape), dtype)
+        for i, (name, shape) in enumerate(SHAPES.items())
+        if name in names
+    }
+
+
+def learning_rate(count):
+    return 0.05 - 0.001 * count
+
+
+@functools.cache
+def jitted_step(optimizer):
+    def step(params, state, gradients):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step)
+
+
+def train(optimizer, params, state, seeds):
+    """The parameters and the state after a step on the gradients of each seed."""
+    for seed in seeds:
+        params, state = jitted_step(optimizer)(params, state, tree(seed, params))
+    return params, state
+
+
+def run(optimizer, steps=STEPS, names=tuple(SHAPES)):
+    params = tree(0, names)
+    return train(optimizer, params, optimizer.init(params), range(1, steps + 1))[0]
+
+
+def as_pytorch(x):
+    """The matrix of an array, (out, in) as in PyTorch; a vector as it is."""
+    x = np.asarray(x, np.float64)
+    return x.reshape(-1, x.shape[-1]).T if x.ndim > 1 else x
+
+
+@functools.cache
+def expected(preset):
+    on_matrices, on_the_rest = oracles.SYSTEMS[preset]
+    result = {}
+    for name in SHAPES:
+        step = on_the_rest if name == "bias" else on_matrices
+        w, state = as_pytorch(tree(0)[name]), {}
+        for t in range(1, STEPS + 1):
+            w = step(w, as_pytorch(tree(t)[name]), state, t, float(learning_rate(t - 1)))
+        result[name] = w
+    return result
+
+
+@pytest.mark.parametrize(
+    ("preset", "ns_dtype"),
+    [
+        pytest.param(preset, dtype, id=f"{preset}-{dtype}")
+        for preset, kwargs in PRESETS.items()
+        for dtype in {"float32": None, kwargs.get("ns_dtype") or "float32": None}
+    ],
+)
+def test_twenty_steps_are_those_of_the_system(preset, ns_dtype):
+    optimizer = muon(
+        learning_rate,
+        preset=preset,
+        muon_weight_dimension_numbers=NUMBERS,
+        ns_dtype=ns_dtype,
+    )
+    ours = run(optimizer)
+    for name, theirs in expected(preset).items():
+        start = as_pytorch(tree(0)[name])
+        error = helpers.relative_error(as_pytorch(ours[name]) - start, theirs - start)
+        assert error < (1e-4 if name == "bias" else TOLERANCE[ns_dtype]), name
+
+
+def test_every_preset_has_a_system_and_arguments_of_muon():
+    assert PRESETS.keys() == oracles.SYSTEMS.keys()
+    parameters = inspect.signature(muon).parameters
+    for preset, kwargs in PRESETS.items():
+        assert kwargs.keys() <= parameters.keys() - {"learning_rate", "preset"}, preset
+        assert {"ns_dtype", "ns_method"} <= kwargs.keys(), preset  # our defaults are not optax's
+        assert preset in inspect.getdoc(muon)
+
+
+def test_the_preset_of_optax_is_optax():
+    names = ("tall", "bias")
+    ours = run(muon(learning_rate, preset="optax"), names=names)
+    theirs = run(optax.contrib.muon(learning_rate), names=names)
+    chex.assert_trees_all_close(ours, theirs, atol=1e-5)
+
+
+each_variant_of_pytorch = pytest.mark.parametrize(
+    ("variant", "kwargs"),
+    [
+        ("default", {}),
+        ("match_rms_adamw", {"consistent_rms": 0.2}),
+        ("without_nesterov", {"nesterov": False, "weight_decay": 0.0}),
+    ],
+)
+
+
+def assert_four_steps_are(theirs, recorded, **kwargs):
+    params = start = {name: jnp.asarray(recorded[f"w/{name}"]) for name in theirs}
+    optimizer = muon(0.02, preset="torch", **kwargs)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for step in range(4):
+        gradients = {name: jnp.asarray(recorded[f"g/{name}/{step}"]) for name in theirs}
+        updates, state = update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    for name, expected in theirs.items():
+        change = expected - start[name]
+        error = jnp.max(jnp.abs(params[name] - start[name] - change)) / jnp.max(jnp.abs(change))
+        assert error < (1e-4 if name == "bias" else 3e-2), name
+
+
+@each_variant_of_pytorch
+def test_four_steps_are_those_of_pytorch(variant, kwargs):
+    """Recorded by tests/fixtures/make_torch_muon.py; products there are bfloat16 as well."""
+    recorded = np.load(FIXTURE)
+    names = ("wide", "tall", "square", "bias")
+    theirs = {name: recorded[f"{variant}/{name}"] for name in names}
+    assert_four_steps_are(theirs, recorded, **kwargs)
+
+
+@pytest.mark.gpu
+@each_variant_of_pytorch
+def test_four_steps_are_those_of_pytorch_on_this_gpu(variant, kwargs):
+    pytest.importorskip("torch")
+    from fixtures import make_torch_muon
+
+    recorded = np.load(FIXTURE)
+    theirs = make_torch_muon.trained(recorded, "cuda", **make_torch_muon.VARIANTS[variant])
+    assert_four_steps_are(theirs, recorded, **kwargs)
+
+
+def test_arguments_of_the_call_win_over_those_of_the_preset(monkeypatch):
+    monkeypatch.setitem(PRESETS, "mine", {"eps": 2, "nesterov": False})
+
+    @takes_preset
+    def function(learning_rate, eps=1, *, nesterov=True, preset=None):
+        return learning_rate, eps, nesterov, preset
+
+    assert function(0) == (0, 1, True, None)
+    assert function(0, preset="mine") == (0, 2, False, "mine")
+    assert function(0, 5, preset="mine") == (0, 5, False, "mine")
+    assert function(learning_rate=0, nesterov=True, preset="mine") == (0, 2, True, "mine")
+    assert PRESETS["mine"] == {"eps": 2, "nesterov": False}
+
+
+def test_presets_under_inject_hyperparams():
+    with pytest.raises(ValueError, match=r"'torch' came.*partial\(muon, \*\*muon_jax.PRESETS\['t"):
+        optax.inject_hyperparams(muon)(learning_rate, preset="torch").init(tree(0))
+    injected = optax.inject_hyperparams(functools.partial(muon, **muon_jax.PRESETS["torch"]))
+    names = ("wide", "bias")
+    ours = run(injected(learning_rate=learning_rate), 3, names)
+    expected = run(muon(learning_rate, preset="torch"), 3, names)
+    chex.assert_trees_all_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+ETA, LAMBDA = 0.5, 0.3
+FORMS = {
+    "decoupled": lambda w, s: -ETA * LAMBDA * w,
+    "independent": lambda w, s: -LAMBDA * w,
+    "palm": lambda w, s: -LAMBDA * ETA**2 * w,
+    "scaled_palm": lambda w, s: -LAMBDA * ETA**2 * s * w,
+}
+DECAY = {"weight_decay": LAMBDA, "adam_weight_decay": LAMBDA}
+
+
+def one_update(dtype=jnp.float32, gradients=None, schedule=False, **kwargs):
+    """The second update, of the same gradients; a schedule is wrong in the first."""
+    names = ("wide", "bias")
+    params = tree(0, names, dtype)
+    gradients = tree(1, names, dtype) if gradients is None else gradients
+    rate = (lambda count: ETA * count) if schedule else ETA
+    optimizer = muon(rate, ns_dtype=None, momentum="ema", **kwargs)
+    _, state = optimizer.update(gradients, optimizer.init(params), params)
+    return params, optimizer.update(gradients, state, params)[0]
+
+
+@pytest.mark.parametrize("schedule", [False, True])
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_weight_decay(form, cautious, schedule):
+    params, plain = one_update(schedule=schedule)
+    _, updates = one_update(
+        schedule=schedule, weight_decay_form=form, cautious_weight_decay=cautious, **DECAY
+    )
+    for name, s in (("wide", np.sqrt(36 / 24)), ("bias", 1.0)):
+        decay = FORMS[form](params[name], s)
+        kept = decay * plain[name] >= 0 if cautious else True
+        np.testing.assert_allclose(updates[name] - plain[name], decay * kept, atol=1e-6)
+        assert not cautious or 0 < np.mean(kept) < 1
+
+
+def test_l2_is_a_gradient_of_the_weights():
+    params = tree(0, ("wide", "bias"))
+    gradients = jax.tree.map(lambda w, g: g + LAMBDA * w, params, tree(1, ("wide", "bias")))
+    _, expected = one_update(gradients=gradients)
+    _, updates = one_update(weight_decay_form="l2", **DECAY)
+    chex.assert_trees_all_close(updates, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", [*FORMS, "l2"])
+def test_weight_decay_keeps_the_dtype_and_spares_what_the_mask_spares(form):
+    params, updates = one_update(
+        jnp.bfloat16,
+        schedule=True,
+        weight_decay_form=form,
+        weight_decay_mask={"wide": False, "bias": True},
+        cautious_weight_decay=form != "l2",
+        weight_decay=LAMBDA,
+    )
+    chex.assert_trees_all_equal_dtypes(updates, params)
+    _, plain = one_update(jnp.bfloat16, schedule=True)
+    chex.assert_trees_all_equal(updates, plain)
+
+
+@pytest.mark.parametrize(
+    ("order", "kwargs"),
+    [
+        pytest.param(2, {"ns_steps": 1}, id="frobenius"),
+        pytest.param(2, {"ns_steps": 2, "method": "gram"}, id="gram"),
+        pytest.param(np.inf, {"ns_steps": 1, "preconditioning": "spectral"}, id="spectral"),
+        pytest.param(4, {"ns_coeffs": "fast"}, id="composed"),
+    ],
+)
+def test_eps_is_added_or_the_least_norm(order, kwargs):
+    x = tree(0)["wide"]
+    size = float(np.linalg.norm(np.linalg.svd(x, compute_uv=False), order))
+
+    def newton_schulz(eps, eps_mode, x=x):
+        return muon_jax.newton_schulz(x, eps=eps, eps_mode=eps_mode, dtype="float32", **kwargs)
+
+    added = newton_schulz(2 * size, "add")
+    chex.assert_trees_all_close(newton_schulz(3 * size, "max"), added, atol=1e-5)
+    without = newton_schulz(0.0, "add")
+    chex.assert_trees_all_close(newton_schulz(0.9 * size, "max"), without, atol=1e-5)
+    assert helpers.relative_error(added, np.asarray(without)) > 0.1
+    assert not np.any(newton_schulz(0.0, "max", 0 * x))
+
+
+@pytest.mark.parametrize(
+    ("shape_scale", "shape", "factor"),
+    [
+        ("clipped_ratio", (36, 24), 1.0),
+        ("ratio", (36, 24), np.sqrt(24 / 36)),
+        ("ratio", (24, 36), np.sqrt(36 / 24)),
+        ("none", (24, 36), 1.0),
+    ],
+)
+def test_shape_scale(shape_scale, shape, factor):
+    transform = muon_jax._transforms.shape_scale.scale_by_shape(shape_scale=shape_scale)
+    scaled, _ = transform.update(jnp.ones(shape), transform.init(None))
+    chex.assert_trees_all_close(scaled, jnp.full(shape, factor), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: muon(0.1, preset="kimi"), r"one of \['dion', .*'turbo'\], got 'kimi'"),
+        (lambda: muon(0.1, momentum="sgd"), r"momentum must be one of \('bias_.*got 'sgd'"),
+        (lambda: muon(0.1, eps_mode="min"), r"eps_mode must be one of \('add'.*got 'min'"),
+        (lambda: muon(0.1, shape_scale="rms"), r"shape_scale must be one of.*got 'rms'"),
+        (lambda: muon(0.1, weight_decay_form="l1"), r"weight_decay_form must be.*got 'l1'"),
+        (
+            lambda: muon(0.1, preset="moonlight", shape_scale="ratio"),
+            r"shape_scale='ratio' and consistent_rms=0.2.*leave one",
+        ),
+        (
+            lambda: muon(0.1, weight_decay_form="l2", cautious_weight_decay=True),
+            r"cautious_weight_decay compares.*'l2'.*another form",
+        ),
+        (
+            lambda: muon(0.1, normuon_b2=0.9, normuon_averaged="rows"),
+            r"averaged must be one of.*got 'rows'",
+        ),
+        (lambda: convert({}), r"no MuonState"),
+        (lambda: convert(beta=lambda count: 0.9), r"got a schedule: .*only where β is constant"),
+        (lambda: convert(beta=1.0), r"beta must be a number in \[0, 1\), got 1.0"),
+        (lambda: convert(target="nesterov"), r"target must be one of.*got 'nesterov'"),
+    ],
+)
+def test_wrong_calls_say_what_was_wrong(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def convert(state=None, *, source="ema", target="heavy_ball", beta=0.95):
+    state = MuonState(jnp.array(0), {}) if state is None else state
+    return muon_jax.convert_momentum(state, source=source, target=target, beta=beta)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "factor"),
+    [
+        ("ema", "heavy_ball", 20.0),
+        ("heavy_ball", "bias_corrected", 0.05),
+        ("bias_corrected", "ema", 1.0),
+    ],
+)
+def test_converted_momentum_is_rescaled_wherever_it_is(source, target, factor):
+    params = tree(0, ("wide", "bias"))
+    optimizer = optax.chain(optax.clip(1.0), optax.inject_hyperparams(muon)(0.1))
+    state = jax.tree.map(lambda x: x + 1, optimizer.init(params))
+    converted = convert(state, source=source, target=target)
+    chex.assert_trees_all_equal_shapes_and_dtypes(converted, state)
+    before, after = (s[1].inner_state.inner_states for s in (state, converted))
+    count, mu = after["muon"].inner_state[0]
+    np.testing.assert_allclose(mu["wide"], factor * np.ones((24, 36)), rtol=1e-6)
+    assert count == 1
+    chex.assert_trees_all_equal(after["adam"], before["adam"])
+
+
+def test_training_goes_on_after_conversion_as_it_would_have():
+    names = ("wide", "bias")
+    ema, heavy_ball = (
+        muon(0.1, momentum=form, ns_dtype="float32") for form in ("ema", "heavy_ball")
+    )
+    params = tree(0, names)
+    params, state = train(ema, params, ema.init(params), range(1, 5))
+    expected, _ = train(ema, params, state, range(5, 10))
+    converted, _ = train(heavy_ball, params, convert(state), range(5, 10))
+    chex.assert_trees_all_close(converted, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["bias_corrected", "ema", "heavy_ball"])
+def test_a_missing_gradient_is_zeros(form):
+    params = {"a": tree(0)["wide"], "b": {"c": tree(1)["wide"], "d": tree(0)["bias"]}}
+    optimizers = [
+        muon(0.1, momentum=form, weight_decay_form="l2", **DECAY),
+        scale_by_muon(
+            momentum=form, weight_dimension_numbers={"a": None, "b": {"c": None, "d": VECTOR}}
+        ),
+    ]
+    for optimizer in optimizers:
+        first, state = optimizer.update(params, optimizer.init(params), params)
+        for c, d in ((None, None), (None, params["b"]["d"]), (params["b"]["c"], None)):
+            missing = {"a": params["a"], "b": {"c": c, "d": d}}
+            zeros = jax.tree.map(
+                lambda g, p: jnp.zeros_like(p) if g is None else g,
+                missing,
+                params,
+                is_leaf=lambda g: g is None,
+            )
+            ours = optimizer.update(missing, state, params)
+            expected = optimizer.update(zeros, state, params)
+            chex.assert_trees_all_equal(ours, expected)
+        updates, _ = optimizer.update({"a": params["a"], "b": None}, state, params)
+        chex.assert_trees_all_equal_structs(updates, params)
+        assert np.all(updates["b"]["c"] != 0)  # of the momentum, which decays
+
+
+VECTOR = muon_jax.Unfold(0, (1, -1))
+
+
+def test_a_missing_gradient_without_parameters_has_the_dtype_of_the_momentum():
+    params = {"w": tree(0, dtype=jnp.bfloat16)["wide"]}
+    optimizer = scale_by_muon()
+    updates, state = optimizer.update({"w": None}, optimizer.init(params))
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, params))
+    assert state.count == 1
+
+
+def test_a_state_is_restored_from_a_list_of_its_leaves(tmp_path):
+    optimizer = muon(0.1, preset="nanogpt")
+    params = tree(0, ("wide", "bias"))
+    params, state = train(optimizer, params, optimizer.init(params), (1, 2))
+    np.savez(tmp_path / "state.npz", *jax.tree.leaves(state))
+    with np.load(tmp_path / "state.npz") as saved:
+        leaves = [saved[f"arr_{i}"] for i in range(len(saved))]
+    template = jax.eval_shape(optimizer.init, params)
+    restored = jax.tree.unflatten(jax.tree.structure(template), leaves)
+    chex.assert_trees_all_equal_shapes_and_dtypes(restored, template)
+    ours, theirs = (train(optimizer, params, s, (3,))[0] for s in (restored, state))
+    chex.assert_trees_all_equal(ours, theirs)
+
+
+def test_a_state_loads_under_other_presets():
+    def structure(preset):
+        optimizer = muon(0.1, preset=preset, muon_weight_dimension_numbers=NUMBERS)
+        return jax.eval_shape(optimizer.init, tree(0))
+
+    for preset in PRESETS.keys() - {"nanogpt"}:
+        chex.assert_trees_all_equal_shapes_and_dtypes(structure(preset), structure("optax"))
+
+
+# What went wrong in others' code. A FSDP Muon and torch.optim.Muon orthogonalize in place, in
+# bfloat16 into the momentum itself where that is not a copy.
+@pytest.mark.parametrize("form", ["ema", "heavy_ball"])
+def test_without_nesterov_the_momentum_is_not_overwritten(form):
+    params = {"w": tree(0, dtype=jnp.bfloat16)["wide"]}
+    optimizer = muon(0.1, momentum=form, nesterov=False)
+    state = optimizer.init(params)
+    step = jax.jit(optimizer.update, donate_argnums=1)
+    for gradient in (2.0, 4.0):
+        gradients = {"w": jnp.full_like(params["w"], gradient)}
+        _, state = step(gradients, state, params)
+    mu = state.inner_states["muon"].inner_state[0].mu["w"]
+    expected = {"ema": 0.05 * (0.95 * 2 + 4), "heavy_ball": 0.95 * 2 + 4}[form]
+    np.testing.assert_allclose(np.float32(mu), expected, rtol=1e-2)
+
+
+# flash-muon accepts stacks and has buffers for one matrix.
+def test_a_stack_is_its_matrices():
+    stack = {"w": jnp.stack([tree(seed)["wide"] for seed in range(3)])}
+    kwargs = {"preset": "moonlight", "ns_dtype": "float32"}
+    numbers = {"w": MuonDimensionNumbers(1, 2)}
+    optimizer = muon(0.1, muon_weight_dimension_numbers=numbers, **kwargs)
+    updates, _ = optimizer.update(stack, optimizer.init(stack), stack)
+    alone = muon(0.1, **kwargs)
+    for i, w in enumerate(stack["w"]):
+        expected, _ = alone.update({"w": w}, alone.init({"w": w}), {"w": w})
+        chex.assert_trees_all_close(updates["w"][i], expected["w"], atol=1e-5)
+
+
+# An eps of 1e-8 beside the norm damps small gradients; float16 rounds it to 0, and 0/0 is NaN.
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_small_and_zero_gradients_under_a_least_norm(dtype):
+    params = {"w": jnp.zeros((24, 36), dtype)}
+    optimizer = muon(0.1, preset="megatron")
+    state = optimizer.init(params)
+    zero, _ = optimizer.update(params, state, params)
+    chex.assert_trees_all_equal(zero, params)
+    if dtype == jnp.float32:
+        gradients = {"w": tree(0)["wide"]}
+        ordinary, _ = optimizer.update(gradients, state, params)
+        small, _ = optimizer.update({"w": 2.0**-40 * gradients["w"]}, state, params)
+        chex.assert_trees_all_close(small, ordinary, rtol=1e-5)
