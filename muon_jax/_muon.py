@@ -38,11 +38,12 @@ from muon_jax._iteration.recipes import NSCoeffs
 from muon_jax._matrices.views import Views, assign
 from muon_jax._newton_schulz import Method, Preconditioning, ProductsDType
 from muon_jax._scale_by_muon import scale_by_muon
-from muon_jax._transforms.momentum import Momentum, any_missing, fill_missing
+from muon_jax._transforms.momentum import Momentum
 from muon_jax._transforms.normuon import Averaged, scale_by_normuon
 from muon_jax._transforms.rounding import Rounding
 from muon_jax._transforms.shape_scale import ShapeScale, scale_by_shape
-from muon_jax._transforms.weight_decay import Form, chain
+from muon_jax._transforms.weight_decay import DecayForm, chain
+from muon_jax._trees import any_missing, fill_missing
 
 
 @_presets.takes_preset
@@ -70,7 +71,7 @@ def muon(
     momentum: Momentum = "bias_corrected",
     eps_mode: EpsMode = "add",
     shape_scale: ShapeScale = "clipped_ratio",
-    weight_decay_form: Form = "decoupled",
+    weight_decay_form: DecayForm = "decoupled",
     cautious_weight_decay: bool = False,
     normuon_b2: float | jax.Array | None = None,
     normuon_averaged: Averaged = "fan_in",

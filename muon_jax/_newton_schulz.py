@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from muon_jax._checks import check, check_float
-from muon_jax._distributed.sharding import by_device, names
+from muon_jax._distributed.on_shards import by_device
+from muon_jax._distributed.sharding import names
 from muon_jax._iteration.form import GROUP, Method, ProductsDType, choose, implementation_of
 from muon_jax._iteration.normalization import EpsMode, largest_entries
 from muon_jax._iteration.operand import Whole
-from muon_jax._iteration.passes import iterate, join, scale_down, split, transposed_back
-from muon_jax._iteration.recipes import NSCoeffs, resolve
-from muon_jax._matrices.axes import is_tall
+from muon_jax._iteration.passes import is_tall, iterate, join, scale_down, split, transposed_back
+from muon_jax._iteration.recipes import NSCoeffs, resolve_recipe
 
 type Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
@@ -145,7 +145,7 @@ def newton_schulz(
     check("preconditioning", preconditioning, Preconditioning)
     check("eps_mode", eps_mode, EpsMode)
     check_float("dtype", dtype)
-    recipe = resolve(ns_coeffs, ns_steps, preconditioning)
+    recipe = resolve_recipe(ns_coeffs, ns_steps, preconditioning)
     shape = (*x.shape[:-2], *sorted(x.shape[-2:]))
     form = choose(recipe, method, preconditioning, dtype, shape, x.dtype)
     # Tall matrices are transposed back in a pass, which converts them too.
@@ -179,7 +179,7 @@ def orthogonalize(
             the products.
         ns_coeffs: and all that follow: as for `newton_schulz`.
     """
-    recipe = resolve(ns_coeffs, ns_steps, preconditioning)
+    recipe = resolve_recipe(ns_coeffs, ns_steps, preconditioning)
     in_dtype, (m, n) = stacks[0].dtype, sorted(stacks[0].shape[-2:])
     form = choose(recipe, method, preconditioning, dtype, (GROUP, m, n), in_dtype)
     held = Whole(implementation=implementation or implementation_of((m, n), form.dtype))

@@ -8,14 +8,16 @@ import optax
 
 from muon_jax._checks import check, check_float, check_number
 from muon_jax._distributed.map_matrices import map_matrices
-from muon_jax._distributed.sharding import Shardings, inner_products
-from muon_jax._iteration.fitted import Schedule
+from muon_jax._distributed.on_shards import inner_products
+from muon_jax._distributed.sharding import Shardings
 from muon_jax._iteration.normalization import EpsMode
-from muon_jax._iteration.recipes import NSCoeffs, canonicalize, is_traced, resolve
+from muon_jax._iteration.recipes import NSCoeffs, canonicalize, is_traced, resolve_recipe
+from muon_jax._iteration.steps import Schedule
 from muon_jax._matrices.views import Views
 from muon_jax._newton_schulz import STATIC, Method, Preconditioning, ProductsDType, orthogonalize
-from muon_jax._transforms.momentum import Momentum, MuonState, accumulate, fill_missing
+from muon_jax._transforms.momentum import Momentum, MuonState, accumulate
 from muon_jax._transforms.rounding import Rounding, cast_like, widen
+from muon_jax._trees import fill_missing
 
 # Jitted, so that groups of equal shapes are traced and lowered once.
 _ORTHOGONALIZE = jax.jit(orthogonalize, static_argnames=STATIC)
@@ -126,7 +128,7 @@ def scale_by_muon(
     if max_group_bytes is not None and max_group_bytes < 0:
         raise ValueError(f"max_group_bytes must be None or at least 0, got {max_group_bytes}")
     ns_coeffs = canonicalize(ns_coeffs)
-    recipe = resolve(ns_coeffs, ns_steps, preconditioning)
+    recipe = resolve_recipe(ns_coeffs, ns_steps, preconditioning)
     if isinstance(recipe, Schedule) and ns_dtype not in ("auto", None):
         recipe.steps_in(ns_dtype)  # raises where that is unsafe
     if is_traced((ns_coeffs, ns_steps)):  # under optax.inject_hyperparams

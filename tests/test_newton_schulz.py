@@ -13,10 +13,10 @@ import muon_jax._iteration.passes
 import pallas_kernels
 from muon_jax import newton_schulz
 from muon_jax._iteration import packed as _words
-from muon_jax._iteration import recipes as _coefficients
+from muon_jax._iteration.published import NAMED
 
-STANDARD = _coefficients.NAMED["standard"][0]
-DION = _coefficients.NAMED["dion"]
+STANDARD = NAMED["standard"][0]
+DION = NAMED["dion"]
 # Relative errors of five steps in each dtype, on the spectra below; float32 at highest precision.
 TOLERANCE = {"float32": 3e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
@@ -98,9 +98,9 @@ def test_any_shape(m, n, seed):
         ((2.0, -1.5, 0.5), 12, [(2.0, -1.5, 0.5)] * 12),
         ("dion", 5, DION),
         ("dion", 2, DION[-2:]),
-        ("aol", 5, _coefficients.NAMED["aol"]),
-        ("deepseek_v4", 5, _coefficients.NAMED["deepseek_v4"]),
-        ("deepseek_v4", 7, _coefficients.NAMED["deepseek_v4"][-7:]),
+        ("aol", 5, NAMED["aol"]),
+        ("deepseek_v4", 5, NAMED["deepseek_v4"]),
+        ("deepseek_v4", 7, NAMED["deepseek_v4"][-7:]),
         (DION[:4], 5, DION[:4]),
         ((*DION, *DION), 5, [*DION, *DION]),
     ],

@@ -23,12 +23,12 @@ from muon_jax._distributed import in_pieces as _distributed_gram
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan
 from muon_jax._iteration.grouping import map_by_shape
 from muon_jax._iteration.normalization import largest_entries, powers_of_two
-from muon_jax._iteration.passes import bounded, split_apart, unknown
-from muon_jax._matrices.axes import MatrixAxes, from_matrices, is_tall, to_matrices
+from muon_jax._iteration.passes import bounded, is_tall, split_apart, unknown
+from muon_jax._matrices.axes import MatrixAxes, from_matrices, to_matrices
 from muon_jax._matrices.views import from_stacks, to_stacks
 
 
-def execute(
+def run_plan(
     plan: Plan,
     shards: Sequence[jax.Array],
     function: functools.partial,
@@ -64,7 +64,7 @@ def execute(
     for i, leaf in leaves.items():
         together = jnp.concatenate(units[i]).astype(leaf.dtype)
         results[i] = from_matrices(together, _unit_axes(leaf), shards[i].shape)
-    for i, result in _distributed_gram.execute(plan.grams, shards, function.keywords).items():
+    for i, result in _distributed_gram.run_in_pieces(plan.grams, shards, function.keywords).items():
         results[i] = result
     return results
 

@@ -18,13 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from muon_jax._distributed.cost import Estimate, in_pieces
+from muon_jax._distributed.pieces import Pieces
 from muon_jax._distributed.plan import Bucket, Leaf
-from muon_jax._iteration.cost import Estimate, in_pieces
 from muon_jax._iteration.form import Form, choose, gram_form
 from muon_jax._iteration.normalization import largest_entries
-from muon_jax._iteration.operand import Pieces
 from muon_jax._iteration.passes import iterate, scale_down, split, transposed
-from muon_jax._iteration.recipes import resolve
+from muon_jax._iteration.recipes import resolve_recipe
 from muon_jax._matrices.axes import MatrixAxes, from_matrices, matrix_axes, to_matrices
 from muon_jax._matrices.views import MuonDimensionNumbers
 
@@ -58,7 +58,7 @@ def estimate(bucket: Bucket, form: Form) -> Estimate:
     )
 
 
-def execute(
+def run_in_pieces(
     buckets: Sequence[Bucket], shards: Sequence[jax.Array], keywords: Mapping[str, Any]
 ) -> dict[int, jax.Array]:
     """Returns the results for these matrices in pieces, by the index of their parameter.
@@ -102,7 +102,7 @@ def _orthogonalize(
         for leaf, start, stop in chunk.parts
     ]
     _, m, n = leaves[0].matrices[0]
-    recipe = resolve(ns_coeffs, ns_steps, preconditioning)
+    recipe = resolve_recipe(ns_coeffs, ns_steps, preconditioning)
     form = choose(recipe, "gram", preconditioning, dtype, (m, n), stacks[0].dtype)
     held = Pieces(
         implementation=implementation,

@@ -24,10 +24,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._distributed import sharding as _sharding
 from muon_jax._distributed import sources as _sources
-from muon_jax._distributed.exchange import execute
+from muon_jax._distributed.exchange import run_plan
+from muon_jax._distributed.on_shards import by_device
 from muon_jax._distributed.planning import forms_of, make, units_of
 from muon_jax._iteration.grouping import map_by_shape
-from muon_jax._matrices.views import Views, flatten, stacked
+from muon_jax._matrices.views import Views, stacked, stacks_of_tree
 
 
 def map_matrices(
@@ -54,14 +55,14 @@ def map_matrices(
         NotImplementedError: some mesh axes are manual, others are not.
     """
     limits = (max_group_bytes, distributed_gram)
-    mesh, kind, specs, whole = _sharding.resolve(tree, shardings)
+    mesh, kind, specs, whole = _sharding.locate(tree, shardings)
     if kind is None:
 
         def of_whole(tree):
-            stacks, unflatten = flatten(views, tree)
+            stacks, unflatten = stacks_of_tree(views, tree)
             return unflatten(map_by_shape(function, stacks, max_group_bytes))
 
-        return _sharding.by_device(of_whole, tree)
+        return by_device(of_whole, tree)
     leaves, treedef = jax.tree.flatten(tree)
     if not all(x.size for x in leaves):
         full = treedef.unflatten(x if x.size else None for x in leaves)
@@ -74,7 +75,7 @@ def map_matrices(
     def planned(specs, mesh):
         """The function of shards and arrays that runs the plan."""
         plan = make(units, specs, mesh, forms, *limits)
-        return lambda shards, arrays: execute(plan, shards, bind(arrays), max_group_bytes)
+        return lambda shards, arrays: run_plan(plan, shards, bind(arrays), max_group_bytes)
 
     if kind == AxisType.Manual:
         units = [

@@ -15,15 +15,15 @@ are better left in pieces (`_distributed_gram`) go by themselves, at most O unit
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from muon_jax._distributed import sharding as _sharding
-from muon_jax._iteration.grouping import even
-from muon_jax._matrices.views import View, batch_axes, naming, shapes_of_stacks
+from muon_jax._matrices.views import View, batch_axes, shapes_of_stacks
+from muon_jax._trees import naming
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,113 +180,3 @@ def placed(leaf: Leaf, spec: jax.sharding.PartitionSpec, mesh: Mapping[str, int]
         axes=tuple(() if i in leaf.batch else entry for i, entry in enumerate(axes)),
         units=math.prod(leaf.whole[i] // cuts[i] for i in leaf.batch),
     )
-
-
-def plan(
-    leaves: Sequence[Leaf],
-    mesh: Mapping[str, int],
-    wires: Sequence[jax.typing.DTypeLike],
-    max_bucket_bytes: int,
-    stays: Callable[[Bucket], bool],
-) -> Plan:
-    """Returns who orthogonalizes what, of these leaves on this mesh.
-
-    Args:
-        leaves: the parameters, placed.
-        mesh: sizes of the mesh's axes, in its order.
-        wires: the dtype in which each is exchanged.
-        max_bucket_bytes: the most that a device sends at once; a single unit may be larger.
-        stays: whether the units of a bucket, which are all of one kind, stay in pieces.
-    """
-    local, groups = [], {}
-    for item, wire in zip(leaves, wires, strict=True):
-        axes = tuple((axis, size) for axis, size in mesh.items() if axis in sum(item.axes, ()))
-        if axes:
-            kinds = groups.setdefault((axes, jnp.dtype(wire), item.varying), {})
-            kinds.setdefault(item.kind, []).append(item)
-        else:
-            local.append(item)
-    buckets, grams = [], []
-    for (axes, dtype, _), kinds in groups.items():
-        owners, moved = math.prod(size for _, size in axes), []
-        for kind in kinds.values():
-            (chunk,) = _chunks([kind], owners)
-            if stays(Bucket(axes, dtype, (chunk,))):
-                for slot in range(chunk.slots):
-                    part = _slice(chunk, slot, slot + 1, owners)
-                    grams.append(Bucket(axes, dtype, (part,)))
-            else:
-                moved.append(kind)
-        buckets += [Bucket(axes, dtype, (chunk,)) for chunk in _chunks(moved, owners)]
-    return Plan(tuple(local), tuple(_cut(buckets, max_bucket_bytes)), tuple(grams))
-
-
-def _chunks(kinds: Sequence[Sequence[Leaf]], owners: int) -> list[Chunk]:
-    """Each kind as one chunk, its remainder on the owners after those of the last kind's."""
-    chunks, first = [], 0
-    for leaves in kinds:
-        leaves = sorted(leaves, key=lambda leaf: leaf.layout)
-        chunk = Chunk(tuple((leaf, 0, leaf.units) for leaf in leaves), 0, first)
-        chunks.append(dataclasses.replace(chunk, slots=-(-chunk.count // owners)))
-        first = (first + chunk.count) % owners
-    return chunks
-
-
-def _slice(chunk: Chunk, first_slot: int, last_slot: int, owners: int) -> Chunk:
-    """The slots [first_slot, last_slot) of a chunk. All of them full need no rotation."""
-    start, stop = first_slot * owners, min(last_slot * owners, chunk.count)
-    parts, begin = [], 0
-    for leaf, low, high in chunk.parts:
-        end = begin + high - low
-        if max(start, begin) < min(stop, end):
-            parts.append((leaf, low + max(start - begin, 0), high - max(end - stop, 0)))
-        begin = end
-    is_full = (stop - start) % owners == 0
-    return Chunk(tuple(parts), last_slot - first_slot, 0 if is_full else chunk.first)
-
-
-def _cut(kinds: Sequence[Bucket], limit: int) -> list[Bucket]:
-    """Cuts buckets of a kind each into such of at most `limit` bytes, and unites small ones.
-
-    What the first and the last bucket hold is on the wire while nothing is computed: they hold at
-    most a quarter of the limit, of one kind.
-    """
-    small = limit // 4
-    if sum(kind.bytes for kind in kinds) <= small:
-        return _united(kinds, small)
-    outer = max(kinds, key=lambda kind: (min(kind.bytes, small), kind.chunks[0].slots))
-    first, *others = _parts(outer, min(outer.bytes // 2, small), kinds)
-    between = [part for kind in kinds if kind is not outer for part in _parts(kind, limit, kinds)]
-    return [first, *_united(between + others[:-1], small), *others[-1:]]
-
-
-def _parts(kind: Bucket, limit: int, kinds: Sequence[Bucket]) -> list[Bucket]:
-    """Cuts a kind in `even` parts of at most `limit` bytes, but at least a slot."""
-
-    def rows(kind):
-        return kind.dtype, [shape[:2] for shape in kind.chunks[0].parts[0][0].matrices]
-
-    (chunk,) = kind.chunks
-    alike = [other.chunks[0].slots for other in kinds if rows(other) == rows(kind)]
-    most = max(1, min(chunk.slots, limit * chunk.slots // max(1, kind.bytes)))
-    size = even(chunk.slots, most, alike)
-    ends = [*range(0, chunk.slots, size), chunk.slots]
-    cut = [_slice(chunk, start, stop, kind.owners) for start, stop in itertools.pairwise(ends)]
-    return [dataclasses.replace(kind, chunks=(part,)) for part in cut]
-
-
-def _united(parts: Sequence[Bucket], limit: int) -> list[Bucket]:
-    """Unites neighbours of different kinds, where one exchange can take both."""
-    buckets: list[Bucket] = []
-    for part in parts:
-        last = buckets[-1] if buckets else part
-        old, new = last.chunks[-1].parts[0][0], part.chunks[0].parts[0][0]
-        if (
-            old.kind != new.kind
-            and (last.axes, last.dtype, old.varying) == (part.axes, part.dtype, new.varying)
-            and last.bytes + part.bytes <= limit
-        ):
-            buckets[-1] = dataclasses.replace(last, chunks=last.chunks + part.chunks)
-        else:
-            buckets.append(part)
-    return buckets

@@ -10,10 +10,11 @@ from jax.sharding import PartitionSpec
 
 from muon_jax._distributed import in_pieces as _distributed_gram
 from muon_jax._distributed import plan as _placement
+from muon_jax._distributed.buckets import deal
+from muon_jax._distributed.cost import by_owners
 from muon_jax._distributed.sharding import axes_of
-from muon_jax._iteration.cost import by_owners
 from muon_jax._iteration.form import Form, of
-from muon_jax._matrices.views import Views, of_leaves
+from muon_jax._matrices.views import Views, views_of_leaves
 
 # The most that a device sends at once, in bytes: large enough for matrices that fill a GPU, small
 # enough that exchange and computation of different buckets overlap.
@@ -26,7 +27,7 @@ def units_of(views: Views, tree: Any) -> list[_placement.Leaf]:
     Raises:
         ValueError: a leaf has no view, or one that does not fit.
     """
-    pairs = zip(of_leaves(views, tree), jax.tree.leaves(tree), strict=True)
+    pairs = zip(views_of_leaves(views, tree), jax.tree.leaves(tree), strict=True)
     return [_placement.leaf(i, name, x, view) for i, ((name, view), x) in enumerate(pairs)]
 
 
@@ -90,7 +91,7 @@ def make(
     placed = [_placement.placed(leaf, spec, mesh) for leaf, spec in zip(units, specs, strict=True)]
     limit = MAX_BUCKET_BYTES if max_group_bytes is None else min(max_group_bytes, MAX_BUCKET_BYTES)
     wires = [form.wire for form in forms]
-    plan = _placement.plan(placed, mesh, wires, limit, stays)
+    plan = deal(placed, mesh, wires, limit, stays)
     if distributed_gram and plan.buckets and not plan.grams:
         name, reason = reasons(*plan.buckets)[0]
         raise ValueError(

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from muon_jax._distributed import sharding as _sharding
-from muon_jax._iteration.normalization import norm_of_any_size
 from muon_jax._matrices.axes import MatrixAxes, matrix_axes
-from muon_jax._matrices.views import Split, Unfold, View, Views, naming, of_leaves
+from muon_jax._matrices.views import Split, Unfold, View, Views, views_of_leaves
+from muon_jax._numerics import norm_of_any_size
+from muon_jax._trees import naming
 
 
 class Axis(NamedTuple):
@@ -83,7 +84,7 @@ def stack(matrices: Sequence[Matrices]) -> Matrices:
     return Matrices(array, MatrixAxes((0, *after[0]), *after[1:]), (Axis(len(matrices)), *layout))
 
 
-def flatten(
+def matrices_of_tree(
     views: Views, tree: Any, shardings: _sharding.Shardings = None
 ) -> tuple[list[list[Matrices]], Callable[[Iterable[jax.Array]], Any]]:
     """Returns the matrices of each leaf, by parts, and what makes the tree of arrays like theirs.
@@ -94,12 +95,12 @@ def flatten(
         NotImplementedError: a view takes apart an axis at other places than its sharding does, or
             some mesh axes are manual, others are not.
     """
-    mesh, _, specs, whole_tree = _sharding.resolve(tree, shardings)
+    mesh, _, specs, whole_tree = _sharding.locate(tree, shardings)
     leaves, treedef = jax.tree.flatten(tree)
     is_local = AxisType.Manual in mesh.axis_types and shardings is not None
     if not is_local:  # along automatic axes XLA takes any view
         specs = [jax.typeof(x).sharding.spec for x in leaves]
-    wholes, viewed = jax.tree.leaves(whole_tree), of_leaves(views, whole_tree)
+    wholes, viewed = jax.tree.leaves(whole_tree), views_of_leaves(views, whole_tree)
     found, joins = [], []
     for x, (name, view), spec, whole in zip(leaves, viewed, specs, wholes, strict=True):
         with naming(name, whole.shape):

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from muon_jax._iteration.cost import Products
-from muon_jax._iteration.fitted import Step
 from muon_jax._iteration.normalization import EpsMode, gram_gain, inverse_norm, regularize
 from muon_jax._iteration.operand import Whole
+from muon_jax._iteration.steps import Step
 
 
 def products(steps: tuple[Step, ...]) -> Products:

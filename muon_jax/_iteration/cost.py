@@ -1,7 +1,6 @@
 """The products of an iteration, and what they cost."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 # Of an H200, in units per µs: the FLOPs of products, the bytes that passes and small products move;
@@ -9,9 +8,6 @@ from typing import NamedTuple
 # the model meets within 7% (RMS). Of 26 pairs of forms it mistakes the faster in one (2048×3072, by
 # 5%). Other devices differ less in the ratios, which decide.
 _FLOPS, _BYTES, _LAUNCH = 671e6, 3.42e6, 3.95
-# Of four H200s on NVLink, bytes per µs and µs, from the time of one update in which 302 MB a device
-# were exchanged.
-_EXCHANGE_BYTES, _EXCHANGE_LAUNCH = 250e3, 20.0
 
 
 class Products(NamedTuple):
@@ -50,65 +46,3 @@ class Products(NamedTuple):
             + self.mixed * time(m * square / 2, 4 * square)
             + self.applications * time(m * wide, 2 * wide + square)
         )
-
-
-def exchange_microseconds(num_bytes: float) -> float:
-    """Returns a model's time for a collective among H200s of one host, per device's bytes sent."""
-    return _EXCHANGE_LAUNCH + num_bytes / _EXCHANGE_BYTES
-
-
-class Estimate(NamedTuple):
-    """What the orthogonalization of sharded matrices costs each device.
-
-    Attributes:
-        compute: µs of products.
-        sent: the bytes of each collective.
-    """
-
-    compute: float
-    sent: tuple[float, ...]
-
-    @property
-    def microseconds(self) -> float:
-        """Of products and collectives, one after the other."""
-        return self.compute + sum(map(exchange_microseconds, self.sent))
-
-
-def by_owners(products: Products, shape: tuple[int, int], owners: int, itemsize: int) -> Estimate:
-    """Returns the cost of at most one (m, n) matrix for each owner, which comes and goes whole."""
-    sent = math.prod(shape) * itemsize * (1 - 1 / owners)
-    return Estimate(products.microseconds(shape), (sent, sent))
-
-
-def in_pieces(
-    products: Products,
-    shape: tuple[int, int, int],
-    owners: int,
-    itemsize: int,
-    cuts: Sequence[tuple[int, int]],
-) -> Estimate:
-    """Returns the cost of the gram form on pieces of matrices, `shape` being (count, m, n).
-
-    Each device makes the products with X on n/owners columns, and those on XXᵀ for one matrix. A
-    single Gram matrix is summed for all devices, several are for their owners, whose Q all need.
-
-    Args:
-        products: of the gram form.
-        shape: `(count, m, n)`, count ≤ owners.
-        owners: the number of devices.
-        itemsize: of the products' dtype.
-        cuts: `(k, c)`, k of the matrices, which are cut in c parts along their short axis.
-    """
-    count, m, n = shape
-    with_x = products._replace(squares=0, mixed=0)
-    others = products._replace(grams=0, applications=0)
-    cut = -(-n // owners)
-    part = 1 - 1 / owners
-    total, q = m * m * max(itemsize, 4), m * m * itemsize
-    sizes = (2 * total,) if count == 1 else (count * total, total, q, count * q)
-    one_round = tuple(size * part for size in sizes)
-    moves = tuple(k * m * cut * itemsize * (1 - 1 / c) for k, c in cuts if c > 1)
-    return Estimate(
-        with_x.microseconds((count, m, cut)) + others.microseconds((1, m, m)),
-        (0.0, *products.grams * one_round, *moves, *moves),  # the first finds the largest entries
-    )

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from muon_jax._iteration import composed as _composed
 from muon_jax._iteration import gram as _gram
 from muon_jax._iteration.cost import Products
-from muon_jax._iteration.fitted import Schedule
-from muon_jax._iteration.recipes import NSCoeffs, Quintics, is_traced, resolve
+from muon_jax._iteration.recipes import NSCoeffs, Quintics, is_traced, resolve_recipe
+from muon_jax._iteration.steps import Schedule
 from pallas_kernels import _device, select_implementation, unsupported_reason
 
 type Method = Literal["standard", "gram"]
@@ -67,7 +67,7 @@ def of(
     method: Method | None,
 ) -> Form:
     """Returns the form in which an optimizer with these arguments runs on `(..., m, n)`."""
-    recipe = resolve(ns_coeffs, ns_steps, preconditioning)
+    recipe = resolve_recipe(ns_coeffs, ns_steps, preconditioning)
     return choose(recipe, method, preconditioning, dtype, (GROUP, *shape[-2:]), in_dtype)
 
 
@@ -98,7 +98,7 @@ def gram_form(
     """Returns the gram form of `newton_schulz` with these arguments, or why there is none."""
     if method == "standard":
         return "the standard form was asked for, where every step multiplies with X"
-    recipe = resolve(ns_coeffs, ns_steps, preconditioning)
+    recipe = resolve_recipe(ns_coeffs, ns_steps, preconditioning)
     return _offer(recipe, "gram", preconditioning, dtype, in_dtype)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from muon_jax._matrices.axes import is_tall
+from muon_jax._iteration.passes import is_tall
 
 # By default, the bytes of the Gram matrices of a group, and of its matrices: what fills a device
 # many times over; more needs more memory, and is no faster. Shapes with as many rows then go in as

@@ -16,12 +16,11 @@ from muon_jax._iteration import composed as _composed
 from muon_jax._iteration import gram as _gram
 from muon_jax._iteration import packed as _words
 from muon_jax._iteration import recipes as _coefficients
-from muon_jax._iteration.fitted import Schedule
 from muon_jax._iteration.form import Method
 from muon_jax._iteration.normalization import EpsMode, gram_gain, normalize, powers_of_two
 from muon_jax._iteration.operand import Whole
 from muon_jax._iteration.precision import context
-from muon_jax._matrices.axes import is_tall
+from muon_jax._iteration.steps import Schedule
 from pallas_kernels import _device, select_implementation, syrk
 
 
@@ -246,3 +245,8 @@ def _chosen(x, dtype, held):
 def _sizes(x, multiple):
     """Those of the matrices, rounded up."""
     return tuple(size + -size % multiple for size in x.shape[-2:])
+
+
+def is_tall(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether the matrices of a stack have more rows than columns."""
+    return x.shape[-2] > x.shape[-1]

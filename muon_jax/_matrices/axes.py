@@ -58,8 +58,3 @@ def from_matrices(matrices: jax.Array, axes: MatrixAxes, shape: tuple[int, ...])
     order = sum(axes, ())
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return matrices.reshape([shape[axis] for axis in order]).transpose(inverse)
-
-
-def is_tall(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether the matrices of a stack have more rows than columns."""
-    return x.shape[-2] > x.shape[-1]

@@ -12,6 +12,7 @@ import optax
 from muon_jax._matrices import roles as _roles
 from muon_jax._matrices.roles import Route
 from muon_jax._matrices.views import View, ViewTree
+from muon_jax._trees import path_name
 
 type Rules = Mapping[str, View | None]
 
@@ -68,17 +69,6 @@ def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
             " MuonDimensionNumbers(-2, -1), matrices in the last two axes"
         )
     return treedef.unflatten(route.view for route in found if route)
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """Returns the names of a path joined by slashes, without the boxes of Flax."""
-    name = jax.tree_util.keystr(unboxed(path), simple=True, separator="/")
-    return name.removeprefix("params/")
-
-
-def unboxed(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the path without the box that Flax may have around an array."""
-    return path[:-1] if path and path[-1] == jax.tree_util.GetAttrKey("value") else path
 
 
 def routes(named: Sequence[tuple[str, tuple[int, ...]]], rules: Rules) -> list[Route | None]:

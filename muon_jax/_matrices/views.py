@@ -10,7 +10,6 @@ nest:
     Split(-1, (16 * 128, 4 * 128, 4 * 128), Unfold(-1, (-1, 128), MuonDimensionNumbers(-3, -1)))
 """
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -23,6 +22,7 @@ import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._matrices.axes import from_matrices, matrix_axes, to_matrices
+from muon_jax._trees import broadcast, naming
 
 MATRICES = MuonDimensionNumbers(-2, -1)  # the last two axes
 
@@ -182,28 +182,7 @@ def by_matrix(
     return np.full([1] * len(shape), function(rows, cols))
 
 
-def broadcast(
-    convert: Callable[[Any, Any], Any], prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]
-) -> list[Any]:
-    """Returns for each leaf of `tree` what stands at or above it in `prefix`.
-
-    Args:
-        convert: of what stands in `prefix`, from its path and itself.
-        prefix: a prefix of `tree`, or a callable that makes one from it.
-        tree: a tree in which None is no leaf.
-        is_leaf: of the leaves of `prefix`.
-    """
-    found = []
-
-    def find(path, value, subtree):
-        found.extend([convert(path, value)] * len(jax.tree.leaves(subtree)))
-
-    prefix = prefix(tree) if callable(prefix) else prefix
-    jax.tree.map_with_path(find, prefix, tree, is_leaf=is_leaf)
-    return found
-
-
-def of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
+def views_of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
     """Returns the path and the view of each leaf of `tree`.
 
     Args:
@@ -227,15 +206,6 @@ def of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
     return found
 
 
-@contextlib.contextmanager
-def naming(name: str, shape: tuple[int, ...]) -> Iterator[None]:
-    """A context in which errors come to name the parameter that they are about."""
-    try:
-        yield
-    except (ValueError, NotImplementedError) as error:
-        raise type(error)(f"the parameter {name} of shape {shape}: {error}") from error
-
-
 def stacked(view: View) -> View:
     """Returns the view of arrays of this view in a stack of them, along a new first axis."""
     if isinstance(view, MuonDimensionNumbers):
@@ -244,7 +214,7 @@ def stacked(view: View) -> View:
     return dataclasses.replace(view, axis=view.axis + (view.axis >= 0), view=inner)
 
 
-def flatten(
+def stacks_of_tree(
     views: Views, tree: Any
 ) -> tuple[list[jax.Array], Callable[[Iterable[jax.Array]], Any]]:
     """Returns the stacks `(batch, rows, cols)` of all leaves of `tree`, and the inverse.
@@ -253,7 +223,7 @@ def flatten(
         ValueError: a leaf has no view, or one that does not fit.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    viewed = of_leaves(views, tree)
+    viewed = views_of_leaves(views, tree)
     flat = []
     for leaf, (name, view) in zip(leaves, viewed, strict=True):
         with naming(name, leaf.shape):

@@ -13,9 +13,10 @@ from muon_jax import _muon, _presets
 from muon_jax._iteration import grouping as _grouping
 from muon_jax._iteration.form import implementation_of, of
 from muon_jax._iteration.recipes import canonicalize
-from muon_jax._matrices.by_role import path_name, routes
-from muon_jax._matrices.views import assign, naming, shapes_of_stacks
+from muon_jax._matrices.by_role import routes
+from muon_jax._matrices.views import assign, shapes_of_stacks
 from muon_jax._reports.table import table
+from muon_jax._trees import naming, path_name
 from pallas_kernels import select_implementation, unsupported_reason
 from pallas_kernels._syrk import check_supported
 

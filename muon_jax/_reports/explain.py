@@ -10,9 +10,9 @@ import optax
 from jax.sharding import AxisType, NamedSharding
 
 from muon_jax._distributed import in_pieces as _distributed_gram
+from muon_jax._distributed.cost import exchange_microseconds
 from muon_jax._distributed.planning import forms_of, make, units_of
-from muon_jax._distributed.sharding import Shardings, axes_of, of_leaves, spec_of
-from muon_jax._iteration.cost import exchange_microseconds
+from muon_jax._distributed.sharding import Shardings, axes_of, shardings_of_leaves, spec_of
 from muon_jax._iteration.form import of
 from muon_jax._iteration.recipes import is_traced
 from muon_jax._matrices.views import assign
@@ -119,7 +119,7 @@ def explain(
         optax.MaskedNode() if view is None or 0 in p.shape else p
         for p, view in zip(leaves, assigned, strict=True)
     )
-    placed = _stated(matrices) if shardings is None else of_leaves(shardings, matrices)
+    placed = _stated(matrices) if shardings is None else shardings_of_leaves(shardings, matrices)
     meshes = [s.mesh for s in placed if isinstance(s, NamedSharding)]
     meshes.append(jax.sharding.get_abstract_mesh())
     specs = [*map(spec_of, placed)]

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax._distributed.reductions import flatten, stack
-from muon_jax._distributed.sharding import Shardings, resolve
-from muon_jax._iteration.normalization import norm_of_any_size, over, wide
+from muon_jax._distributed.reductions import matrices_of_tree, stack
+from muon_jax._distributed.sharding import Shardings, locate
 from muon_jax._matrices.views import Views
-from muon_jax._transforms.momentum import MuonState, fill_missing
+from muon_jax._numerics import norm_of_any_size, over, wide
+from muon_jax._transforms.momentum import MuonState
+from muon_jax._trees import fill_missing
 
 POWER_ITERATIONS = 16
 
@@ -61,7 +62,7 @@ def with_metrics(
 
     def measure(*trees, places):
         """The metrics of gradients, updates and momenta; equal leaves of a place go together."""
-        flat = [flatten(weight_dimension_numbers, tree, shardings)[0] for tree in trees]
+        flat = [matrices_of_tree(weight_dimension_numbers, tree, shardings)[0] for tree in trees]
         groups = collections.defaultdict(lambda: collections.defaultdict(list))
         for place, *leaf in zip(places, *flat, strict=True):
             for matrices in zip(*leaf, strict=True):
@@ -82,7 +83,7 @@ def with_metrics(
     def of_state(gradients, updates, state):
         mu = _only(state, MuonState).mu
         gradients, updates = (_where_not_masked(mu, tree) for tree in (gradients, updates))
-        mesh, kind, specs, wholes = resolve(gradients, shardings)
+        mesh, kind, specs, wholes = locate(gradients, shardings)
         names = []
         pairs = zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(wholes), strict=True)
         for (path, x), whole in pairs:

@@ -55,21 +55,6 @@ def accumulate(
     ), mu
 
 
-def fill_missing(updates: optax.Updates, like: Any) -> optax.Updates:
-    """Returns `updates` with zeros, as in the tree `like`, in the places of None."""
-    return jax.tree.map(
-        lambda g, p: optax.tree.zeros_like(p) if g is None else g,
-        updates,
-        like,
-        is_leaf=lambda g: g is None,
-    )
-
-
-def any_missing(updates: optax.Updates) -> bool:
-    """Returns whether there is None in the place of a gradient."""
-    return any(g is None for g in jax.tree.leaves(updates, is_leaf=lambda g: g is None))
-
-
 def convert_momentum(
     state: Any, *, source: Momentum, target: Momentum, beta: float | Callable[[Any], Any]
 ) -> Any:

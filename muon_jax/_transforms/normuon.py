@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax._checks import check, check_number
-from muon_jax._distributed.reductions import flatten
+from muon_jax._distributed.reductions import matrices_of_tree
 from muon_jax._distributed.sharding import Shardings
-from muon_jax._iteration.normalization import over, wide
 from muon_jax._matrices.views import Views
+from muon_jax._numerics import over, wide
 
 type Averaged = Literal["fan_in", "shorter"]
 
@@ -82,7 +82,7 @@ def scale_by_normuon(
         return o.sum(jnp.abs(wide(o.array)) ** 2, axes) / max(o.size(axes), 1)
 
     def init_fn(params):
-        matrices, _ = flatten(weight_dimension_numbers, params, shardings)
+        matrices, _ = matrices_of_tree(weight_dimension_numbers, params, shardings)
         nu = [[jnp.zeros_like(mean_square(o), jnp.float32) for o in parts] for parts in matrices]
         return NorMuonState(jax.tree.structure(params).unflatten(nu))
 
@@ -99,7 +99,7 @@ def scale_by_normuon(
             scaled = wide(o.array) * (over(norm, normalized) / denominator)
             return scaled.astype(o.array.dtype), moment.astype(jnp.float32)
 
-        matrices, unflatten = flatten(weight_dimension_numbers, updates, shardings)
+        matrices, unflatten = matrices_of_tree(weight_dimension_numbers, updates, shardings)
         moments, treedef = jax.tree.flatten(state.nu)
         every = itertools.chain(*matrices)
         pairs = [normalize(*pair) for pair in zip(every, moments, strict=True)]

@@ -5,10 +5,10 @@ import itertools
 import jax.numpy as jnp
 import optax
 
-from muon_jax._distributed.reductions import flatten
+from muon_jax._distributed.reductions import matrices_of_tree
 from muon_jax._distributed.sharding import Shardings
-from muon_jax._iteration.normalization import over, wide
 from muon_jax._matrices.views import Views
+from muon_jax._numerics import over, wide
 
 
 def scale_to_param_norm(
@@ -82,8 +82,8 @@ def _of_pairs(function, views, shardings):
     def update_fn(updates, state, params=None):
         if params is None:
             raise ValueError("norms need the parameters: call update(updates, state, params)")
-        of_updates, unflatten = flatten(views, updates, shardings)
-        of_params, _ = flatten(views, params, shardings)
+        of_updates, unflatten = matrices_of_tree(views, updates, shardings)
+        of_params, _ = matrices_of_tree(views, params, shardings)
         pairs = zip(itertools.chain(*of_updates), itertools.chain(*of_params), strict=True)
         new = (function(u, wide(u.array), wide(p.array)).astype(u.array.dtype) for u, p in pairs)
         return unflatten(new), state

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon_jax._iteration.normalization import wide
-from muon_jax._matrices.by_role import path_name, unboxed
-from muon_jax._matrices.views import Split, naming
+from muon_jax._matrices.views import Split
+from muon_jax._numerics import wide
+from muon_jax._trees import naming, path_name, unboxed
 
 
 @dataclasses.dataclass(frozen=True)

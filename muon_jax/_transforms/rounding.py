@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._distributed.sharding import Shardings, distinct_keys
+from muon_jax._distributed.on_shards import distinct_keys
+from muon_jax._distributed.sharding import Shardings
 
 type Rounding = Literal["nearest", "stochastic"]
 

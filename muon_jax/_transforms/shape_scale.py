@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax._checks import check, check_number
-from muon_jax._distributed.sharding import Shardings, by_element
+from muon_jax._distributed.on_shards import by_element
+from muon_jax._distributed.sharding import Shardings
 from muon_jax._matrices.views import Views
 
 type ShapeScale = Literal["clipped_ratio", "ratio", "none"]

@@ -10,7 +10,7 @@ import optax
 
 from muon_jax._checks import check
 
-type Form = Literal["decoupled", "independent", "l2", "palm", "scaled_palm"]
+type DecayForm = Literal["decoupled", "independent", "l2", "palm", "scaled_palm"]
 
 
 def chain(
@@ -19,7 +19,7 @@ def chain(
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: optax.ScalarOrSchedule,
     mask: Any | Callable[[optax.Params], Any] | None,
-    form: Form,
+    form: DecayForm,
     cautious: bool,
 ) -> optax.GradientTransformation:
     """Returns an optimizer whose update of p is -η·s·O and, of weight decay λ, by `form`
@@ -42,7 +42,7 @@ def chain(
     Raises:
         ValueError: an unknown form, or a cautious one that is no decay of p.
     """
-    check("weight_decay_form", form, Form)
+    check("weight_decay_form", form, DecayForm)
     if cautious and form == "l2":
         raise ValueError(
             "cautious_weight_decay compares the decay with the update, got weight_decay_form='l2',"

@@ -34,7 +34,7 @@ import jax
 import numpy as np
 
 from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax._iteration.recipes import NAMED
+from muon_jax._iteration.published import NAMED
 from muon_jax.benchmarks import (
     _accuracy,
     _designs,

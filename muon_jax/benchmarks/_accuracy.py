@@ -12,7 +12,7 @@ import numpy as np
 
 from muon_jax import newton_schulz
 from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax._iteration.recipes import NAMED
+from muon_jax._iteration.published import NAMED
 from muon_jax.benchmarks._spectra import Case
 
 METHODS = ("standard", "gram")

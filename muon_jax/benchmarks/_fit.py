@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.optimize
 
-from muon_jax._iteration.fitted import Product, Step
+from muon_jax._iteration.steps import Product, Step
 from muon_jax.benchmarks._designs import Addends, Design
 
 _ROUNDING_OF_R, _ROUNDING_OF_S, _ROUNDING_OF_OUTPUT = 2e-4, 2e-3, 5e-3

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from optax.contrib import _muon as optax_muon
 
-from muon_jax._iteration.recipes import NAMED
+from muon_jax._iteration.published import NAMED
 from muon_jax.benchmarks._timing import JaxProgram, Program
 
 # The rivals in torch, by the package that they come from.

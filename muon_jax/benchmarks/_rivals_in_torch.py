@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch  # pyright: ignore[reportMissingImports] (optional)
 
-from muon_jax._iteration.recipes import NAMED
+from muon_jax._iteration.published import NAMED
 from muon_jax.benchmarks._timing import Clock
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax._iteration.recipes import NAMED
+from muon_jax._iteration.published import NAMED
 from muon_jax.benchmarks import __main__ as benchmarks
 from muon_jax.benchmarks import _designs, _fit, _minimax
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from muon_jax import MuonDimensionNumbers
 from muon_jax._distributed import plan as _placement
+from muon_jax._distributed.buckets import deal
 from muon_jax._matrices.views import Split, Unfold, batch_axes
 
 MATRICES = MuonDimensionNumbers(-2, -1)
@@ -26,7 +27,7 @@ def leaves_of(parameters, mesh):
 
 
 def plan_of(leaves, mesh, limit, stays=lambda bucket: False):
-    return _placement.plan(leaves, mesh, [jnp.float32] * len(leaves), limit, stays)
+    return deal(leaves, mesh, [jnp.float32] * len(leaves), limit, stays)
 
 
 def is_one_slot(bucket):

@@ -12,6 +12,7 @@ import pytest
 from muon_jax import muon, newton_schulz
 from muon_jax._iteration import gram as _gram
 from muon_jax._iteration import recipes as _coefficients
+from muon_jax._iteration.published import DIVERGING, NAMED
 from muon_jax.benchmarks import _accuracy, _spectra
 
 
@@ -20,9 +21,7 @@ def cases():
     return [case for seed in (0, 1) for case in _spectra.cases([128], [1, 4], seed)]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in _coefficients.NAMED if name not in _coefficients.DIVERGING]
-)
+@pytest.mark.parametrize("name", [name for name in NAMED if name not in DIVERGING])
 def test_in_float64_it_equals_the_standard_form(name):
     x = np.random.default_rng(0).standard_normal((2, 12, 30))
     with jax.enable_x64(True):
@@ -37,9 +36,7 @@ def test_in_float64_it_equals_the_standard_form(name):
     ("name", "dtype"),
     [
         (name, dtype)
-        for name, _, dtype in _accuracy.variants(
-            [*_coefficients.NAMED], ["gram"], ["float16", "bfloat16"]
-        )
+        for name, _, dtype in _accuracy.variants([*NAMED], ["gram"], ["float16", "bfloat16"])
     ],
 )
 def test_in_half_precision_it_is_as_accurate_and_does_not_blow_up(name, dtype):
@@ -129,7 +126,7 @@ def test_none_chooses_the_faster_form(shape, name, faster):
     ],
 )
 def test_steep_steps_do_not_share_a_segment(name, dtype, expected):
-    quintics = _coefficients.resolve(name, 5)
+    quintics = _coefficients.resolve_recipe(name, 5)
     with jax.default_matmul_precision("highest"):
         parts = _gram.segments(quintics, dtype)
     assert [len(part) for part in parts] == expected
@@ -137,7 +134,7 @@ def test_steep_steps_do_not_share_a_segment(name, dtype, expected):
 
 def test_segments_are_safe_in_what_gpus_take_float32_as():
     def counts():
-        parts = _gram.segments(_coefficients.resolve("polar_express", 5), "float32")
+        parts = _gram.segments(_coefficients.resolve_recipe("polar_express", 5), "float32")
         return [len(part) for part in parts]
 
     with helpers.described_gpu("H200"):
@@ -148,7 +145,7 @@ def test_segments_are_safe_in_what_gpus_take_float32_as():
 
 def test_steps_that_diverge_have_segments_too():
     with warnings.catch_warnings(action="error"):
-        parts = _gram.segments(_coefficients.resolve((3.0, 3.0, 3.0), 400), "float16")
+        parts = _gram.segments(_coefficients.resolve_recipe((3.0, 3.0, 3.0), 400), "float16")
         assert sum(map(len, parts)) == 400
 
 
@@ -165,7 +162,7 @@ def test_errors_of_one_segment_do_not_make_the_next_diverge(name, dtype):
 
 
 def test_units_count_the_products():
-    products = _gram.products(_coefficients.resolve("polar_express", 5), "float16")
+    products = _gram.products(_coefficients.resolve_recipe("polar_express", 5), "float16")
     assert [products.units(aspect) for aspect in (1, 2, 4, 8)] == [20, 29, 47, 83]
 
 
@@ -185,7 +182,7 @@ def test_what_is_not_offered_says_why(kwargs, message):
 
 def test_error_against_float64():
     x = np.random.default_rng(3).standard_normal((48, 200))
-    expected = helpers.exact_newton_schulz(x, _coefficients.NAMED["dion"])
+    expected = helpers.exact_newton_schulz(x, NAMED["dion"])
     out = newton_schulz(jnp.asarray(x, jnp.float32), "dion", method="gram")
     assert helpers.relative_error(out, expected) < 2e-3  # float16
 

@@ -11,7 +11,7 @@ import pytest
 
 from muon_jax import MuonDimensionNumbers, describe, muon, scale_by_muon
 from muon_jax._iteration.grouping import groups, map_by_shape
-from muon_jax._iteration.normalization import total
+from muon_jax._numerics import total
 
 SHAPES = {
     **{f"layer {i}/up": (16, 40) for i in range(6)},

@@ -6,7 +6,7 @@ import oracles
 import pytest
 
 from muon_jax import newton_schulz
-from muon_jax._iteration.recipes import NAMED
+from muon_jax._iteration.published import NAMED
 from muon_jax.benchmarks import _accuracy
 
 # Relative errors. Those of the gram form are larger: between restarts errors of R are amplified

@@ -45,7 +45,7 @@ VIEWS = {
 @pytest.mark.parametrize(("shape", "view", "expected"), VIEWS.values(), ids=VIEWS)
 def test_a_view_and_its_inverse(shape, view, expected):
     x = jnp.arange(math.prod(shape)).reshape(shape)
-    stacks, unflatten = _views.flatten({"x": view}, {"x": x})
+    stacks, unflatten = _views.stacks_of_tree({"x": view}, {"x": x})
     assert [stack.shape for stack in stacks] == expected
     assert sorted(np.concatenate([s.ravel() for s in stacks])) == [*range(x.size)]
     chex.assert_trees_all_equal(unflatten(stacks), {"x": x})
@@ -89,4 +89,4 @@ def test_muon_updates_each_part_by_itself_with_its_own_scale():
 )
 def test_views_that_do_not_fit_say_so(view, message):
     with pytest.raises(ValueError, match=message):
-        _views.flatten({"w": view}, {"w": jnp.zeros((6, 16))})
+        _views.stacks_of_tree({"w": view}, {"w": jnp.zeros((6, 16))})

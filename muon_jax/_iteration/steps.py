@@ -1,0 +1,131 @@
+"""Steps of composed schedules: polynomials of the Gram matrix, evaluated by symmetric products."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import syrk, syrk_with_residual
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One symmetric product, Sⱼ = alpha·Sⱼ₋₁² + Σ beta·Sᵢ + diagonal·I; S₀ is R.
+
+    `addends` are the pairs (beta, i).
+    """
+
+    alpha: float | jax.Array
+    addends: tuple[tuple[float | jax.Array, int], ...]
+    diagonal: float | jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The polynomial h of one step X <- h(XXᵀ)·X, of degree 2ᵏ for k products.
+
+    Of the first S, as many as `residuals` says, 16 bits need the residual too: what is left of S
+    when it is rounded. See `residual_beta`.
+    """
+
+    products: tuple[Product, ...]
+    residuals: int = 0
+
+    @property
+    def slope(self) -> float:
+        """h(0), by which the step multiplies the smallest singular values."""
+        return self.terms(0.0)[-1]
+
+    def terms(self, eigenvalue: Any) -> list[Any]:
+        """Returns S₀, S₁, …, h for an eigenvalue of R, or an array of them."""
+        terms = [eigenvalue]
+        for p in self.products:
+            added = sum(beta * terms[i] for beta, i in p.addends)
+            terms.append(p.alpha * terms[-1] ** 2 + added + p.diagonal)
+        return terms
+
+    def residual_beta(self, j: int) -> float | jax.Array:
+        """Returns the coefficient of the residual of Sⱼ in Sⱼ₊₁: dSⱼ₊₁/dSⱼ where R is 0.
+
+        So Sⱼ₊₁ is as if Sⱼ had twice the digits wherever R is small, which is where they matter,
+        and no product is needed for that.
+        """
+        product, at_zero = self.products[j], Step(self.products[:j]).terms(0.0)[-1]
+        beta = sum(beta for beta, i in product.addends if i == j)
+        return 2 * product.alpha * at_zero + beta
+
+    def scaled(self, s: float | jax.Array, factor: float | jax.Array) -> "Step":
+        """Returns the step with the polynomial factor·h(s²·R), which needs no s²·R.
+
+        `s` and `factor` are scalars, or one for each matrix, of shape `(...)`.
+        """
+        products = []
+        for product in self.products:
+            out = factor if product is self.products[-1] else 1.0
+            products.append(
+                Product(
+                    out * product.alpha * (1.0 if products else s**4),
+                    tuple((out * beta * (1.0 if i else s**2), i) for beta, i in product.addends),
+                    out * product.diagonal,
+                )
+            )
+        return Step(tuple(products), self.residuals)
+
+    def polynomial(
+        self, gram: jax.Array, residual: jax.Array | None = None, **options: Any
+    ) -> jax.Array:
+        """h(R).
+
+        Args:
+            gram: R, of shape `(..., m, m)`.
+            residual: of R, where the step has residuals and the dtype has 16 bits.
+            options: of `pallas_kernels.syrk`.
+        """
+        terms = [gram]
+        for j, product in enumerate(self.products):
+            addends = [(beta, terms[i]) for beta, i in product.addends]
+            if residual is not None:
+                addends.append((self.residual_beta(j), residual))
+            arguments = (terms[-1], tuple(c_matrix for _, c_matrix in addends))
+            options |= {
+                "alpha": product.alpha,
+                "beta": tuple(beta for beta, _ in addends),
+                "diagonal": product.diagonal,
+            }
+            if residual is not None and j + 1 < self.residuals:
+                term, residual = syrk_with_residual(*arguments, **options)
+            else:
+                term, residual = syrk(*arguments, **options), None
+            terms.append(term)
+        return terms[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A composed schedule: steps to be run in this order, on X over its Schatten-4 norm.
+
+    Attributes:
+        name: what `ns_coeffs` calls it.
+        steps: in float16 and in 32 bits or more.
+        bfloat16_steps: those for the rounding of bfloat16.
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+    bfloat16_steps: tuple[Step, ...]
+
+    def steps_in(self, dtype: jax.typing.DTypeLike) -> tuple[Step, ...]:
+        """Returns the steps for products in `dtype`.
+
+        Raises:
+            ValueError: the schedule is not safe in `dtype`.
+        """
+        name, bits = jnp.dtype(dtype).name, jnp.finfo(dtype).bits
+        if bits < 32 and name not in ("float16", "bfloat16"):
+            raise ValueError(
+                f"ns_coeffs={self.name!r} is unsafe in {name}: its rounding can make singular"
+                " values exceed 1.5. It needs float16 or bfloat16, or 32 bits or more: pass"
+                " dtype='auto' (ns_dtype='auto' to muon)"
+            )
+        return self.bfloat16_steps if name == "bfloat16" else self.steps
