@@ -4,25 +4,26 @@ Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
 
 1.  The iteration computes in the dtype that its coefficients and its form need (`ns_dtype="auto"`):
     bfloat16, as every other Muon does, or float16. `ns_dtype=None` is optax's choice, the
-    momentum's own dtype. Its form is the faster one (`ns_method=None`), equal in exact arithmetic.
-2.  `ns_coeffs="dion"` with `ns_steps` below 5 runs its last steps and above 5 raises. optax raises
-    below and silently runs 5 above. Below 1 step there is an error.
-3.  `ns_coeffs` takes more names than optax's `"standard"` and `"dion"`, and the same ones in
-    `scale_by_muon` as in `muon`. optax documents a name `"muon"`, which it rejects.
-4.  A gradient of zeros gives a matrix an update of zeros in every dtype (optax: NaN in float16, as
-    AdamW does there, whose eps of 1e-8 is 0: see `adam_eps`), and one of magnitude 1e30 the same
-    update as one of magnitude 1 (optax: zero, its norm overflows).
+    momentum's own dtype. The form is the faster one (`ns_method=None`), equal in exact arithmetic.
+2.  `ns_coeffs="dion"` runs its last steps where `ns_steps` is below 5, and raises above 5. optax
+    raises below 5 and silently runs 5 above. Below 1 step there is an error.
+3.  `ns_coeffs` takes more names than optax's `"standard"` and `"dion"`. `scale_by_muon` takes the
+    same names as `muon`. optax documents a name `"muon"`, which it rejects.
+4.  A gradient of zeros gives a matrix an update of zeros in every dtype. optax gives NaN in
+    float16. AdamW also gives NaN there, because its eps of 1e-8 is 0 in float16: see `adam_eps`. A
+    gradient of magnitude 1e30 gives the same update as one of magnitude 1. optax gives zero,
+    because its norm overflows.
 5.  `preconditioning="spectral"` works in bfloat16 and float16 (optax: no SVD in those dtypes).
 6.  `eps` applies to `preconditioning="aol"` and `"schatten"` too. optax drops it there.
 7.  `"schatten"` takes complex parameters through XXᴴ (optax: XXᵀ).
-8.  The state holds what training changes, `count` and `mu`. optax keeps the coefficients in it, so
-    that a checkpoint does not load under another set of them.
-9.  Updates have the dtype of the gradients and `mu` keeps its own, whatever is promoted between
-    (optax: a float32 `mu` makes bfloat16 gradients into float32 updates).
+8.  The state holds what training changes, `count` and `mu`. optax also keeps the coefficients in
+    the state, so a checkpoint does not load under other coefficients.
+9.  Updates have the dtype of the gradients and `mu` keeps its own dtype, whatever is promoted
+    between. In optax a float32 `mu` makes bfloat16 gradients into float32 updates.
 10. Errors name the parameter and say what to do.
-11. None in the place of a gradient counts as zeros (optax: an error), and the state is as ever.
-    `update` then needs the parameters.
-12. Other published Muons are there too: `preset`, and the arguments that presets set.
+11. None in the place of a gradient counts as zeros, and the state is as ever. `update` then needs
+    the parameters. optax raises.
+12. Other published Muons have a name, `preset`. The arguments that presets set are there, too.
 """
 
 from collections.abc import Callable
@@ -31,22 +32,22 @@ from typing import Any
 import jax
 import optax
 
-from muon_jax import _presets
-from muon_jax._distributed.sharding import Shardings, whole
-from muon_jax._iteration.normalization import EpsMode
+from muon_jax._distributed.sharding import Shardings, whole_tree
+from muon_jax._iteration.form import Method, ProductsDType
+from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.recipes import NSCoeffs
-from muon_jax._matrices.views import Views, assign
-from muon_jax._newton_schulz import Method, Preconditioning, ProductsDType
+from muon_jax._matrices.views import Views, assigned_views
+from muon_jax._presets import takes_preset
 from muon_jax._scale_by_muon import scale_by_muon
 from muon_jax._transforms.momentum import Momentum
 from muon_jax._transforms.normuon import Averaged, scale_by_normuon
 from muon_jax._transforms.rounding import Rounding
 from muon_jax._transforms.shape_scale import ShapeScale, scale_by_shape
-from muon_jax._transforms.weight_decay import DecayForm, chain
+from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
 from muon_jax._trees import any_missing, fill_missing
 
 
-@_presets.takes_preset
+@takes_preset
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     ns_coeffs: NSCoeffs = "standard",
@@ -160,36 +161,31 @@ def muon(
         Jordan et al., `Muon: an optimizer for hidden layers in neural networks
         <https://kellerjordan.github.io/posts/muon/>`_, 2024.
     """
-
-    on_the_rest = chain(
+    on_the_rest = chain_with_weight_decay(
         optax.scale_by_adam(
-            adam_b1,
-            adam_b2,
-            eps if adam_eps is None else adam_eps,
-            adam_eps_root,
-            mu_dtype,
+            b1=adam_b1,
+            b2=adam_b2,
+            eps=eps if adam_eps is None else adam_eps,
+            eps_root=adam_eps_root,
+            mu_dtype=mu_dtype,
             nesterov=nesterov if adam_nesterov is None else adam_nesterov,
         ),
-        None,
-        learning_rate if adam_learning_rate is None else adam_learning_rate,
-        adam_weight_decay,
-        None,
-        weight_decay_form,
-        cautious_weight_decay,
+        scale=None,
+        learning_rate=learning_rate if adam_learning_rate is None else adam_learning_rate,
+        weight_decay=adam_weight_decay,
+        mask=None,
+        form=weight_decay_form,
+        cautious=cautious_weight_decay,
     )
 
-    def with_views(views):
-        def label_params(params):
-            of_leaves = assign(views, params)
-            labels = ("adam" if view is None else "muon" for view in of_leaves)
-            return jax.tree.structure(params).unflatten(labels)
-
+    def with_views(views: Views) -> optax.GradientTransformation:
+        """The optimizer for parameters with these views."""
         orthogonal = scale_by_muon(
-            ns_coeffs,
-            ns_steps,
-            beta,
-            eps,
-            mu_dtype,
+            ns_coeffs=ns_coeffs,
+            ns_steps=ns_steps,
+            beta=beta,
+            eps=eps,
+            mu_dtype=mu_dtype,
             nesterov=nesterov,
             adaptive=adaptive,
             preconditioning=preconditioning,
@@ -205,39 +201,80 @@ def muon(
             distributed_gram=distributed_gram,
         )
         if normuon_b2 is not None:
-            normuon = scale_by_normuon(normuon_b2, 1e-8, views, normuon_averaged, shardings)
+            normuon = scale_by_normuon(
+                b2=normuon_b2,
+                weight_dimension_numbers=views,
+                averaged=normuon_averaged,
+                shardings=shardings,
+            )
             orthogonal = optax.chain(orthogonal, normuon)
-        on_matrices = chain(
+        on_matrices = chain_with_weight_decay(
             orthogonal,
-            scale_by_shape(views, consistent_rms, shape_scale, shardings),
-            learning_rate,
-            weight_decay,
-            weight_decay_mask,
-            weight_decay_form,
-            cautious_weight_decay,
+            scale=scale_by_shape(views, consistent_rms, shape_scale, shardings),
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            mask=weight_decay_mask,
+            form=weight_decay_form,
+            cautious=cautious_weight_decay,
         )
+
+        def label_params(params: optax.Params) -> Any:
+            labels = ("adam" if view is None else "muon" for view in assigned_views(views, params))
+            return jax.tree.structure(params).unflatten(labels)
+
         return optax.multi_transform({"muon": on_matrices, "adam": on_the_rest}, label_params)
 
-    both = with_views(muon_weight_dimension_numbers)
+    optimizer_of = _by_tree(with_views, muon_weight_dimension_numbers, shardings)
 
-    def of(tree):
-        """The optimizer; views that are made from a tree are made once, from the whole."""
-        if not callable(muon_weight_dimension_numbers):
-            return both
-        made = muon_weight_dimension_numbers(whole(tree, shardings))
-        return with_views(lambda _: made)  # None as a tree would stand for matrices
+    def init_fn(params: optax.Params) -> optax.OptState:
+        return optimizer_of(params).init(params)
 
-    def init_fn(params):
-        return of(params).init(params)
-
-    def update_fn(updates, state, params=None, **extra_args):
-        if params is not None:
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        if any_missing(updates):
+            if params is None:
+                raise ValueError(
+                    "None in the place of a gradient needs the parameters, for its shape: call"
+                    " update(updates, state, params)"
+                )
             updates = fill_missing(updates, params)
-        elif any_missing(updates):
-            raise ValueError(
-                "None in the place of a gradient needs the parameters, for its shape: call"
-                " update(updates, state, params)"
-            )
-        return of(updates).update(updates, state, params, **extra_args)
+        return optimizer_of(updates).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _by_tree(
+    with_views: Callable[[Views], optax.GradientTransformation],
+    views: Views,
+    shardings: Shardings,
+) -> Callable[[Any], optax.GradientTransformation]:
+    """Returns a function from a tree to the optimizer for it.
+
+    Views that are a callable are made from the whole tree, and once for all trees of equal
+    structure, shapes and dtypes.
+
+    Args:
+        with_views: makes the optimizer.
+        views: as for `muon`.
+        shardings: as for `muon`.
+    """
+    optimizer = with_views(views)
+    if not callable(views):
+        return lambda tree: optimizer
+    latest: list[tuple[Any, optax.GradientTransformation]] = []
+
+    def of_tree(tree: Any) -> optax.GradientTransformation:
+        whole = whole_tree(tree, shardings)
+        leaves, structure = jax.tree.flatten(whole)
+        key = structure, [(x.shape, x.dtype) for x in leaves]
+        if not latest or latest[0][0] != key:
+            made = views(whole)
+            # A callable, because None as a tree would stand for matrices.
+            latest[:] = [(key, with_views(lambda _: made))]
+        return latest[0][1]
+
+    return of_tree

@@ -9,19 +9,21 @@ import jax.numpy as jnp
 def total(x: jax.Array) -> jax.Array:
     """Σx along the last axis, the same in whatever order XLA sums.
 
-    That order depends on the size of the stack, and on times that XLA's autotuner measures. So sums
-    are pairs of numbers, with `TwoSum <https://doi.org/10.1137/030601818>`_ of Knuth; their last
-    digits, where the order shows, are beyond those of the result.
+    XLA's order depends on the size of the stack and on the times that its autotuner measures. So
+    each sum is a pair of numbers, added with `TwoSum <https://doi.org/10.1137/030601818>`_ of
+    Knuth. The order shows only in the last digits of a pair, beyond the digits of the result.
     """
 
-    def add(left, right):
+    def add(
+        left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         (x, x_low), (y, y_low) = left, right
         high = x + y
         of_y = high - x
         return high, x_low + y_low + ((x - (high - of_y)) + (y - of_y))
 
     zero = jnp.zeros((), x.dtype)
-    # Zeros that have a derivative.
+    # `x - x` is zero like a constant, but has a derivative.
     high, low = jax.lax.reduce((x, x - x), (zero, zero), add, (x.ndim - 1,))
     return high + low
 
@@ -31,8 +33,13 @@ def root(x: jax.Array) -> jax.Array:
     return jnp.where(x == 0, 0, jnp.sqrt(jnp.where(x == 0, 1, x)))
 
 
-def accumulator(x: jax.Array):
-    """The dtype of sums of absolute values of `x`: real, float32 or wider."""
+def over(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x/y, or x where y is 0."""
+    return x / jnp.where(y == 0, 1, y)
+
+
+def accumulator(x: jax.Array) -> jnp.dtype:
+    """The dtype in which absolute values of `x` are summed: real, float32 or wider."""
     return jnp.finfo(jnp.promote_types(x.dtype, jnp.float32)).dtype
 
 
@@ -43,21 +50,18 @@ def wide(x: jax.Array) -> jax.Array:
 
 def norm_of_any_size(
     x: jax.Array,
-    largest: Callable[[jax.Array], jax.Array],
-    total: Callable[[jax.Array], jax.Array],
+    max_of: Callable[[jax.Array], jax.Array],
+    sum_of: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """√Σ|x|², of entries too whose squares are out of range.
+    """√Σ|x|², also where the squares of entries are out of the dtype's range.
 
     Args:
         x: the entries.
-        largest, total: make max |x| and Σ, in shapes that broadcast to x's.
+        max_of: returns max |x|, in a shape that broadcasts to that of x.
+        sum_of: returns the sum of its argument, in a shape that broadcasts to that of x.
     """
-    most = largest(x)
-    mantissa, _ = jnp.frexp(most)
-    power = over(most, 4 * mantissa)  # of two: quotients are exact, and 1/power is in range
-    return power * jnp.sqrt(total(jnp.abs(over(x, power)) ** 2))
-
-
-def over(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x/y, and x where y is 0."""
-    return x / jnp.where(y == 0, 1, y)
+    largest = max_of(x)
+    mantissa, _ = jnp.frexp(largest)
+    # A power of two, so that quotients are exact. The factor 4 keeps 1/power in range.
+    power = over(largest, 4 * mantissa)
+    return power * jnp.sqrt(sum_of(jnp.abs(over(x, power)) ** 2))

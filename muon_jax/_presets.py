@@ -1,4 +1,4 @@
-"""Published Muons by name: the arguments of `muon` that make it each of them."""
+"""Published Muons by name, each as the arguments that make `muon` compute it."""
 
 import functools
 import inspect
@@ -27,16 +27,17 @@ _MOONLIGHT = {
     "adam_weight_decay": 0.1,
 }
 
-# What is not named has optax's default; dtype and form of the iteration, whose defaults are our
-# own, are always named. The learning rate is the caller's. Norms are computed in float32, by the
-# peers mostly in the dtype of the iteration. A safety factor on the norm is part of the
-# coefficients here, and eps is divided by it.
+# Every preset names `ns_dtype` and `ns_method`, whose defaults are this library's own. Other
+# arguments that a preset leaves out have optax's defaults. The learning rate is the caller's.
+# Differences from all sources:
+# -   Norms are computed in float32. Most sources compute them in the dtype of the iteration.
+# -   A safety factor on the norm is part of the coefficients, and eps is divided by it.
 PRESETS: dict[str, dict[str, Any]] = {
-    # https://github.com/KellerJordan/Muon/blob/master/muon.py, SingleDeviceMuonWithAuxAdam. There
-    # the scale of a convolution is that of its kernel's height and width; here of its matrix.
+    # SingleDeviceMuonWithAuxAdam in https://github.com/KellerJordan/Muon/blob/master/muon.py. It
+    # scales a convolution by its kernel's height and width, this library by its matrix.
     "keller": _KELLER,
-    # https://github.com/pytorch/pytorch/blob/main/torch/optim/_muon.py, with torch.optim.AdamW and
-    # its defaults beside it. Its adjust_lr_fn="match_rms_adamw" is consistent_rms=0.2.
+    # https://github.com/pytorch/pytorch/blob/main/torch/optim/_muon.py, beside torch.optim.AdamW
+    # with its defaults. The source's adjust_lr_fn="match_rms_adamw" is consistent_rms=0.2.
     "torch": {
         "momentum": "ema",
         "eps": 1e-7,
@@ -48,14 +49,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "adam_nesterov": False,
         "adam_weight_decay": 0.01,
     },
-    # https://github.com/MoonshotAI/Moonlight/blob/master/examples/toy_train.py. Its AdamW adds eps
-    # before the bias correction.
+    # https://github.com/MoonshotAI/Moonlight/blob/master/examples/toy_train.py. The source's AdamW
+    # adds eps before the bias correction.
     "moonlight": _MOONLIGHT,
-    # https://github.com/google-deepmind/optax/blob/main/optax/contrib/_muon.py, in the momentum's
-    # own dtype. AdamW with Nesterov momentum.
+    # https://github.com/google-deepmind/optax/blob/main/optax/contrib/_muon.py. It iterates in the
+    # momentum's own dtype, and its AdamW has Nesterov momentum.
     "optax": {"ns_dtype": None, "ns_method": "standard"},
-    # https://github.com/microsoft/dion/blob/main/dion/muon.py: Polar Express, no Nesterov momentum,
-    # a scale that is not bounded below by 1. Its safety factor is 1.02.
+    # https://github.com/microsoft/dion/blob/main/dion/muon.py: Polar Express without Nesterov
+    # momentum. The scale is not bounded below by 1. The source's safety factor is 1.02.
     "dion": {
         "ns_coeffs": "polar_express_nanogpt",
         "momentum": "heavy_ball",
@@ -70,9 +71,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "adam_weight_decay": 0.01,
     },
     # https://github.com/Dao-AILab/gram-newton-schulz: the gram form in float16 with one restart,
-    # after the second step. Square matrices run in the standard form there and in the gram form
-    # here: the same polynomial. AdamW is that of its example.py. The gram form needs a number of
-    # steps that is known: under optax.inject_hyperparams, static_args="ns_steps".
+    # after the second step. The source runs square matrices in the standard form, this library in
+    # the gram form; the polynomial is the same. AdamW is from the source's example.py. The gram
+    # form needs a static number of steps: pass static_args="ns_steps" to optax.inject_hyperparams.
     "gram": {
         "ns_coeffs": "polar_express",
         "momentum": "heavy_ball",
@@ -86,9 +87,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "adam_nesterov": False,
         "adam_weight_decay": 0.1,
     },
-    # https://github.com/marin-community/marin/blob/main/lib/levanter/src/levanter/optim/muon.py, in
-    # the momentum's own dtype. It clips AdamW's gradients to a global norm of 1: chain that. Its
-    # use_kimi_scaling is consistent_rms=0.2.
+    # https://github.com/marin-community/marin/blob/main/lib/levanter/src/levanter/optim/muon.py. It
+    # iterates in the momentum's own dtype. It also clips AdamW's gradients to a global norm of 1;
+    # add that with optax.chain. The source's use_kimi_scaling is consistent_rms=0.2.
     "levanter": {
         "ns_coeffs": "dion",
         "momentum": "heavy_ball",
@@ -99,15 +100,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "adam_nesterov": False,
     },
     # https://github.com/thib-s/flash-newton-schulz (Turbo-Muon): four steps after rows are scaled
-    # by AOL, in Keller Jordan's optimizer. Of a square matrix the rows are inputs here, where
-    # weights are (in, out), and outputs there.
+    # by AOL, in Keller Jordan's optimizer. The rows of a square matrix are the source's outputs and
+    # this library's inputs, because weights are (in, out) here.
     "turbo": _KELLER | {"ns_coeffs": "aol", "preconditioning": "aol"},
-    # https://github.com/StarrickLiu/fused-muon: Moonlight's, with one product X <- BX a step, B
-    # rounded; which is how this library makes every step. There the scale of a convolution is that
-    # of its channels; here of its matrix.
+    # https://github.com/StarrickLiu/fused-muon: Moonlight's Muon, with one product X <- BX a step
+    # for a rounded B. This library makes every step so. The source scales a convolution by its
+    # channels, this library by its matrix.
     "fused_muon": dict(_MOONLIGHT),
-    # A Muon for mixtures of experts, products in float16. There X is rounded to float16 before its
-    # norm is taken, and can overflow; here after. Its AdamW is not known; that of PyTorch.
+    # A Muon for mixtures of experts, with products in float16. The source rounds X to float16
+    # before it takes the norm, so X can overflow; this library rounds after. The source's AdamW is
+    # not known. The preset has PyTorch's.
     "moe_fp16": {
         "ns_coeffs": "standard_1.02",
         "momentum": "heavy_ball",
@@ -120,9 +122,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "adam_nesterov": False,
         "adam_weight_decay": 0.01,
     },
-    # https://github.com/NVIDIA-NeMo/Emerging-Optimizers, orthogonalized_optimizers/muon.py, and
-    # https://github.com/NVIDIA/Megatron-LM, core/optimizer/optimizer_config.py, for AdamW. The
-    # scale "spectral" is √max(fan_in, fan_out): its extra_scale_factor is consistent_rms.
+    # Muon: orthogonalized_optimizers/muon.py in https://github.com/NVIDIA-NeMo/Emerging-Optimizers.
+    # AdamW: core/optimizer/optimizer_config.py in https://github.com/NVIDIA/Megatron-LM. The
+    # source's scale "spectral" is √max(fan_in, fan_out), so its extra_scale_factor is
+    # consistent_rms.
     "megatron": {
         "ns_coeffs": "dion",
         "momentum": "ema",
@@ -137,8 +140,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "adam_weight_decay": 0.01,
     },
     # https://github.com/KellerJordan/modded-nanogpt/blob/master/train_gpt.py: NorMuon with weight
-    # decay ∝ η². It schedules beta from 0.85 to 0.95 and back, and has factors of learning rate,
-    # weight decay and betas by parameter. Its Adam adds eps before the bias correction.
+    # decay ∝ η². The preset leaves out the source's schedule of beta from 0.85 to 0.95 and back,
+    # and its factors of learning rate, weight decay and betas by parameter. The source's Adam adds
+    # eps before the bias correction.
     "nanogpt": _KELLER
     | {
         "ns_coeffs": "polar_express_nanogpt",
@@ -154,10 +158,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def arguments_of(preset: str | None) -> dict[str, Any]:
-    """Returns the arguments that a preset stands for; none without one.
+    """Returns the arguments that `preset` stands for, an empty dict for None.
 
     Raises:
-        ValueError: there is no such preset.
+        ValueError: no preset has that name.
     """
     if preset is None:
         return {}
@@ -167,7 +171,10 @@ def arguments_of(preset: str | None) -> dict[str, Any]:
 
 
 def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Makes the argument `preset` stand for those arguments of PRESETS that a call leaves out."""
+    """Returns `function` with `preset` setting the arguments that a call leaves out.
+
+    The result raises ValueError if `preset` is no key of PRESETS, or if a call leaves out nothing.
+    """
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -176,8 +183,8 @@ def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         preset = given.get("preset")
         if preset and len(given) == len(signature.parameters):
             raise ValueError(
-                f"preset={preset!r} came with a value for every argument, which leaves nothing to"
-                " it. optax.inject_hyperparams passes every default: make the preset its defaults,"
+                f"preset={preset!r} came with a value for every argument, so the preset sets none."
+                " optax.inject_hyperparams passes every default: make the preset the defaults, with"
                 f" optax.inject_hyperparams(functools.partial(muon, **muon_jax.PRESETS[{preset!r}]"
                 "))(learning_rate=...)"
             )

@@ -1,4 +1,4 @@
-"""Trees of parameters: prefixes, paths, and None in the place of a leaf."""
+"""Trees of parameters: their paths, prefixes of them, and leaves that are missing."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -6,36 +6,6 @@ from typing import Any
 
 import jax
 import optax
-
-
-def broadcast(
-    convert: Callable[[Any, Any], Any], prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]
-) -> list[Any]:
-    """Returns for each leaf of `tree` what stands at or above it in `prefix`.
-
-    Args:
-        convert: of what stands in `prefix`, from its path and itself.
-        prefix: a prefix of `tree`, or a callable that makes one from it.
-        tree: a tree in which None is no leaf.
-        is_leaf: of the leaves of `prefix`.
-    """
-    found = []
-
-    def find(path, value, subtree):
-        found.extend([convert(path, value)] * len(jax.tree.leaves(subtree)))
-
-    prefix = prefix(tree) if callable(prefix) else prefix
-    jax.tree.map_with_path(find, prefix, tree, is_leaf=is_leaf)
-    return found
-
-
-@contextlib.contextmanager
-def naming(name: str, shape: tuple[int, ...]) -> Iterator[None]:
-    """A context in which errors come to name the parameter that they are about."""
-    try:
-        yield
-    except (ValueError, NotImplementedError) as error:
-        raise type(error)(f"the parameter {name} of shape {shape}: {error}") from error
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -49,8 +19,44 @@ def unboxed(path: tuple[Any, ...]) -> tuple[Any, ...]:
     return path[:-1] if path and path[-1] == jax.tree_util.GetAttrKey("value") else path
 
 
+@contextlib.contextmanager
+def errors_naming(name: str, shape: tuple[int, ...]) -> Iterator[None]:
+    """A context whose errors begin with the name and the shape of a parameter."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(f"the parameter {name} of shape {shape}: {error}") from error
+
+
+def broadcast_prefix[Node, Found](
+    convert: Callable[[tuple[Any, ...], Node], Found],
+    prefix: Any,
+    tree: Any,
+    is_leaf: Callable[[Any], bool],
+) -> list[Found]:
+    """Returns `convert(path, node)` for each leaf of `tree`.
+
+    `node` is the leaf of `prefix` that is at the leaf's place in `tree` or above it, and `path` is
+    the path of `node`.
+
+    Args:
+        convert: called once for each leaf of `prefix`.
+        prefix: a prefix of `tree`, or a callable that makes one from `tree`.
+        tree: a tree in which None is no leaf.
+        is_leaf: whether a node is a leaf of `prefix`.
+    """
+    found = []
+
+    def find(path: tuple[Any, ...], node: Node, subtree: Any) -> None:
+        found.extend([convert(path, node)] * len(jax.tree.leaves(subtree)))
+
+    prefix = prefix(tree) if callable(prefix) else prefix
+    jax.tree.map_with_path(find, prefix, tree, is_leaf=is_leaf)
+    return found
+
+
 def fill_missing(updates: optax.Updates, like: Any) -> optax.Updates:
-    """Returns `updates` with zeros, as in the tree `like`, in the places of None."""
+    """Returns `updates` with zeros in the place of None, shaped as the leaves of `like`."""
     return jax.tree.map(
         lambda g, p: optax.tree.zeros_like(p) if g is None else g,
         updates,
@@ -60,5 +66,5 @@ def fill_missing(updates: optax.Updates, like: Any) -> optax.Updates:
 
 
 def any_missing(updates: optax.Updates) -> bool:
-    """Returns whether there is None in the place of a gradient."""
+    """Returns whether None stands in the place of any gradient."""
     return any(g is None for g in jax.tree.leaves(updates, is_leaf=lambda g: g is None))

@@ -1,6 +1,11 @@
-"""The device that functions are traced for: that of the abstract mesh, if set, or the default."""
+"""The device that functions are traced for: the abstract mesh's, where one is set, or the default.
+
+The answers depend on the context, so a cached function that needs one takes `cache_key()` too.
+"""
 
 import re
+from collections.abc import Hashable
+from typing import Any
 
 import jax
 from jax.extend import backend
@@ -9,18 +14,18 @@ _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
 def kind() -> str:
-    """Returns the name of the device, as its maker gives it."""
-    return _device().device_kind
+    """Returns the device's name, as its maker gives it."""
+    return _current().device_kind
 
 
 def platform() -> str:
-    """Returns `"cpu"`, `"gpu"`, `"tpu"` or what else JAX calls the device's platform."""
-    return _device().platform
+    """Returns JAX's name of the device's platform: `"cpu"`, `"gpu"`, `"tpu"` or another."""
+    return _current().platform
 
 
 def num_multiprocessors() -> int:
     """Returns the number of multiprocessors of the GPU."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    abstract = _abstract()
     return abstract.num_cores if abstract else backend.get_default_device().core_count
 
 
@@ -29,6 +34,21 @@ def is_hopper() -> bool:
     return bool(_HOPPER.search(kind()))
 
 
-def _device():
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    return abstract or backend.get_default_device()
+def cache_key() -> Hashable:
+    """Returns a value that is equal wherever all questions about the device have equal answers."""
+    device, abstract = _current(), _abstract()
+    cores = abstract.num_cores if abstract else getattr(device, "core_count", None)
+    # Pallas asks the default device for the compute capability of a described GPU that it does not
+    # know by name. A string, because a cached device would keep its backend alive.
+    default = str(jax.config.jax_default_device)
+    return device.device_kind, device.platform, cores, default
+
+
+def _current() -> Any:
+    """Returns the `AbstractDevice` of the abstract mesh, or else the default `Device`."""
+    return _abstract() or backend.get_default_device()
+
+
+def _abstract() -> Any:
+    """Returns the `AbstractDevice` of the abstract mesh, or None."""
+    return jax.sharding.get_abstract_mesh().abstract_device

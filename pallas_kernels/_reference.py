@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def unsupported_reason(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> None:
-    """Returns None: it takes all operands that `syrkx` does, everywhere."""
+    """Returns None: this implementation takes all operands that `syrkx` takes, on every device."""
 
 
 def syrkx(
@@ -17,17 +17,28 @@ def syrkx(
     symmetrize_output: bool,
     residual: bool,
 ) -> tuple[jax.Array, ...]:
-    """alpha·A·Bᴴ + Σᵢ betaᵢ·Cᵢ + diagonal·I, its lower triangle mirrored; B is A where None.
+    """alpha·A·Bᴴ + Σᵢ betaᵢ·Cᵢ + diagonal·I, its lower triangle mirrored.
 
-    Operands are `(..., m, n)`, each C is `(..., m, m)`, coefficients (alpha, diagonal, *betas) are
-    `(...)` or `()`. Products accumulate in float32 (float64 operands in float64) and the sum is
-    rounded once; with `residual` a second result is what that rounding left, rounded. Complex
-    operands give the Hermitian product. Mirroring is a pass of its own.
+    Products accumulate in float32, those of float64 operands in float64. The sum is rounded once.
+    Mirroring is a pass of its own. Complex operands give the Hermitian product.
 
-    On CPUs a matrix has the same result in any stack, bit for bit. So nothing is transposed, which
-    XLA does to single matrices alone; one operand at most of each addition is a product, or
-    compilers choose which of two to add without rounding it; and the result is computed once, not
-    again wherever it is added to something.
+    On CPUs a matrix has the same result in any stack, bit for bit:
+
+    - Nothing is transposed. XLA transposes single matrices only.
+    - At most one operand of an addition is a product. Otherwise compilers choose which of two
+      products to add without rounding it.
+    - The result is computed once, and not again wherever it is added to something.
+
+    Args:
+        a_matrix: shape `(..., m, n)`.
+        b_matrix: shape `(..., m, n)`, or None for B = A.
+        c_matrices: each of shape `(..., m, m)`.
+        coefficients: (alpha, diagonal, *betas), each of shape `(...)` or `()`.
+        symmetrize_output: whether to mirror the lower triangle.
+        residual: whether to return the residual, too.
+
+    Returns:
+        The product, of shape `(..., m, m)`, and with `residual` what its rounding left, rounded.
     """
     alpha, diagonal, *betas = (x[..., None, None] if x.ndim else x for x in coefficients)
     accumulator = jnp.promote_types(a_matrix.dtype, jnp.float32)

@@ -1,7 +1,7 @@
-"""What the kernels have in common: they run on stacks, under `vmap` too, without derivatives."""
+"""What the kernels have in common: they run on stacks, also under `vmap`, without derivatives."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,14 @@ def call_on_stacks(
 ) -> tuple[jax.Array, ...]:
     """Returns the results of `kernel(a, *operands)`, with the batch shape of `a_matrix`.
 
-    The kernel gets all arrays of the operands, which are trees of such, with one batch axis. Under
-    `vmap` the stacks become longer, in the same launch.
+    The kernel gets all arrays with one batch axis. Under `vmap` the stacks become longer, in the
+    same launch.
+
+    Args:
+        kernel: computes stacks.
+        implementation: its name, for the error.
+        a_matrix: shape `(..., m, n)`.
+        operands: arrays, or trees of arrays, that start with the batch shape of `a_matrix`.
 
     Raises:
         NotImplementedError: when differentiated.
@@ -28,28 +34,32 @@ def call_on_stacks(
 
 
 def padded(x: jax.Array) -> jax.Array:
-    """Adds rows and columns of zeros to `(..., m, n)`, up to multiples of 64."""
+    """Returns `(..., m, n)` with rows and columns of zeros added, up to multiples of 64."""
     rows, cols = ((0, -size % 64) for size in x.shape[-2:])
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])
 
 
 def stack_coefficients(coefficients: tuple[jax.Array, ...], batch: tuple[int, ...]) -> jax.Array:
-    """Returns scalars, or arrays of the batch's shape, as one of shape `(*batch, number)`."""
+    """Returns scalars and arrays of shape `batch` as one float32 array `(*batch, number)`."""
     return jnp.stack(
         [jnp.broadcast_to(x, batch).astype(jnp.float32) for x in coefficients], axis=-1
     )
 
 
-def _with_rules(kernel, implementation):
-    """The kernel with rules for `vmap` and for derivatives."""
+def _with_rules(
+    kernel: Callable[..., tuple[jax.Array, ...]], implementation: str
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns the kernel with rules for `vmap` and for derivatives."""
 
     @jax.custom_batching.custom_vmap
-    def call(*operands):
+    def call(*operands: Any) -> tuple[jax.Array, ...]:
         return kernel(*operands)
 
     @call.def_vmap
-    def _(axis_size, in_batched, *operands):
-        def merge(operand, batched):
+    def _(
+        axis_size: int, in_batched: Sequence[Any], *operands: Any
+    ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
+        def merge(operand: jax.Array, batched: bool) -> jax.Array:
             if not batched:
                 operand = jnp.broadcast_to(operand, (axis_size, *operand.shape))
             return operand.reshape(-1, *operand.shape[2:])
@@ -59,11 +69,11 @@ def _with_rules(kernel, implementation):
         return split, (True,) * len(split)
 
     @jax.custom_jvp
-    def undifferentiable(*operands):
+    def undifferentiable(*operands: Any) -> tuple[jax.Array, ...]:
         return call(*operands)
 
     @undifferentiable.defjvp
-    def _(primals, tangents):
+    def _(primals: Any, tangents: Any) -> NoReturn:
         raise NotImplementedError(
             f"implementation={implementation!r} has no derivative: pass implementation='xla' to"
             " differentiate"

@@ -1,4 +1,4 @@
-"""`syrk` and `syrkx`: checks their operands and chooses an implementation before tracing it."""
+"""`syrk` and `syrkx`: they check operands and choose an implementation before tracing it."""
 
 import jax
 import jax.numpy as jnp
@@ -11,23 +11,25 @@ from pallas_kernels._selection import (
 )
 
 type Coefficient = float | jax.Array
+type Addends = jax.Array | tuple[jax.Array, ...]
+type Coefficients = Coefficient | tuple[Coefficient, ...]
 
 
 def syrk(
     a_matrix: jax.Array,
-    c_matrix: jax.Array | tuple[jax.Array, ...] | None = None,
+    c_matrix: Addends | None = None,
     *,
     alpha: Coefficient = 1,
-    beta: Coefficient | tuple[Coefficient, ...] = 0,
+    beta: Coefficients = 0,
     diagonal: Coefficient = 0,
     symmetrize_output: bool = True,
     implementation: str | None = None,
 ) -> jax.Array:
     """Symmetric rank-n update: alpha·A·Aᵀ + beta·C + diagonal·I.
 
-    `syrkx` with B = A: see there for everything but the operand that is missing.
+    This is `syrkx` with B = A. See `syrkx` for arguments and errors.
     """
-    (out,) = _syrkx(
+    (out,) = _symmetric_product(
         a_matrix, None, c_matrix, alpha, beta, diagonal, symmetrize_output, implementation
     )
     return out
@@ -35,22 +37,22 @@ def syrk(
 
 def syrk_with_residual(
     a_matrix: jax.Array,
-    c_matrix: jax.Array | tuple[jax.Array, ...] | None = None,
+    c_matrix: Addends | None = None,
     *,
     alpha: Coefficient = 1,
-    beta: Coefficient | tuple[Coefficient, ...] = 0,
+    beta: Coefficients = 0,
     diagonal: Coefficient = 0,
     symmetrize_output: bool = True,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """P = alpha·A·Aᵀ + beta·C + diagonal·I, rounded, and the residual P - rounded, rounded as well.
+    """P = alpha·A·Aᵀ + beta·C + diagonal·I, rounded, and the residual P - rounded, also rounded.
 
-    Together they hold P with twice the digits. See `syrkx` for arguments and errors.
+    Together both results hold P with twice the digits. See `syrkx` for arguments and errors.
 
     Returns:
-        Two symmetric matrices of shape `(..., m, m)` in the operand's dtype.
+        Two symmetric matrices of shape `(..., m, m)` and the operand's dtype.
     """
-    high, low = _syrkx(
+    high, low = _symmetric_product(
         a_matrix,
         None,
         c_matrix,
@@ -67,32 +69,35 @@ def syrk_with_residual(
 def syrkx(
     a_matrix: jax.Array,
     b_matrix: jax.Array,
-    c_matrix: jax.Array | tuple[jax.Array, ...] | None = None,
+    c_matrix: Addends | None = None,
     *,
     alpha: Coefficient = 1,
-    beta: Coefficient | tuple[Coefficient, ...] = 0,
+    beta: Coefficients = 0,
     diagonal: Coefficient = 0,
     symmetrize_output: bool = True,
     implementation: str | None = None,
 ) -> jax.Array:
     """A product known to be symmetric: alpha·A·Bᵀ + beta·C + diagonal·I.
 
-    The caller knows that A·Bᵀ is symmetric; half of it is computed. The result is full, and exactly
-    equal to its transpose. Products accumulate in float32 and the sum is rounded once, to the
-    operands' dtype. Leading dimensions are a batch, computed in one launch, under `jax.vmap` too.
+    The caller knows that A·Bᵀ is symmetric, so half of it is computed. The result is full, and
+    exactly equal to its transpose. Products accumulate in float32. The sum is rounded once, to the
+    operands' dtype. Leading dimensions are a batch, which takes one launch, also under `jax.vmap`.
 
-    `"xla"` also takes float64 and complex operands (which accumulate in their own precision; A·Bᴴ,
-    Hermitian, for complex ones) and can be differentiated. The kernels, `"triton"` (NVIDIA GPUs
-    since Ampere) and `"mosaic_gpu"` (Hopper GPUs; bfloat16 and float16), cannot.
+    `"xla"` also takes float64 and complex operands, and can be differentiated. Those operands
+    accumulate in their own precision. For complex operands the product is A·Bᴴ, which is Hermitian.
+    Two implementations are kernels without derivatives: `"triton"` (NVIDIA GPUs since Ampere) and
+    `"mosaic_gpu"` (Hopper GPUs; bfloat16 and float16).
 
     Args:
         a_matrix: shape `(..., m, n)`, m, n ≥ 1; bfloat16, float16 or float32.
         b_matrix: shape and dtype of `a_matrix`.
-        c_matrix: symmetric, shape `(..., m, m)` and dtype of `a_matrix`; None for no such term, or
-            a short tuple of such matrices, of which the sum beta₁·C₁ + beta₂·C₂ + … is added.
-        alpha, beta, diagonal: real coefficients, which may be traced: scalars, or one for each
-            matrix, of shape `(...)`. For a tuple of matrices C beta is a tuple as long.
-        symmetrize_output: False lets the two halves differ in rounding, which saves `"xla"` a pass.
+        c_matrix: symmetric, shape `(..., m, m)` and dtype of `a_matrix`. Pass None for no such
+            term, or a short tuple of matrices to add beta₁·C₁ + beta₂·C₂ + ….
+        alpha, beta, diagonal: real coefficients, which may be traced. Each is a scalar, or has
+            shape `(...)` with one value for each matrix. Where `c_matrix` is a tuple, `beta` is a
+            tuple of the same length.
+        symmetrize_output: pass False to let the two halves differ in rounding, which saves `"xla"`
+            a pass.
         implementation: `"xla"`, `"triton"`, `"mosaic_gpu"`, or None for the choice of
             `select_implementation`.
 
@@ -107,36 +112,32 @@ def syrkx(
     References:
         `SYRK <https://www.netlib.org/lapack/explore-html/>`_ of the BLAS, and SYRKX of cuBLAS.
     """
-    (out,) = _syrkx(
+    (out,) = _symmetric_product(
         a_matrix, b_matrix, c_matrix, alpha, beta, diagonal, symmetrize_output, implementation
     )
     return out
 
 
-def _syrkx(
-    a_matrix,
-    b_matrix,
-    c_matrix,
-    alpha,
-    beta,
-    diagonal,
-    symmetrize_output,
-    implementation,
+def _symmetric_product(
+    a_matrix: jax.Array,
+    b_matrix: jax.Array | None,
+    c_matrix: Addends | None,
+    alpha: Coefficient,
+    beta: Coefficients,
+    diagonal: Coefficient,
+    symmetrize_output: bool,
+    implementation: str | None,
     *,
-    residual=False,
-):
-    c_matrices, betas = _addends(c_matrix, beta)
-    _check_operands(a_matrix, b_matrix, c_matrices)
-    batch = a_matrix.shape[:-2]
-    accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
-    coefficients = tuple(jnp.asarray(x, accumulator) for x in (alpha, diagonal, *betas))
-    names = ("alpha", "diagonal", *("beta" for _ in betas))
-    for name, value in zip(names, coefficients, strict=True):
-        if value.shape not in ((), batch):
-            raise ValueError(
-                f"{name} must be a scalar or have the batch shape {batch} of a_matrix, got shape"
-                f" {value.shape}"
-            )
+    residual: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Computes what `syrkx` documents, with B = A where `b_matrix` is None.
+
+    Returns:
+        The product, followed by its residual if `residual`.
+    """
+    c_matrices, betas = _addends_and_betas(c_matrix, beta)
+    _check_syrkx_operands(a_matrix, b_matrix, c_matrices)
+    coefficients = _checked_coefficients(a_matrix, alpha, diagonal, betas)
     if implementation is None:
         implementation, _ = select_implementation(
             a_matrix, addend=bool(c_matrices), symmetrize_output=symmetrize_output
@@ -152,7 +153,9 @@ def _syrkx(
     )
 
 
-def _addends(c_matrix, beta):
+def _addends_and_betas(
+    c_matrix: Addends | None, beta: Coefficients
+) -> tuple[tuple[jax.Array, ...], tuple[Coefficient, ...]]:
     """Returns the tuples of all C and all β."""
     if c_matrix is None:
         if not (isinstance(beta, int | float) and beta == 0):
@@ -161,7 +164,7 @@ def _addends(c_matrix, beta):
             )
         return (), ()
     if not isinstance(c_matrix, tuple):
-        return (c_matrix,), (beta,)
+        return (c_matrix,), (beta,)  # pyright: ignore[reportReturnType] (a tuple is taken as an array)
     if not isinstance(beta, tuple) or len(beta) != len(c_matrix):
         raise ValueError(
             f"c_matrix is a tuple of {len(c_matrix)} matrices: beta must be one of as many"
@@ -170,7 +173,10 @@ def _addends(c_matrix, beta):
     return c_matrix, beta
 
 
-def _check_operands(a_matrix, b_matrix, c_matrices):
+def _check_syrkx_operands(
+    a_matrix: jax.Array, b_matrix: jax.Array | None, c_matrices: tuple[jax.Array, ...]
+) -> None:
+    """Raises ValueError where shapes or dtypes do not fit together."""
     if a_matrix.ndim < 2 or not jnp.issubdtype(a_matrix.dtype, jnp.inexact):
         raise ValueError(
             "a_matrix must have a float dtype and shape (..., m, n), got"
@@ -186,3 +192,24 @@ def _check_operands(a_matrix, b_matrix, c_matrices):
                 f" {a_matrix.dtype}{list(a_matrix.shape)}; got"
                 f" {operand.dtype}{list(operand.shape)}"
             )
+
+
+def _checked_coefficients(
+    a_matrix: jax.Array, alpha: Coefficient, diagonal: Coefficient, betas: tuple[Coefficient, ...]
+) -> tuple[jax.Array, ...]:
+    """Returns (alpha, diagonal, *betas) in the dtype in which products of A accumulate.
+
+    Raises:
+        ValueError: a coefficient is neither a scalar nor of the batch's shape.
+    """
+    batch = a_matrix.shape[:-2]
+    accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
+    coefficients = tuple(jnp.asarray(x, accumulator) for x in (alpha, diagonal, *betas))
+    names = ("alpha", "diagonal", *("beta" for _ in betas))
+    for name, value in zip(names, coefficients, strict=True):
+        if value.shape not in ((), batch):
+            raise ValueError(
+                f"{name} must be a scalar or have the batch shape {batch} of a_matrix, got shape"
+                f" {value.shape}"
+            )
+    return coefficients

@@ -1,6 +1,6 @@
-"""The measured times of the symmetric product, by device: `tuned/*.json`.
+"""Measured times of the symmetric product, one table a device: `tuned/*.json`.
 
-`python -m muon_jax.benchmarks tune` writes such a table for the GPU that it runs on.
+`python -m muon_jax.benchmarks tune` writes the table of the GPU that it runs on.
 """
 
 import functools
@@ -18,16 +18,18 @@ def table_path(device_kind: str) -> Path:
 
 
 def lookup(shape: tuple[int, ...], *, addend: bool) -> dict[str, float] | None:
-    """Returns the times in µs for 16-bit stacks `(batch, m, n)` on this device, by name.
+    """Looks up the times measured on this device for 16-bit stacks `(batch, m, n)`.
 
-    Names are those of the implementations, with the config where there are several. None where the
-    shape or the device was not measured.
+    Returns:
+        Microseconds by name, or None where the device or the shape was not measured. A name is an
+        implementation's, followed by the config or the option that was measured.
     """
     return _table(_device.kind()).get((*shape, addend))
 
 
 @functools.cache
-def _table(device_kind: str) -> dict[tuple, dict[str, float]]:
+def _table(device_kind: str) -> dict[tuple[int | bool, ...], dict[str, float]]:
+    """Returns the times of a device by `(batch, m, n, addend)`; empty without a file."""
     path = table_path(device_kind)
     if not path.exists():
         return {}

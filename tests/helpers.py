@@ -1,6 +1,6 @@
 """Inputs, float64 oracles and error measures that several tests share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import jax
@@ -12,13 +12,14 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from muon_jax import scale_by_muon
 from pallas_kernels import _device, syrk, syrk_with_residual, syrkx
-from pallas_kernels._mosaic_gpu import config as _mosaic_gpu_config
-from pallas_kernels._mosaic_gpu import syrkx as _pallas_mosaic_gpu
-from pallas_kernels._triton import syrkx as _pallas_triton
+from pallas_kernels._mosaic_gpu.config import MosaicSyrkxConfig
+from pallas_kernels._mosaic_gpu.syrkx import syrkx as mosaic_gpu_syrkx
+from pallas_kernels._triton.config import TritonSyrkxConfig
+from pallas_kernels._triton.syrkx import syrkx as triton_syrkx
 
 # Small enough for interpret mode to be quick, and several tiles in every direction.
-INTERPRETED = _pallas_triton.Config(tile=32, tile_k=16, num_warps=4, num_stages=3)
-INTERPRETED_MOSAIC = _mosaic_gpu_config.Config(tile_m=64, tile_n=64, num_stages=2)
+INTERPRETED = TritonSyrkxConfig(tile=32, tile_k=16, num_warps=4, num_stages=3)
+INTERPRETED_MOSAIC = MosaicSyrkxConfig(tile_m=64, tile_n=64, num_stages=2)
 
 GPUS = {
     "A100": AbstractDevice("NVIDIA A100", 108, "gpu"),
@@ -28,6 +29,14 @@ GPUS = {
 }
 
 
+slow = pytest.mark.slow
+
+
+def mostly_slow(cases: Iterable, quick: Container) -> list:
+    """Cases of `parametrize`, of which all but the quick ones are marked slow."""
+    return [case if case in quick else pytest.param(case, marks=slow) for case in cases]
+
+
 def described_gpu(name: str):
     """A context in which functions are traced and lowered for a GPU that is not there."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=GPUS[name]))
@@ -35,10 +44,9 @@ def described_gpu(name: str):
 
 def random_tree(shapes: dict[str, tuple[int, ...]], seed: int, dtype=jnp.float32):
     """Standard normal arrays of these shapes, by name."""
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
     return {
-        name: jax.random.normal(key, shape, dtype)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        name: jnp.asarray(np.random.default_rng([seed, i]).standard_normal(shape), dtype)
+        for i, (name, shape) in enumerate(shapes.items())
     }
 
 
@@ -90,7 +98,7 @@ def _interpreted(
 
 def interpreted_triton(*operands, config=INTERPRETED, **kwargs):
     """`syrkx(implementation="triton")`, run by the interpreter on the CPU."""
-    return _interpreted(_pallas_triton.syrkx, *operands, config=config, interpret=True, **kwargs)
+    return _interpreted(triton_syrkx, *operands, config=config, interpret=True, **kwargs)
 
 
 def interpreted_mosaic(
@@ -98,7 +106,7 @@ def interpreted_mosaic(
 ):
     """`syrkx(implementation="mosaic_gpu")`, run by the interpreter on the CPU."""
     return _interpreted(
-        _pallas_mosaic_gpu.syrkx,
+        mosaic_gpu_syrkx,
         *operands,
         config=config,
         num_programs=num_programs,
@@ -148,10 +156,16 @@ MARKS = {
 each_implementation = pytest.mark.parametrize(
     "implementation", [pytest.param(name, marks=MARKS.get(name, [])) for name in IMPLEMENTATIONS]
 )
+# An interpreter computes in float16 as it does in bfloat16.
 each_implementation_and_dtype = pytest.mark.parametrize(
     ("implementation", "dtype"),
     [
-        pytest.param(name, dtype, marks=MARKS.get(name, []), id=f"{name}-{dtype.__name__}")
+        pytest.param(
+            name,
+            dtype,
+            marks=[slow] if "interpreted" in name and dtype == jnp.float16 else MARKS.get(name, []),
+            id=f"{name}-{dtype.__name__}",
+        )
         for name in IMPLEMENTATIONS
         for dtype in DTYPES[name]
     ],
@@ -165,7 +179,8 @@ def integers(rng: np.random.Generator, shape: tuple[int, ...], dtype) -> jax.Arr
 
 def symmetric(x: jax.Array) -> jax.Array:
     """The lower triangle of `x`, mirrored."""
-    return jnp.tril(x) + jnp.tril(x, -1).mT
+    lower = np.asarray(x)
+    return jnp.asarray(np.tril(lower) + np.tril(lower, -1).mT)
 
 
 def exact_syrkx(

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import muon_jax._iteration.passes
 import pallas_kernels
 from muon_jax import newton_schulz
-from muon_jax._iteration import packed as _words
+from muon_jax._iteration import packed, quintic
 from muon_jax._iteration.published import NAMED
 
 STANDARD = NAMED["standard"][0]
@@ -49,7 +48,7 @@ def run(monkeypatch):
             def syrk(a, c=None, *, symmetrize_output, implementation, **coefficients):
                 return interpreted(a, None, c, **coefficients)
 
-            monkeypatch.setattr(muon_jax._iteration, "syrk", syrk)
+            monkeypatch.setattr(quintic, "syrk", syrk)
             return newton_schulz.__wrapped__(x, *args, **kwargs)
         return newton_schulz(x, *args, implementation=implementation, **kwargs)
 
@@ -373,10 +372,10 @@ def test_a_transpose_and_the_iteration_compile_together(shape):
     np.testing.assert_array_equal(jax.jit(lambda x: newton_schulz(x.T))(x), newton_schulz(x.T))
 
 
-def test_only_kernels_take_words(monkeypatch):
+def test_only_kernels_takepacked(monkeypatch):
     """They have no derivative."""
-    elementwise, used = _words.elementwise, []
-    monkeypatch.setattr(_words, "elementwise", lambda *args: used.append(1) or elementwise(*args))
+    elementwise, used = packed.elementwise, []
+    monkeypatch.setattr(packed, "elementwise", lambda *args: used.append(1) or elementwise(*args))
     x = jnp.ones((512, 1024), jnp.bfloat16)
     with helpers.described_gpu("H200"):
         for implementation in ("mosaic_gpu", "triton", None):

@@ -4,9 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-
-import jax
-import jax.numpy as jnp
+from typing import Any
 
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan
 from muon_jax._iteration.grouping import even
@@ -15,7 +13,6 @@ from muon_jax._iteration.grouping import even
 def deal(
     leaves: Sequence[Leaf],
     mesh: Mapping[str, int],
-    wires: Sequence[jax.typing.DTypeLike],
     max_bucket_bytes: int,
     stays: Callable[[Bucket], bool],
 ) -> Plan:
@@ -24,18 +21,17 @@ def deal(
     Args:
         leaves: the parameters, placed.
         mesh: sizes of the mesh's axes, in its order.
-        wires: the dtype in which each is exchanged.
         max_bucket_bytes: the most that a device sends at once; a single unit may be larger.
         stays: whether the units of a bucket, which are all of one kind, stay in pieces.
     """
     local, groups = [], {}
-    for item, wire in zip(leaves, wires, strict=True):
-        axes = tuple((axis, size) for axis, size in mesh.items() if axis in sum(item.axes, ()))
+    for leaf in leaves:
+        axes = tuple((axis, size) for axis, size in mesh.items() if axis in sum(leaf.axes, ()))
         if axes:
-            kinds = groups.setdefault((axes, jnp.dtype(wire), item.varying), {})
-            kinds.setdefault(item.kind, []).append(item)
+            kinds = groups.setdefault((axes, leaf.wire, leaf.varying), {})
+            kinds.setdefault(leaf.kind, []).append(leaf)
         else:
-            local.append(item)
+            local.append(leaf)
     buckets, grams = [], []
     for (axes, dtype, _), kinds in groups.items():
         owners, moved = math.prod(size for _, size in axes), []
@@ -52,7 +48,7 @@ def deal(
 
 
 def _chunks(kinds: Sequence[Sequence[Leaf]], owners: int) -> list[Chunk]:
-    """Each kind as one chunk, its remainder on the owners after those of the last kind's."""
+    """Each kind as one chunk; its units begin on the owner after the last kind's last unit."""
     chunks, first = [], 0
     for leaves in kinds:
         leaves = sorted(leaves, key=lambda leaf: leaf.layout)
@@ -63,7 +59,7 @@ def _chunks(kinds: Sequence[Sequence[Leaf]], owners: int) -> list[Chunk]:
 
 
 def _slice(chunk: Chunk, first_slot: int, last_slot: int, owners: int) -> Chunk:
-    """The slots [first_slot, last_slot) of a chunk. All of them full need no rotation."""
+    """The slots [first_slot, last_slot) of a chunk. Slots that are all full need no rotation."""
     start, stop = first_slot * owners, min(last_slot * owners, chunk.count)
     parts, begin = [], 0
     for leaf, low, high in chunk.parts:
@@ -76,9 +72,9 @@ def _slice(chunk: Chunk, first_slot: int, last_slot: int, owners: int) -> Chunk:
 
 
 def _cut(kinds: Sequence[Bucket], limit: int) -> list[Bucket]:
-    """Cuts buckets of a kind each into such of at most `limit` bytes, and unites small ones.
+    """Cuts buckets of one kind each into buckets of at most `limit` bytes, and unites small ones.
 
-    What the first and the last bucket hold is on the wire while nothing is computed: they hold at
+    Nothing is computed while the first and the last bucket are on the wire. So these two hold at
     most a quarter of the limit, of one kind.
     """
     small = limit // 4
@@ -91,9 +87,9 @@ def _cut(kinds: Sequence[Bucket], limit: int) -> list[Bucket]:
 
 
 def _parts(kind: Bucket, limit: int, kinds: Sequence[Bucket]) -> list[Bucket]:
-    """Cuts a kind in `even` parts of at most `limit` bytes, but at least a slot."""
+    """Cuts a kind in `even` parts of at most `limit` bytes, each of at least a slot."""
 
-    def rows(kind):
+    def rows(kind: Bucket) -> tuple[Any, ...]:
         return kind.dtype, [shape[:2] for shape in kind.chunks[0].parts[0][0].matrices]
 
     (chunk,) = kind.chunks

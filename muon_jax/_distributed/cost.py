@@ -6,13 +6,17 @@ from typing import NamedTuple
 
 from muon_jax._iteration.cost import Products
 
-# Of four H200s on NVLink, bytes per µs and µs, from the time of one update in which 302 MB a device
-# were exchanged.
+# Bytes per µs, and the µs of a launch. Measured on four H200s with NVLink, from the time of one
+# update in which each device exchanged 302 MB.
 _EXCHANGE_BYTES, _EXCHANGE_LAUNCH = 250e3, 20.0
 
 
 def exchange_microseconds(num_bytes: float) -> float:
-    """Returns a model's time for a collective among H200s of one host, per device's bytes sent."""
+    """Returns a model's time for a collective among H200s of one host.
+
+    Args:
+        num_bytes: what each device sends.
+    """
     return _EXCHANGE_LAUNCH + num_bytes / _EXCHANGE_BYTES
 
 
@@ -29,17 +33,24 @@ class Estimate(NamedTuple):
 
     @property
     def microseconds(self) -> float:
-        """Of products and collectives, one after the other."""
+        """The time of products and collectives, one after the other."""
         return self.compute + sum(map(exchange_microseconds, self.sent))
 
 
 def by_owners(products: Products, shape: tuple[int, int], owners: int, itemsize: int) -> Estimate:
-    """Returns the cost of at most one (m, n) matrix for each owner, which comes and goes whole."""
+    """Returns the cost of at most one (m, n) matrix for each owner, exchanged whole.
+
+    Args:
+        products: of the form that the matrices are orthogonalized in.
+        shape: `(m, n)`.
+        owners: the number of devices.
+        itemsize: of the dtype on the wire.
+    """
     sent = math.prod(shape) * itemsize * (1 - 1 / owners)
     return Estimate(products.microseconds(shape), (sent, sent))
 
 
-def in_pieces(
+def cost_in_pieces(
     products: Products,
     shape: tuple[int, int, int],
     owners: int,
@@ -48,15 +59,17 @@ def in_pieces(
 ) -> Estimate:
     """Returns the cost of the gram form on pieces of matrices, `shape` being (count, m, n).
 
-    Each device makes the products with X on n/owners columns, and those on XXᵀ for one matrix. A
-    single Gram matrix is summed for all devices, several are for their owners, whose Q all need.
+    - Each device makes the products with X on n/owners columns, and the products on XXᵀ for one
+      matrix.
+    - A single Gram matrix is summed for all devices.
+    - Several Gram matrices are summed for their owners, and all devices need the owners' Q.
 
     Args:
         products: of the gram form.
         shape: `(count, m, n)`, count ≤ owners.
         owners: the number of devices.
         itemsize: of the products' dtype.
-        cuts: `(k, c)`, k of the matrices, which are cut in c parts along their short axis.
+        cuts: pairs `(k, c)`: k of the matrices are cut in c parts along their short axis.
     """
     count, m, n = shape
     with_x = products._replace(squares=0, mixed=0)

@@ -1,44 +1,108 @@
 """Matrices that stay in pieces: wide ones, and fewer than the devices that share them.
 
 With one owner each, most devices would wait while a few multiply. In the gram form little of the
-work is on whole matrices: with the columns of X divided among the devices, X = (X₁ X₂ …),
+work is on whole matrices. With the columns of X sharded over the devices, X = (X₁ X₂ …),
 
-    G = XXᵀ = Σᵢ XᵢXᵢᵀ  ->  Q, the steps on G  ->  QX = (QX₁ QX₂ …),
+    G = XXᵀ = Σᵢ XᵢXᵢᵀ  ->  Q, the steps on G  ->  QX = (QX₁ QX₂ …).
 
-all that is exchanged is G, summed, and Q, once and again for each restart of `_gram` or segment of
-`_composed`. Where rows are divided as well, or instead, an all-to-all makes that a finer division
-of the columns, and one at the end takes it back. The order of rows and columns does not matter: G
-and Q follow that of the rows, whatever it is.
+The devices exchange G, summed, and Q: once, and again for each restart of the gram form or further
+step of a composed schedule. Where rows are sharded as well, or instead, one all-to-all turns that
+into a finer sharding of the columns, and one at the end takes it back. The order of rows and
+columns does not matter: G and Q follow the order of the rows, whatever it is.
 """
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from muon_jax._distributed.cost import Estimate, in_pieces
-from muon_jax._distributed.pieces import Pieces
+from muon_jax._distributed.cost import Estimate, cost_in_pieces
 from muon_jax._distributed.plan import Bucket, Leaf
-from muon_jax._iteration.form import Form, choose, gram_form
+from muon_jax._iteration.form import Form
+from muon_jax._iteration.iteration import Iteration
 from muon_jax._iteration.normalization import largest_entries
-from muon_jax._iteration.passes import iterate, scale_down, split, transposed
-from muon_jax._iteration.recipes import resolve_recipe
+from muon_jax._iteration.operand import WholeMatrices
+from muon_jax._iteration.passes import scale_down, split, transposed
 from muon_jax._matrices.axes import MatrixAxes, from_matrices, matrix_axes, to_matrices
 from muon_jax._matrices.views import MuonDimensionNumbers
 
 
-def form(leaf: Leaf, keywords: Mapping[str, Any]) -> Form | str:
-    """Returns the form for the leaf's matrices in pieces, or why they cannot stay so.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatricesInPieces(WholeMatrices):
+    """Matrices of which each of several devices has some columns.
 
-    Args:
-        leaf: the parameter.
-        keywords: as for `_form.of`.
+    | matrices                                  | who iterates on the Gram matrix              |
+    | ----------------------------------------- | -------------------------------------------- |
+    | one                                       | all devices, alike                           |
+    | several, at most as many as devices       | of each its owner alone                      |
+
+    Of several matrices, each device sums a part of the rows of all Gram matrices, and sends it to
+    the owners. Sums are in float32. In 16 bits they are over pieces with what the rounding of the
+    pieces left. The order of a sum is the network's.
+
+    Attributes:
+        axes: the mesh axes that the devices are along.
+        owners: how many devices.
+        count: how many matrices.
     """
-    if not isinstance(leaf.view, MuonDimensionNumbers):
-        return f"its view, {leaf.view}, is of matrices that are parts of an axis"
-    return gram_form(leaf.dtype, **keywords)
+
+    axes: tuple[str, ...]
+    owners: int
+    count: int
+
+    def gram(
+        self,
+        x: jax.Array,
+        alpha: float | jax.Array = 1.0,
+        *,
+        residual: bool = False,
+        symmetrize_output: bool = True,
+    ) -> tuple[jax.Array, ...]:
+        """Returns `WholeMatrices.gram` of the owned matrix alone; symmetric in any case."""
+        del symmetrize_output
+        is_half = jnp.finfo(x.dtype).bits == 16
+        parts = super().gram(x, alpha, residual=is_half, symmetrize_output=False)
+        total = sum(part.astype(jnp.promote_types(x.dtype, jnp.float32)) for part in parts)
+        if self.count == 1:
+            total = jax.lax.psum(total, self.axes)
+        else:
+            m = x.shape[-2]
+            total = jnp.pad(total, [(0, 0), (0, -m % self.owners), (0, 0)])
+            rows = jax.lax.psum_scatter(total, self.axes, scatter_dimension=1, tiled=True)
+            rows = jnp.pad(rows, [(0, self.owners - self.count), (0, 0), (0, 0)])
+            total = jax.lax.all_to_all(rows, self.axes, 0, 1, tiled=True)[:, :m]
+        # The two halves were summed in different orders. The lower half counts.
+        total = jnp.tril(total) + jnp.tril(total, -1).mT.conj()
+        rounded = total.astype(x.dtype)
+        if not residual:
+            return (rounded,)
+        rounded = jax.lax.optimization_barrier(rounded)  # XLA would subtract the unrounded total
+        return rounded, (total - rounded).astype(x.dtype)
+
+    def spread(self, q: jax.Array) -> jax.Array:
+        """Returns the Q of all matrices, from their owners."""
+        if self.count == 1:
+            return q
+        m = q.shape[-2]
+        q = jnp.pad(q, [(0, 0), (0, -m % self.owners), (0, 0)])
+        rows = jax.lax.all_to_all(q, self.axes, 1, 0, tiled=True)[: self.count]
+        return jax.lax.all_gather(rows, self.axes, axis=1, tiled=True)[:, :m]
+
+    def own(self, values: jax.Array) -> jax.Array:
+        """Returns the value for the owned matrix, of values for all matrices; 0 without one."""
+        if self.count == 1:
+            return values
+        padded = jnp.pad(values, (0, self.owners - self.count))
+        return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(self.axes), 1)
+
+
+def why_not_in_pieces(leaf: Leaf) -> str | None:
+    """Returns why the view of a leaf keeps its matrices from staying in pieces, or None."""
+    if isinstance(leaf.view, MuonDimensionNumbers):
+        return None
+    return f"its view, {leaf.view}, is of matrices that are parts of an axis"
 
 
 def estimate(bucket: Bucket, form: Form) -> Estimate:
@@ -46,7 +110,7 @@ def estimate(bucket: Bucket, form: Form) -> Estimate:
     (chunk,) = bucket.chunks
     _, m, n = chunk.parts[0][0].matrices[0]
     mesh = dict(bucket.axes)
-    return in_pieces(
+    return cost_in_pieces(
         form.products,
         (chunk.count, m, n),
         bucket.owners,
@@ -59,69 +123,57 @@ def estimate(bucket: Bucket, form: Form) -> Estimate:
 
 
 def run_in_pieces(
-    buckets: Sequence[Bucket], shards: Sequence[jax.Array], keywords: Mapping[str, Any]
+    buckets: Sequence[Bucket], shards: Sequence[jax.Array], iteration: Iteration
 ) -> dict[int, jax.Array]:
     """Returns the results for these matrices in pieces, by the index of their parameter.
 
     Args:
         buckets: `Plan.grams`, whose mesh axes must be manual.
         shards: the local part of each parameter.
-        keywords: of `orthogonalize`.
+        iteration: with which the plan was made.
     """
     leaves, results = {}, {}
     for bucket in buckets:
-        done = _orthogonalize(bucket, shards, **keywords)
+        done = _orthogonalize_pieces(bucket, shards, iteration)
         for (leaf, _, _), x in zip(bucket.chunks[0].parts, done, strict=True):
             leaves[leaf.index] = leaf
             results.setdefault(leaf.index, []).append(x)
     return {
-        i: from_matrices(jnp.concatenate(results[i]), _axes(leaf), shards[i].shape)
+        i: from_matrices(jnp.concatenate(results[i]), _axes_of_leaf(leaf), shards[i].shape)
         for i, leaf in leaves.items()
     }
 
 
-def _orthogonalize(
-    bucket,
-    shards,
-    *,
-    ns_coeffs,
-    ns_steps,
-    eps,
-    eps_mode,
-    dtype,
-    preconditioning,
-    method,
-    implementation,
-):
-    """As `orthogonalize`, for the pieces of a bucket: (unit, rows, columns) for each part."""
-    del method
+def _orthogonalize_pieces(
+    bucket: Bucket, shards: Sequence[jax.Array], iteration: Iteration
+) -> list[jax.Array]:
+    """Returns the pieces of the polar factors: `(unit, rows, columns)` for each part."""
     (chunk,) = bucket.chunks
     leaves = [leaf for leaf, _, _ in chunk.parts]
     stacks = [
-        to_matrices(shards[leaf.index], _axes(leaf))[start:stop]
+        to_matrices(shards[leaf.index], _axes_of_leaf(leaf))[start:stop]
         for leaf, start, stop in chunk.parts
     ]
-    _, m, n = leaves[0].matrices[0]
-    recipe = resolve_recipe(ns_coeffs, ns_steps, preconditioning)
-    form = choose(recipe, "gram", preconditioning, dtype, (m, n), stacks[0].dtype)
-    held = Pieces(
-        implementation=implementation,
+    form, n = leaves[0].form_in_pieces, leaves[0].matrices[0][2]
+    assert isinstance(form, Form)
+    operand = MatricesInPieces(
+        implementation=form.implementation,
         axes=tuple(name for name, _ in bucket.axes),
         owners=bucket.owners,
         count=chunk.count,
     )
-    # Without a derivative: it decides a power of two alone.
-    largest = jax.lax.pmax(jax.lax.stop_gradient(largest_entries(stacks)), held.axes)
-    scaled, scale = scale_down(stacks, largest, n, form.dtype, held)
+    # The largest entry decides a power of two alone, and needs no derivative.
+    largest = jax.lax.pmax(jax.lax.stop_gradient(largest_entries(stacks)), operand.axes)
+    scaled, scale = scale_down(stacks, largest, n, form.dtype, operand)
     x = jnp.concatenate([*map(_with_whole_rows, scaled, leaves)])
-    x = iterate(x, recipe, "gram", eps, eps_mode, held.own(scale), preconditioning, n, held)
-    done = map(_as_before, split(x, stacks), leaves, stacks)
+    x = iteration.iterate(x, form, operand.own(scale), n, operand)
+    done = map(_with_rows_of, split(x, stacks), leaves, stacks)
     return [x.astype(given.dtype) for x, given in zip(done, stacks, strict=True)]
 
 
-def _with_whole_rows(x, leaf):
-    """Pieces (unit, m, columns) of the wide matrices, of pieces of any other kind."""
-    x = transposed(x) if _is_tall(leaf) else x
+def _with_whole_rows(x: jax.Array, leaf: Leaf) -> jax.Array:
+    """The pieces `(unit, m, columns)` of wide matrices, from pieces that any axes shard."""
+    x = transposed(x) if _has_tall_matrices(leaf) else x
     names = _short_axes(leaf)
     if not names:
         return x
@@ -129,24 +181,26 @@ def _with_whole_rows(x, leaf):
     return jax.lax.all_to_all(x, names, 2, 1, tiled=True)
 
 
-def _as_before(x, leaf, given):
+def _with_rows_of(x: jax.Array, leaf: Leaf, given: jax.Array) -> jax.Array:
     """The inverse of `_with_whole_rows`, in the shape of `given`."""
     names = _short_axes(leaf)
     x = jax.lax.all_to_all(x, names, 1, 2, tiled=True) if names else x
-    return (x.mT if _is_tall(leaf) else x)[:, : given.shape[1], : given.shape[2]]
+    return (x.mT if _has_tall_matrices(leaf) else x)[:, : given.shape[1], : given.shape[2]]
 
 
 def _short_axes(leaf: Leaf) -> tuple[str, ...]:
-    """The mesh axes that divide the rows of the wide matrices."""
-    axes = _axes(leaf)
-    short = axes.output if _is_tall(leaf) else axes.reduction
+    """The mesh axes that shard the rows of the wide matrices."""
+    axes = _axes_of_leaf(leaf)
+    short = axes.output if _has_tall_matrices(leaf) else axes.reduction
     return sum((leaf.axes[i] for i in short), ())
 
 
-def _is_tall(leaf):
+def _has_tall_matrices(leaf: Leaf) -> bool:
     ((_, rows, cols),) = leaf.stacks
     return rows > cols
 
 
-def _axes(leaf) -> MatrixAxes:
-    return matrix_axes(len(leaf.whole), leaf.view)
+def _axes_of_leaf(leaf: Leaf) -> MatrixAxes:
+    view = leaf.view
+    assert isinstance(view, MuonDimensionNumbers)
+    return matrix_axes(len(leaf.parameter_shape), view)

@@ -1,195 +1,130 @@
-"""All matrices of a tree, orthogonalized as whole ones, wherever their shards are.
-
-Where the sharding is known, a `shard_map` runs the plan. Under automatic mesh axes the plan is made
-when the compiler asks how to partition the operation (`custom_partitioning`). Inside the caller's
-own `shard_map` it runs as it is.
-"""
+"""All matrices of a tree, orthogonalized as whole matrices, wherever their shards are."""
 
 import dataclasses
-import functools
-import itertools
-import math
-import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.experimental.custom_partitioning import (
-    ArrayMapping,
-    SdyShardingRule,
-    custom_partitioning,
-)
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
-from muon_jax._distributed import sharding as _sharding
-from muon_jax._distributed import sources as _sources
+from muon_jax._distributed.automatic import Planned, run_when_partitioned
 from muon_jax._distributed.exchange import run_plan
 from muon_jax._distributed.on_shards import by_device
-from muon_jax._distributed.planning import forms_of, make, units_of
+from muon_jax._distributed.plan import Leaf
+from muon_jax._distributed.planning import Limits, make_plan, units_of
+from muon_jax._distributed.sharding import Placed, Shardings, locate
 from muon_jax._iteration.grouping import map_by_shape
-from muon_jax._matrices.views import Views, stacked, stacks_of_tree
+from muon_jax._iteration.iteration import Iteration
+from muon_jax._matrices.views import Views, stacked_view, stacks_of_tree
 
 
 def map_matrices(
-    function: functools.partial,
-    views: Views,
-    tree: Any,
-    shardings: _sharding.Shardings,
-    max_group_bytes: int | None,
-    distributed_gram: bool | None,
+    iteration: Iteration, views: Views, tree: Any, shardings: Shardings, limits: Limits
 ) -> Any:
-    """Returns the tree with `function` applied to all matrices.
+    """Returns the tree with `iteration` applied to all matrices.
+
+    | mesh axes | who knows the shardings      | where the plan runs                           |
+    | --------- | ---------------------------- | --------------------------------------------- |
+    | none      | nothing is sharded           | there is no plan                              |
+    | manual    | `shardings`                  | here: arrays are shards                       |
+    | explicit  | the types, or `shardings`    | in a shard_map                                |
+    | automatic | the compiler                 | in an operation that the compiler partitions  |
 
     Args:
-        function: `orthogonalize` with keywords, of which some may be arrays.
-        views: which matrices, as for `_views.of_leaves`.
+        iteration: the iteration, whose leaves may be traced.
+        views: which matrices, as for `views_of_leaves`.
         tree: the arrays.
         shardings: as for `scale_by_muon`.
-        max_group_bytes: as for `map_by_shape`, and of buckets; None for the defaults.
-        distributed_gram: as for `scale_by_muon`.
+        limits: of groups and exchanges.
 
     Raises:
-        ValueError: the sharding is not known, or does not fit the parameters, or no matrix can be
-            left in pieces as `distributed_gram` says.
+        ValueError: the sharding is not known, or does not fit the parameters, or no matrix can
+            stay in pieces as `distributed_gram` says.
         NotImplementedError: some mesh axes are manual, others are not.
     """
-    limits = (max_group_bytes, distributed_gram)
-    mesh, kind, specs, whole = _sharding.locate(tree, shardings)
-    if kind is None:
-
-        def of_whole(tree):
-            stacks, unflatten = stacks_of_tree(views, tree)
-            return unflatten(map_by_shape(function, stacks, max_group_bytes))
-
-        return by_device(of_whole, tree)
+    place = locate(tree, shardings)
+    if place.kind is None:
+        return _map_unsharded(iteration, views, tree, limits)
     leaves, treedef = jax.tree.flatten(tree)
-    if not all(x.size for x in leaves):
-        full = treedef.unflatten(x if x.size else None for x in leaves)
-        done = iter(jax.tree.leaves(map_matrices(function, views, full, shardings, *limits)))
-        return treedef.unflatten(next(done) if x.size else x for x in leaves)
-    units = units_of(views, whole)
-    forms = [forms_of(leaf, function.keywords) for leaf in units]
-    arrays, bind = _arrays_of(function)
+    is_empty = [not x.size for x in leaves]
+    if any(is_empty):  # arrays without elements are results already
+        place = _without_empty(place, is_empty)
+    full = [x for x, empty in zip(leaves, is_empty, strict=True) if not empty]
+    results = iter(_map_sharded(iteration, views, full, place, limits) if full else [])
+    return treedef.unflatten(
+        x if empty else next(results) for x, empty in zip(leaves, is_empty, strict=True)
+    )
 
-    def planned(specs, mesh):
-        """The function of shards and arrays that runs the plan."""
-        plan = make(units, specs, mesh, forms, *limits)
-        return lambda shards, arrays: run_plan(plan, shards, bind(arrays), max_group_bytes)
 
-    if kind == AxisType.Manual:
-        units = [
-            dataclasses.replace(unit, varying=jax.typeof(x).manual_axis_type.varying)
-            for unit, x in zip(units, leaves, strict=True)
-        ]
-        results = planned(specs, mesh.shape)(leaves, arrays)
-    elif kind == AxisType.Explicit:
+def _map_unsharded(iteration: Iteration, views: Views, tree: Any, limits: Limits) -> Any:
+    def of_whole(tree: Any) -> Any:
+        stacks, unflatten = stacks_of_tree(views, tree)
+        return unflatten(map_by_shape(iteration, stacks, limits.max_group_bytes))
+
+    return by_device(of_whole, tree)
+
+
+def _without_empty(place: Placed, is_empty: Sequence[bool]) -> Placed:
+    """The same place of a tree in which None stands for arrays without elements."""
+    wholes, treedef = jax.tree.flatten(place.whole)
+    pairs = [*zip(wholes, is_empty, strict=True)]
+    whole = treedef.unflatten(None if empty else x for x, empty in pairs)
+    specs = [s for s, empty in zip(place.specs, is_empty, strict=False) if not empty]
+    return place._replace(specs=specs, whole=whole)
+
+
+def _map_sharded(
+    iteration: Iteration,
+    views: Views,
+    leaves: Sequence[jax.Array],
+    place: Placed,
+    limits: Limits,
+) -> list[jax.Array]:
+    """The results for these leaves, of `place.whole`, none of them empty."""
+    units = units_of(views, place.whole, iteration)
+    arrays, bind = _arrays_of(iteration)
+
+    def planned(specs: Sequence[PartitionSpec], mesh: Mapping[str, int]) -> Planned:
+        plan = make_plan(units, specs, mesh, limits)
+
+        def run(shards: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+            return run_plan(plan, shards, bind(arrays), limits.max_group_bytes)
+
+        return run
+
+    if place.kind == AxisType.Manual:
+        units = [_varying_like(unit, x) for unit, x in zip(units, leaves, strict=True)]
+        return planned(place.specs, place.mesh.shape)(leaves, arrays)
+    if place.kind == AxisType.Explicit:
         run = jax.shard_map(
-            planned(specs, mesh.shape),
-            mesh=mesh,
-            in_specs=(specs, PartitionSpec()),
-            out_specs=specs,
+            planned(place.specs, place.mesh.shape),
+            mesh=place.mesh,
+            in_specs=(place.specs, PartitionSpec()),
+            out_specs=place.specs,
             check_vma=False,
         )
-        results = jax.jit(run)(leaves, arrays)
-    else:
-        static = bind([None] * len(arrays)).keywords
-        # By this alone JAX's cache of compiled programs may know the operation.
-        precision = jax.config.jax_default_matmul_precision
-        settings = repr((_sources.digest(), precision, static, units, limits))
+        return jax.jit(run)(leaves, arrays)
 
-        def of_stacks(leaves, arrays):
-            views = treedef.unflatten(stacked(unit.view) for unit in units)
-            stacks = treedef.unflatten(leaves)
-            # Not the views as they stand: a tree may be callable.
-            results = map_matrices(bind(arrays), lambda _: views, stacks, None, *limits)
-            return jax.tree.leaves(results)
+    def of_stacks(stacks: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        views = [stacked_view(unit.view) for unit in units]
+        return map_matrices(bind(arrays), lambda _: views, [*stacks], None, limits)
 
-        results = _when_partitioned(planned, of_stacks, leaves, arrays, settings)
-    return treedef.unflatten(results)
+    settings = repr((bind([None] * len(arrays)), units, limits))
+    return run_when_partitioned(planned, of_stacks, leaves, arrays, settings)
 
 
-def _arrays_of(function):
-    """The arrays among the keywords of a partial, and what makes the partial of them again."""
-    leaves, treedef = jax.tree.flatten(function.keywords)
+def _varying_like(unit: Leaf, x: jax.Array) -> Leaf:
+    """The unit with the mesh axes along which the caller's shard_map knows that `x` differs."""
+    return dataclasses.replace(unit, varying=jax.typeof(x).manual_axis_type.varying)
+
+
+def _arrays_of(iteration: Iteration) -> tuple[list[jax.Array], Any]:
+    """The arrays in an iteration, and a function of arrays that gives the iteration with them."""
+    leaves, treedef = jax.tree.flatten(iteration)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
-    def bind(arrays):
+    def bind(arrays: Sequence[Any]) -> Iteration:
         values = dict(zip(where, arrays, strict=True))
-        merged = [values.get(i, leaf) for i, leaf in enumerate(leaves)]
-        return functools.partial(function.func, **treedef.unflatten(merged))
+        return treedef.unflatten(values.get(i, leaf) for i, leaf in enumerate(leaves))
 
     return [leaves[i] for i in where], bind
-
-
-def _when_partitioned(planned, of_stacks, leaves, arrays, settings):
-    """Runs the plan that is made for the shardings that the compiler has arrived at.
-
-    Under `vmap` it is the plan for `of_stacks`, or, where `arrays` are mapped, one run after the
-    other. `settings` become an operand: they decide what is compiled, and JAX's cache of compiled
-    programs knows operations of this kind by their operands alone.
-    """
-
-    @custom_partitioning
-    def operation(leaves, arrays, _):
-        return planned([PartitionSpec()] * len(leaves), {})(leaves, arrays)
-
-    def partition(mesh, operands, results):
-        del results
-        leaves, arrays, _ = operands
-        shardings = [NamedSharding(mesh, _even(x, mesh)) for x in leaves]
-        replicated = NamedSharding(mesh, PartitionSpec())
-        run = planned([s.spec for s in shardings], mesh.shape)
-
-        def of_shards(leaves, arrays, _):
-            in_force = jax.sharding.get_abstract_mesh()  # its explicit axes would be in all types
-            types = dict.fromkeys(in_force.axis_names, AxisType.Auto)
-            with jax.sharding.use_abstract_mesh(in_force.update_axis_types(types)):
-                return run(leaves, arrays)
-
-        return mesh, of_shards, shardings, (shardings, [replicated] * len(arrays), replicated)
-
-    def rule(mesh, operands, results):
-        """Each result is sharded like its leaf, whatever the others."""
-        del mesh
-        names = (f"i{i}" for i in itertools.count())
-        mappings = [ArrayMapping(*itertools.islice(names, len(x.shape))) for x in operands]
-        return SdyShardingRule(tuple(mappings), tuple(mappings[: len(results)]))
-
-    operation.def_partition(partition, sharding_rule=rule)
-    digest = np.uint32(zlib.crc32(settings.encode()))
-    run = jax.custom_batching.custom_vmap(operation)
-
-    @run.def_vmap
-    def _(axis_size, in_batched, leaves, arrays, digest):
-        mapped_leaves, mapped_arrays, _ = in_batched
-        if any(mapped_arrays):
-            in_axes = jax.tree.map(lambda mapped: 0 if mapped else None, tuple(in_batched))
-            sequential = jax.custom_batching.sequential_vmap(operation)
-            results = jax.vmap(sequential, in_axes)(leaves, arrays, digest)
-        else:
-            stacks = [
-                x if mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
-                for x, mapped in zip(leaves, mapped_leaves, strict=True)
-            ]
-            results = of_stacks(stacks, arrays)
-        return results, [True] * len(results)
-
-    return jax.jit(run)(leaves, arrays, digest)
-
-
-def _even(x, mesh):
-    """The spec of an operand, without the mesh axes that would cut it unevenly."""
-    if x.sharding.is_fully_replicated:  # and of no mesh, perhaps, where no argument is on one
-        return PartitionSpec()
-    if not isinstance(x.sharding, NamedSharding):
-        raise ValueError(
-            f"the mesh that a parameter of shape {x.shape} is sharded over, {x.sharding}, cannot be"
-            " known, as no argument of the program is on it: pass shardings=, or put one there"
-        )
-
-    def cuts(entry):
-        return math.prod(mesh.shape[name] for name in _sharding.names(entry))
-
-    entries = zip(x.sharding.spec, x.shape, strict=True)
-    return PartitionSpec(*(None if size % cuts(entry) else entry for entry, size in entries))

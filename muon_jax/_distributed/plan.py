@@ -1,15 +1,19 @@
-"""Where sharded matrices are orthogonalized: a pure function of shapes, views, specs and the mesh.
+"""Who orthogonalizes what: plans, as data.
 
-A *unit* is one element of the batch axes of a parameter, with all of its matrices. Mesh axes on
-batch axes leave units whole: each device orthogonalizes its own. Mesh axes D on the other axes of a
-parameter cut its units in pieces. The O devices along D then own the units in turn,
+A *unit* is one element of the batch axes of a parameter, with all of its matrices.
 
-    unit q  ->  owner (first + q) mod O,  slot q div O,
+-   Mesh axes on batch axes leave units whole: each device orthogonalizes its own.
+-   Mesh axes D on the other axes of a parameter cut its units in pieces. The O devices along D then
+    own the units in turn,
 
-each of them at most ⌈N/O⌉ of N units of a kind (equal matrices, whatever their layout), and `first`
-goes on from kind to kind, so that remainders are spread. All kinds with equal D share one exchange,
-in buckets bounded in bytes, so that one bucket is on the wire while another is computed. Kinds that
-are better left in pieces (`_distributed_gram`) go by themselves, at most O units at a time.
+        unit q  ->  owner (first + q) mod O,  slot q div O,
+
+    at most ⌈N/O⌉ of the N units of a kind. Units of a kind have equal matrices, whatever their
+    layout. `first` goes on from kind to kind, so that remainders are spread.
+-   All kinds with equal D share one exchange. Exchanges are cut into buckets bounded in bytes, so
+    that one bucket is on the wire while another is computed.
+-   Kinds that are better left in pieces (`in_pieces`) have buckets of their own, of at most O
+    units.
 """
 
 import dataclasses
@@ -21,9 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax._distributed import sharding as _sharding
+from muon_jax._distributed.sharding import mesh_axes_by_dim
+from muon_jax._iteration.form import Form
 from muon_jax._matrices.views import View, batch_axes, shapes_of_stacks
-from muon_jax._trees import naming
+from muon_jax._trees import errors_naming
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,27 +38,34 @@ class Leaf:
     Attributes:
         index: in the list of parameters.
         name: of the parameter, for messages.
-        whole, dtype: its shape, and the dtype of its elements.
+        parameter_shape: of the whole parameter.
+        dtype: of its elements.
         shape: of a unit, with all axes of the parameter: batch axes have size 1.
         batch: the batch axes.
-        view: what its matrices are.
+        view: where its matrices are.
         stacks: shapes `(batch, rows, cols)` of the matrices of a unit.
-        axes: for each axis of a unit the mesh axes, of size 2 or more, that split it.
+        axes: for each axis of a unit the mesh axes, of size 2 or more, that shard it.
         units: how many there are on each device.
         varying: the mesh axes along which the caller's `shard_map` knows that its values differ.
+        wire: the dtype in which units are exchanged whole.
+        forms: in which each matrix of a unit is orthogonalized whole.
+        form_in_pieces: in which matrices in pieces are orthogonalized, or why they cannot be.
     """
 
     index: int
     name: str
-    whole: tuple[int, ...]
+    parameter_shape: tuple[int, ...]
     dtype: np.dtype
     shape: tuple[int, ...]
     batch: tuple[int, ...]
     view: View
     stacks: tuple[tuple[int, int, int], ...]
+    wire: np.dtype
     axes: tuple[tuple[str, ...], ...] = ()
     units: int = 0
     varying: frozenset[str] = frozenset()
+    forms: tuple[Form, ...] = ()
+    form_in_pieces: Form | str = "no form was chosen"
 
     @property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
@@ -148,35 +160,39 @@ class Plan:
     grams: tuple[Bucket, ...] = ()
 
 
-def leaf(index: int, name: str, x: jax.ShapeDtypeStruct, view: View) -> Leaf:
-    """Returns parameter number `index`, of that whole shape, on no mesh yet.
+def leaf_of(index: int, name: str, x: jax.ShapeDtypeStruct, view: View) -> Leaf:
+    """Returns parameter number `index`, of that whole shape, on no mesh yet and without forms.
 
     Raises:
         ValueError: the view does not fit.
     """
-    with naming(name, x.shape):
+    with errors_naming(name, x.shape):
         batch = batch_axes(view, len(x.shape))
         shape = tuple(1 if i in batch else size for i, size in enumerate(x.shape))
         unit = jax.ShapeDtypeStruct(shape, x.dtype)
         stacks = shapes_of_stacks(unit, view)
-    shapes = tuple(stack.shape for stack in stacks)
-    return Leaf(index, name, x.shape, jnp.dtype(x.dtype), shape, batch, view, shapes)
+    shapes, dtype = tuple(stack.shape for stack in stacks), jnp.dtype(x.dtype)
+    return Leaf(index, name, x.shape, dtype, shape, batch, view, shapes, wire=dtype)
 
 
 def placed(leaf: Leaf, spec: jax.sharding.PartitionSpec, mesh: Mapping[str, int]) -> Leaf:
     """Returns the parameter, sharded over a mesh of these axes.
 
     Raises:
-        ValueError: `spec` has an axis that the mesh lacks, one twice, or one that does not fit.
+        ValueError: `spec` has an axis that the mesh lacks, an axis twice, or an axis that does not
+            fit.
     """
-    with naming(leaf.name, leaf.whole):
-        entries = _sharding.entries(spec, len(leaf.whole), mesh)
+    with errors_naming(leaf.name, leaf.parameter_shape):
+        entries = mesh_axes_by_dim(spec, len(leaf.parameter_shape), mesh)
         axes = [tuple(axis for axis in entry if mesh[axis] > 1) for entry in entries]
         cuts = [math.prod(mesh[axis] for axis in entry) for entry in axes]
-        if any(size % cut for size, cut in zip(leaf.whole, cuts, strict=True)):
-            raise ValueError(f"{spec} does not divide it evenly on the mesh {dict(mesh)}")
+        if any(size % cut for size, cut in zip(leaf.parameter_shape, cuts, strict=True)):
+            raise ValueError(
+                f"{spec} does not divide it evenly on the mesh {dict(mesh)}: pass a spec whose mesh"
+                " axes divide each size"
+            )
     return dataclasses.replace(
         leaf,
         axes=tuple(() if i in leaf.batch else entry for i, entry in enumerate(axes)),
-        units=math.prod(leaf.whole[i] // cuts[i] for i in leaf.batch),
+        units=math.prod(leaf.parameter_shape[i] // cuts[i] for i in leaf.batch),
     )

@@ -1,5 +1,6 @@
-"""From parameters to a plan: the forms that matrices can have, and which of them stay in pieces."""
+"""From parameters to a plan: the forms of their matrices, and which of them stay in pieces."""
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,92 +9,100 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from muon_jax._distributed import in_pieces as _distributed_gram
-from muon_jax._distributed import plan as _placement
 from muon_jax._distributed.buckets import deal
 from muon_jax._distributed.cost import by_owners
-from muon_jax._distributed.sharding import axes_of
-from muon_jax._iteration.form import Form, of
+from muon_jax._distributed.in_pieces import estimate, why_not_in_pieces
+from muon_jax._distributed.plan import Bucket, Leaf, Plan, leaf_of, placed
+from muon_jax._distributed.sharding import axes_of_spec
+from muon_jax._iteration.form import Form
+from muon_jax._iteration.iteration import Iteration
 from muon_jax._matrices.views import Views, views_of_leaves
 
-# The most that a device sends at once, in bytes: large enough for matrices that fill a GPU, small
-# enough that exchange and computation of different buckets overlap.
+# The largest number of bytes that a device sends at once. Matrices of this size fill a GPU, and the
+# exchange of one bucket overlaps with the computation of another.
 MAX_BUCKET_BYTES = 2**28
 
 
-def units_of(views: Views, tree: Any) -> list[_placement.Leaf]:
-    """Returns the leaves of `tree`, whole arrays or shapes of them, for plans.
+class Limits(NamedTuple):
+    """What the caller says of groups and exchanges, as for `scale_by_muon`.
+
+    Attributes:
+        max_group_bytes: of groups and of buckets; None for the defaults.
+        distributed_gram: whether sharded matrices stay in pieces; None for a cost model's choice.
+    """
+
+    max_group_bytes: int | None = None
+    distributed_gram: bool | None = None
+
+
+def units_of(views: Views, tree: Any, iteration: Iteration) -> list[Leaf]:
+    """Returns the leaves of `tree` for plans, with the forms of their matrices.
+
+    Args:
+        views: as for `views_of_leaves`.
+        tree: whole arrays, or shapes of them.
+        iteration: that will run on the matrices.
 
     Raises:
         ValueError: a leaf has no view, or one that does not fit.
     """
     pairs = zip(views_of_leaves(views, tree), jax.tree.leaves(tree), strict=True)
-    return [_placement.leaf(i, name, x, view) for i, ((name, view), x) in enumerate(pairs)]
+    leaves = [leaf_of(i, name, x, view) for i, ((name, view), x) in enumerate(pairs)]
+    return [_with_forms(leaf, iteration) for leaf in leaves]
 
 
-class Forms(NamedTuple):
-    """In which forms the matrices of a leaf can be orthogonalized.
+def _with_forms(leaf: Leaf, iteration: Iteration) -> Leaf:
+    """The leaf with its forms.
 
-    Attributes:
-        wire: the dtype in which they are exchanged whole: that of 16 bits in which the iteration
-            multiplies float32 matrices; for all others their own.
-        whole: of each matrix of a unit.
-        in_pieces: or why they cannot stay in pieces.
+    Float32 matrices that the iteration multiplies in 16 bits are exchanged in those 16 bits. All
+    others are exchanged in their own dtype.
     """
-
-    wire: jnp.dtype
-    whole: list[Form]
-    in_pieces: Form | str
-
-
-def forms_of(leaf: _placement.Leaf, keywords: Mapping[str, Any]) -> Forms:
-    """Returns the forms of `newton_schulz`, with these keywords, for a leaf's matrices."""
-    others = ("eps", "eps_mode", "implementation")
-    keywords = {k: v for k, v in keywords.items() if k not in others}
-    whole = [of(shape[1:], leaf.dtype, **keywords) for shape in leaf.matrices]
-    dtypes = {form.dtype for form in whole}
+    forms = tuple(iteration.form((m, n), leaf.dtype) for _, m, n in leaf.matrices)
+    dtypes = {form.dtype for form in forms}
     is_half = len(dtypes) == 1 and jnp.finfo(*dtypes).bits == 16
-    wire = dtypes.pop() if is_half and leaf.dtype == jnp.float32 else leaf.dtype
-    return Forms(wire, whole, _distributed_gram.form(leaf, keywords))
+    return dataclasses.replace(
+        leaf,
+        wire=jnp.dtype(dtypes.pop() if is_half and leaf.dtype == jnp.float32 else leaf.dtype),
+        forms=forms,
+        form_in_pieces=why_not_in_pieces(leaf) or iteration.form_in_pieces(leaf.dtype),
+    )
 
 
-def make(
-    units: Sequence[_placement.Leaf],
-    specs: Sequence[PartitionSpec],
-    mesh: Mapping[str, int],
-    forms: Sequence[Forms],
-    max_group_bytes: int | None,
-    distributed_gram: bool | None,
-) -> _placement.Plan:
-    """Returns the plan for parameters with these specs and forms.
+def make_plan(
+    units: Sequence[Leaf], specs: Sequence[PartitionSpec], mesh: Mapping[str, int], limits: Limits
+) -> Plan:
+    """Returns the plan for parameters with these specs.
+
+    | `distributed_gram` | a kind of sharded matrices stays in pieces where              |
+    | ------------------ | ------------------------------------------------------------- |
+    | False              | never                                                         |
+    | True               | it can                                                        |
+    | None               | it can, no device has a replica, and a model finds it faster  |
+
+    Args:
+        units: the parameters.
+        specs: of each parameter.
+        mesh: sizes of the mesh's axes, in its order.
+        limits: as the caller says.
 
     Raises:
-        ValueError: no sharded matrix can be left in pieces, as `distributed_gram` says.
+        ValueError: no sharded matrix can stay in pieces, as `distributed_gram=True` asks.
     """
 
-    def leaves_of(*buckets):
-        chunks = itertools.chain.from_iterable(bucket.chunks for bucket in buckets)
-        return [leaf for chunk in chunks for leaf, _, _ in chunk.parts]
-
-    def reasons(*buckets):
-        """Which parameters in the buckets cannot stay in pieces, and why."""
-        found = ((leaf.name, forms[leaf.index].in_pieces) for leaf in leaves_of(*buckets))
-        return [(name, reason) for name, reason in found if isinstance(reason, str)]
-
-    def stays(bucket):
-        if distributed_gram is False or reasons(bucket):
+    def stays(bucket: Bucket) -> bool:
+        if limits.distributed_gram is False or _hindrances(bucket):
             return False
-        return bool(distributed_gram) or (
-            not any(_is_replicated(specs[leaf.index], mesh) for leaf in leaves_of(bucket))
-            and _is_faster_in_pieces(bucket, forms)
+        return bool(limits.distributed_gram) or (
+            not any(_is_replicated(specs[leaf.index], mesh) for leaf in _leaves_of(bucket))
+            and _is_faster_in_pieces(bucket)
         )
 
-    placed = [_placement.placed(leaf, spec, mesh) for leaf, spec in zip(units, specs, strict=True)]
-    limit = MAX_BUCKET_BYTES if max_group_bytes is None else min(max_group_bytes, MAX_BUCKET_BYTES)
-    wires = [form.wire for form in forms]
-    plan = deal(placed, mesh, wires, limit, stays)
-    if distributed_gram and plan.buckets and not plan.grams:
-        name, reason = reasons(*plan.buckets)[0]
+    leaves = [placed(leaf, spec, mesh) for leaf, spec in zip(units, specs, strict=True)]
+    most = limits.max_group_bytes
+    bucket_bytes = MAX_BUCKET_BYTES if most is None else min(most, MAX_BUCKET_BYTES)
+    plan = deal(leaves, mesh, bucket_bytes, stays)
+    if limits.distributed_gram and plan.buckets and not plan.grams:
+        name, reason = next(itertools.chain.from_iterable(map(_hindrances, plan.buckets)))
         raise ValueError(
             f"distributed_gram=True, but no sharded matrix can stay in pieces; the parameter"
             f" {name}: {reason}. Pass distributed_gram=None"
@@ -101,21 +110,33 @@ def make(
     return plan
 
 
+def _leaves_of(bucket: Bucket) -> list[Leaf]:
+    return [leaf for chunk in bucket.chunks for leaf, _, _ in chunk.parts]
+
+
+def _hindrances(bucket: Bucket) -> list[tuple[str, str]]:
+    """The parameters of the bucket that cannot stay in pieces, by name, and why."""
+    found = ((leaf.name, leaf.form_in_pieces) for leaf in _leaves_of(bucket))
+    return [(name, reason) for name, reason in found if isinstance(reason, str)]
+
+
 def _is_replicated(spec: PartitionSpec, mesh: Mapping[str, int]) -> bool:
-    """Returns whether devices have the same shard: then each makes its own of equal updates.
+    """Whether several devices have the same shard.
 
-    Sums over a network may differ between them by rounding, and the replicas drift apart.
+    Each of them makes its own of equal updates. Sums over a network may differ between them by
+    rounding, and the replicas drift apart.
     """
-    divided = {*axes_of(spec)}
-    return any(size > 1 and name not in divided for name, size in mesh.items())
+    sharded = {*axes_of_spec(spec)}
+    return any(size > 1 and name not in sharded for name, size in mesh.items())
 
 
-def _is_faster_in_pieces(bucket, forms):
+def _is_faster_in_pieces(bucket: Bucket) -> bool:
     """Whether matrices, fewer than the devices, are orthogonalized faster in pieces than whole."""
     (chunk,) = bucket.chunks
     if chunk.count >= bucket.owners:
         return False
     leaf = chunk.parts[0][0]
-    ((_, m, n),), (_, (form,), in_pieces) = leaf.matrices, forms[leaf.index]
+    ((_, m, n),), (form,) = leaf.matrices, leaf.forms
     whole = by_owners(form.products, (m, n), bucket.owners, bucket.dtype.itemsize)
-    return _distributed_gram.estimate(bucket, in_pieces).microseconds < whole.microseconds
+    assert isinstance(leaf.form_in_pieces, Form)
+    return estimate(bucket, leaf.form_in_pieces).microseconds < whole.microseconds

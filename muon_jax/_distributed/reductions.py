@@ -1,6 +1,6 @@
 """Matrices in the layout of their parameter: reductions over its axes, wherever its shards are.
 
-Stacks (`_views.to_stacks`) merge axes, and XLA gathers those that are sharded. Reductions that keep
+Stacks (`to_stacks`) merge axes, and XLA gathers merged axes that are sharded. Reductions that keep
 the axes leave every shard where it is.
 """
 
@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from muon_jax._distributed import sharding as _sharding
+from muon_jax._distributed.sharding import Shardings, locate, mesh_axes_by_dim
 from muon_jax._matrices.axes import MatrixAxes, matrix_axes
 from muon_jax._matrices.views import Split, Unfold, View, Views, views_of_leaves
 from muon_jax._numerics import norm_of_any_size
-from muon_jax._trees import naming
+from muon_jax._trees import errors_naming
 
 
 class Axis(NamedTuple):
@@ -24,8 +24,8 @@ class Axis(NamedTuple):
 
     Attributes:
         size: of the whole array.
-        pieces: into which it is divided; 1 where only XLA knows.
-        mesh_axes: in a shard_map those along which the pieces are.
+        pieces: how many it is sharded into; 1 where only XLA knows.
+        mesh_axes: in a shard_map the mesh axes that it is sharded over.
     """
 
     size: int
@@ -37,7 +37,7 @@ class Matrices(NamedTuple):
     """An array whose axes are those of matrices and of a batch of them.
 
     Attributes:
-        array: or its local part, in a shard_map.
+        array: the array; in a shard_map its local part.
         axes: the batch, reduction and output axes.
         layout: of each axis.
     """
@@ -48,7 +48,7 @@ class Matrices(NamedTuple):
 
     @property
     def sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The axes of the shorter and of the longer side; those of rows first if equally long."""
+        """The axes of the shorter side, then of the longer side; of equal sides rows come first."""
         _, rows, cols = self.axes
         return (cols, rows) if self.size(rows) > self.size(cols) else (rows, cols)
 
@@ -57,27 +57,36 @@ class Matrices(NamedTuple):
         return math.prod(self.layout[axis].size for axis in axes)
 
     def sum(self, x: jax.Array, axes: Sequence[int]) -> jax.Array:
-        """Σx along these axes, which keep the size 1; x is divided like the array."""
+        """Returns Σx along these axes, which keep the size 1; x is sharded like the array."""
         return self._of_shards(jax.lax.psum, jnp.sum(x, axes, keepdims=True), axes)
 
     def largest(self, x: jax.Array) -> jax.Array:
-        """max |X| of each matrix of such an x, its axes kept."""
+        """Returns max |X| of each matrix of an x sharded like the array, its axes kept."""
         axes = self.axes.reduction + self.axes.output
         shards = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0)
         return self._of_shards(jax.lax.pmax, shards, axes)
 
     def norm(self, x: jax.Array) -> jax.Array:
-        """‖X‖_F of each matrix of such an x, its axes kept, of entries of any size."""
+        """Returns ‖X‖_F of each matrix of an x sharded like the array, its axes kept.
+
+        Entries may have any size.
+        """
         axes = self.axes.reduction + self.axes.output
         return norm_of_any_size(x, self.largest, lambda x: self.sum(x, axes))
 
-    def _of_shards(self, collective, x, axes):
+    def _of_shards(
+        self,
+        collective: Callable[[jax.Array, tuple[str, ...]], jax.Array],
+        x: jax.Array,
+        axes: Sequence[int],
+    ) -> jax.Array:
+        """The collective of what each shard's reduction along these axes gave."""
         mesh_axes = sum((self.layout[axis].mesh_axes for axis in axes), ())
         return collective(x, mesh_axes) if mesh_axes else x
 
 
 def stack(matrices: Sequence[Matrices]) -> Matrices:
-    """Returns those of arrays of equal layout as one array, along a first batch axis."""
+    """Returns the matrices of arrays of equal layout as one array, along a first batch axis."""
     _, (batch, rows, cols), layout = matrices[0]
     after = [tuple(axis + 1 for axis in axes) for axes in (batch, rows, cols)]
     array = jnp.stack([x.array for x in matrices])
@@ -85,50 +94,60 @@ def stack(matrices: Sequence[Matrices]) -> Matrices:
 
 
 def matrices_of_tree(
-    views: Views, tree: Any, shardings: _sharding.Shardings = None
+    views: Views, tree: Any, shardings: Shardings = None
 ) -> tuple[list[list[Matrices]], Callable[[Iterable[jax.Array]], Any]]:
-    """Returns the matrices of each leaf, by parts, and what makes the tree of arrays like theirs.
+    """Returns the matrices of each leaf, and a function back to the tree.
+
+    The matrices of a leaf are a list with one entry for each part of its view. The function takes
+    arrays in the same order, each of the shape of its matrices.
+
+    Args:
+        views: as for `views_of_leaves`.
+        tree: arrays, or in a shard_map their local parts.
+        shardings: as for `scale_by_muon`.
 
     Raises:
-        ValueError: a leaf has no view, or one that does not fit, or the sharding is not known, or
-            does not fit.
-        NotImplementedError: a view takes apart an axis at other places than its sharding does, or
-            some mesh axes are manual, others are not.
+        ValueError: a leaf has no view, or a view that does not fit; or the sharding is not known,
+            or does not fit.
+        NotImplementedError: a view takes an axis apart elsewhere than its sharding does, or some
+            mesh axes are manual, others are not.
     """
-    mesh, _, specs, whole_tree = _sharding.locate(tree, shardings)
+    mesh, _, specs, whole = locate(tree, shardings)
     leaves, treedef = jax.tree.flatten(tree)
     is_local = AxisType.Manual in mesh.axis_types and shardings is not None
     if not is_local:  # along automatic axes XLA takes any view
         specs = [jax.typeof(x).sharding.spec for x in leaves]
-    wholes, viewed = jax.tree.leaves(whole_tree), views_of_leaves(views, whole_tree)
+    wholes, viewed = jax.tree.leaves(whole), views_of_leaves(views, whole)
     found, joins = [], []
-    for x, (name, view), spec, whole in zip(leaves, viewed, specs, wholes, strict=True):
-        with naming(name, whole.shape):
-            entries = _sharding.entries(spec, x.ndim, mesh.shape)
+    for x, (name, view), spec, shape in zip(leaves, viewed, specs, wholes, strict=True):
+        with errors_naming(name, shape.shape):
+            entries = mesh_axes_by_dim(spec, x.ndim, mesh.shape)
             pieces = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]
             mesh_axes = entries if is_local else [()] * x.ndim
-            matrices, join = _flatten(x, view, (*map(Axis, whole.shape, pieces, mesh_axes),), spec)
+            matrices, join = _matrices_of_array(
+                x, view, (*map(Axis, shape.shape, pieces, mesh_axes),), spec
+            )
         found.append(matrices)
         joins.append(join)
 
-    def unflatten(arrays):
+    def unflatten(arrays: Iterable[jax.Array]) -> Any:
         arrays = iter(arrays)
         return treedef.unflatten([join(arrays) for join in joins])
 
     return found, unflatten
 
 
-def _flatten(
+def _matrices_of_array(
     x: jax.Array, view: View, layout: tuple[Axis, ...], spec: PartitionSpec
 ) -> tuple[list[Matrices], Callable[[Iterator[jax.Array]], jax.Array]]:
-    """The matrices of an array of that layout, and what joins arrays like theirs."""
+    """The matrices of an array of that layout, and a function that joins arrays of their shapes."""
     if not isinstance(view, Split | Unfold):
         return [Matrices(x, matrix_axes(x.ndim, view), layout)], next
 
     shape, i = tuple(axis.size for axis in layout), view.axis % x.ndim
     (*before, axis), after = layout[: i + 1], layout[i + 1 :]
 
-    def require(fits):
+    def require(fits: bool) -> None:
         if not fits:
             raise NotImplementedError(
                 f"{view} takes axis {i} apart where its sharding {spec} does not: shard another"
@@ -144,7 +163,7 @@ def _flatten(
         require(all(new.size % new.pieces == 0 for new in axes))
         local = [new.size // new.pieces if new.mesh_axes else new.size for new in axes]
         unfolded = x.reshape(*x.shape[:i], *local, *x.shape[i + 1 :])
-        matrices, join = _flatten(unfolded, view.view, (*before, *axes, *after), spec)
+        matrices, join = _matrices_of_array(unfolded, view.view, (*before, *axes, *after), spec)
         return matrices, lambda arrays: join(arrays).reshape(x.shape)
 
     found, joins = [], []
@@ -153,15 +172,15 @@ def _flatten(
         require(axis.pieces == 1 or not (axis.mesh_axes or size % axis.pieces))
         array = jax.lax.slice_in_dim(x, part.start, part.stop, axis=i)
         axes = (*before, axis._replace(size=size), *after)
-        matrices, join = _flatten(array, inner, axes, spec)
+        matrices, join = _matrices_of_array(array, inner, axes, spec)
         found += matrices
         joins.append(join)
 
     sharding = jax.typeof(x).sharding
 
-    def concatenate(arrays):
+    def concatenate(arrays: Iterator[jax.Array]) -> jax.Array:
         parts = [join(arrays) for join in joins]
-        if any(sharding.spec):  # of which a part of size 1 may have lost mesh axes of one device
+        if any(sharding.spec):  # a part of size 1 may have lost mesh axes of one device
             parts = [jax.reshard(part, sharding) for part in parts]
         return jnp.concatenate(parts, i)
 

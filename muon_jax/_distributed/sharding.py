@@ -1,21 +1,26 @@
 """What is known of the sharding of parameters while an optimizer is traced.
 
-Explicit mesh axes are part of the arrays' types, and `shardings=` says it for any mesh. Under
-automatic axes only the compiler knows. Inside a `shard_map` arrays are shards, and nothing tells of
-what.
+| mesh axes            | who knows the shardings                                              |
+| -------------------- | -------------------------------------------------------------------- |
+| explicit             | the types of the arrays                                              |
+| automatic            | the compiler alone                                                   |
+| manual (`shard_map`) | nobody: arrays are shards, and nothing tells of which whole          |
+
+`shardings=` states them for any mesh.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax._trees import broadcast
+from muon_jax._trees import broadcast_prefix
 
-# At the leaves PartitionSpec, NamedSharding, or None for a parameter that is not sharded; a prefix
-# of the parameters' tree.
+type Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+# A prefix of the parameters' tree. Its leaves are PartitionSpec, NamedSharding, or None for a
+# parameter that is not sharded.
 type ShardingTree = Any
 type Shardings = ShardingTree | Callable[[Any], ShardingTree] | None
 
@@ -25,34 +30,41 @@ class Placed(NamedTuple):
 
     Attributes:
         mesh: concrete or abstract.
-        kind: of its axes, Explicit where specs are stated; None where nothing is sharded.
-        specs: of the leaves; none under automatic axes.
-        whole: the tree, in a shard_map shapes of the arrays of which it has the shards.
+        kind: of the mesh axes; Explicit where specs are stated; None where nothing is sharded.
+        specs: of the leaves; empty where only the compiler knows them.
+        whole: the tree; in a shard_map shapes of the arrays of which the tree has the shards.
     """
 
-    mesh: Any
+    mesh: Mesh
     kind: AxisType | None
     specs: list[PartitionSpec]
     whole: Any
 
 
-def names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Returns the mesh axes of an entry of a PartitionSpec."""
+def axes_of_entry(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes of an entry of a PartitionSpec: None, a name, or a tuple of names."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
+def axes_of_spec(spec: PartitionSpec) -> tuple[str, ...]:
     """Returns the mesh axes of a PartitionSpec."""
-    return sum(map(names, spec), ())
+    return sum(map(axes_of_entry, spec), ())
 
 
-def entries(spec: PartitionSpec, ndim: int, mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Returns the axes of the mesh that divide each axis of an array of rank `ndim`.
+def spec_of(sharding: PartitionSpec | NamedSharding) -> PartitionSpec:
+    """Returns the PartitionSpec that a sharding is or has."""
+    return sharding.spec if isinstance(sharding, NamedSharding) else sharding
+
+
+def mesh_axes_by_dim(
+    spec: PartitionSpec, ndim: int, mesh: Mapping[str, int]
+) -> list[tuple[str, ...]]:
+    """Returns the mesh axes that each axis of an array of rank `ndim` is sharded over.
 
     Raises:
-        ValueError: `spec` has an axis that the mesh lacks, one twice, or too many entries.
+        ValueError: `spec` has an axis that the mesh lacks, an axis twice, or too many entries.
     """
-    named = axes_of(spec)
+    named = axes_of_spec(spec)
     if len(spec) > ndim or any(axis not in mesh for axis in named):
         raise ValueError(
             f"its sharding {spec} must name axes of the mesh {dict(mesh)} for at most {ndim} axes"
@@ -62,74 +74,82 @@ def entries(spec: PartitionSpec, ndim: int, mesh: Mapping[str, int]) -> list[tup
     return _padded(spec, ndim)
 
 
-def spec_of(sharding: PartitionSpec | NamedSharding) -> PartitionSpec:
-    """Returns the PartitionSpec that a sharding is or has."""
-    return sharding.spec if isinstance(sharding, NamedSharding) else sharding
-
-
 def locate(tree: Any, shardings: Shardings) -> Placed:
     """Returns where the leaves of `tree` are, arrays that are traced or not.
 
+    | mesh axes of size > 1   | `shardings=None`                    | `shardings` stated           |
+    | ----------------------- | ----------------------------------- | ---------------------------- |
+    | none                    | kind None                           | kind None; Auto without a    |
+    |                         |                                     | mesh, where the specs name   |
+    |                         |                                     | axes: the compiler knows     |
+    | automatic               | Auto                                | Explicit, the stated specs   |
+    | explicit                | Explicit, the specs of the types    | Explicit, the stated specs   |
+    | automatic and explicit  | ValueError                          | Explicit, the stated specs   |
+    | manual                  | ValueError                          | Manual, the stated specs     |
+    | manual and others       | NotImplementedError                 | NotImplementedError          |
+
     Raises:
-        ValueError: that cannot be known, or `shardings` does not fit.
+        ValueError: the sharding cannot be known, or `shardings` does not fit.
         NotImplementedError: some mesh axes are manual, others are not.
     """
     leaves = jax.tree.leaves(tree)
-    stated = None if shardings is None else shardings_of_leaves(shardings, tree)
-    mesh = _mesh(leaves)
+    specs = None if shardings is None else [*map(spec_of, shardings_of_leaves(shardings, tree))]
+    mesh = mesh_of(leaves)
     pairs = [*zip(mesh.axis_names, mesh.axis_types, strict=True)]
     types = {name: kind for name, kind in pairs if mesh.shape[name] > 1} if leaves else {}
     kinds = [kind for kind in AxisType if kind in types.values()]
-    specs = [*map(spec_of, stated or [])]
-    if stated is not None:
+    if specs is not None:
         _check_types(tree, specs)
     if AxisType.Manual in mesh.axis_types and {*kinds} - {AxisType.Manual}:
         raise NotImplementedError(
             f"in a shard_map over some axes of a mesh, {dict(pairs)}: call the optimizer outside"
             " it, or in a shard_map over all axes"
         )
-    typed = [jax.typeof(x).sharding.spec for x in leaves]
-    if stated is None and kinds == [AxisType.Explicit]:
-        specs = typed
-    elif stated is None and (
-        kinds not in ([], [AxisType.Auto]) or (kinds and any(map(axes_of, typed)))  # of one device
-    ):
+    if specs is None:
+        typed = [jax.typeof(x).sharding.spec for x in leaves]
+        if kinds == [AxisType.Explicit]:
+            return Placed(mesh, AxisType.Explicit, typed, tree)
+        if not kinds:
+            return Placed(mesh, None, [], tree)
+        if kinds == [AxisType.Auto] and not any(map(axes_of_spec, typed)):
+            return Placed(mesh, AxisType.Auto, [], tree)
         raise ValueError(
             f"the sharding of the parameters cannot be known on mesh axes {dict(pairs)}: pass"
             " shardings=, the PartitionSpec of each parameter; PartitionSpec() where devices have"
             " them whole, as under jax.pmap"
         )
-    elif mesh.empty and any(map(axes_of, specs)):
-        kinds, specs = [AxisType.Auto], []  # the compiler knows it, by `jit(in_shardings=…)`
-    elif stated is not None and kinds and kinds != [AxisType.Manual]:
-        kinds = [AxisType.Explicit]
+    if mesh.empty and any(map(axes_of_spec, specs)):  # known by `jit(in_shardings=…)`
+        return Placed(mesh, AxisType.Auto, [], tree)
     if kinds == [AxisType.Manual]:
-        shapes = [_whole(x, spec, mesh.shape) for x, spec in zip(leaves, specs, strict=True)]
-        tree = jax.tree.structure(tree).unflatten(shapes)
-    return Placed(mesh, kinds[0] if kinds else None, specs, tree)
+        shapes = [_shape_of_whole(x, s, mesh.shape) for x, s in zip(leaves, specs, strict=True)]
+        return Placed(mesh, AxisType.Manual, specs, jax.tree.structure(tree).unflatten(shapes))
+    return Placed(mesh, AxisType.Explicit if kinds else None, specs, tree)
 
 
-def whole(tree: Any, shardings: Shardings) -> Any:
-    """Returns `Placed.whole`, outside a shard_map without a need to know the sharding.
+def is_in_shard_map() -> bool:
+    """Returns whether a shard_map is being traced."""
+    return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+
+
+def whole_tree(tree: Any, shardings: Shardings) -> Any:
+    """Returns `Placed.whole`; outside a shard_map the sharding need not be known.
 
     Raises:
         ValueError: the sharding is not known, or does not fit the parameters.
         NotImplementedError: some mesh axes are manual, others are not.
     """
-    if AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
-        return tree
-    return locate(tree, shardings).whole
+    return locate(tree, shardings).whole if is_in_shard_map() else tree
 
 
 def shardings_of_leaves(shardings: Shardings, tree: Any) -> list[PartitionSpec | NamedSharding]:
     """Returns the sharding of each leaf of `tree`.
 
     Raises:
-        ValueError: one is neither a PartitionSpec nor a NamedSharding nor None, or leaves an axis
-            unconstrained.
+        ValueError: a leaf of `shardings` is neither a PartitionSpec nor a NamedSharding nor None,
+            or leaves an axis unconstrained.
     """
 
-    def checked(path, sharding):
+    def checked(path: tuple[Any, ...], sharding: Any) -> PartitionSpec | NamedSharding:
         sharding = PartitionSpec() if sharding is None else sharding
         if not isinstance(sharding, PartitionSpec | NamedSharding):
             raise ValueError(
@@ -139,19 +159,25 @@ def shardings_of_leaves(shardings: Shardings, tree: Any) -> list[PartitionSpec |
         spec = spec_of(sharding)
         if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
             raise ValueError(
-                f"shardings{jax.tree_util.keystr(path)} must say how every axis is divided, got"
-                f" {spec}"
+                f"shardings{jax.tree_util.keystr(path)} must say how every axis is sharded, got"
+                f" {spec}: put None or mesh axes in the place of UNCONSTRAINED"
             )
         return sharding
 
-    def is_sharding(node):
+    def is_sharding(node: Any) -> bool:
         return node is None or isinstance(node, PartitionSpec | NamedSharding)
 
-    return broadcast(checked, shardings, tree, is_sharding)
+    return broadcast_prefix(checked, shardings, tree, is_sharding)
 
 
-def _check_types(tree, specs):
-    """Raises ValueError where a stated spec is another than that in the type of an array."""
+def mesh_of(leaves: Sequence[jax.Array]) -> Mesh:
+    """Returns the mesh of the arrays, or else the mesh in force."""
+    meshes = [jax.typeof(x).sharding.mesh for x in leaves] + [jax.sharding.get_abstract_mesh()]
+    return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+
+
+def _check_types(tree: Any, specs: Sequence[PartitionSpec]) -> None:
+    """Raises ValueError where a stated spec is not the spec in the type of an array."""
     for (path, x), spec in zip(jax.tree.leaves_with_path(tree), specs, strict=True):
         typed = jax.typeof(x).sharding
         of_spec, of_type = (_padded(s, x.ndim)[: x.ndim] for s in (spec, typed.spec))
@@ -162,18 +188,14 @@ def _check_types(tree, specs):
             )
 
 
-def _padded(spec, ndim):
+def _padded(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
     """The mesh axes of each entry, none where the array has more axes than entries."""
-    return [*map(names, spec)] + [()] * (ndim - len(spec))
+    return [*map(axes_of_entry, spec)] + [()] * (ndim - len(spec))
 
 
-def _mesh(leaves):
-    """The mesh of the arrays, else that in force."""
-    meshes = [jax.typeof(x).sharding.mesh for x in leaves] + [jax.sharding.get_abstract_mesh()]
-    return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
-
-
-def _whole(shard, spec, mesh):
+def _shape_of_whole(
+    shard: jax.Array, spec: PartitionSpec, mesh: Mapping[str, int]
+) -> jax.ShapeDtypeStruct:
     """The array of which `shard` is the local part."""
     entries = _padded(spec, len(shard.shape))
     pieces = [math.prod(mesh.get(name, 1) for name in entry) for entry in entries]

@@ -1,28 +1,33 @@
-"""Composed schedules: one to three steps X <- h(XXᵀ)·X of high degree, in place of five quintics.
+"""The fitted composed schedules: one to three steps X <- h(XXᵀ)·X of high degree.
 
-A polynomial h of degree 2ᵏ is evaluated by k symmetric products, squares with a few addends:
+A step costs a Gram matrix, the k products of h, and the application of h. A quintic step costs a
+Gram matrix, one product and the application. On square matrices of size m, in units of one
+symmetric product:
 
-    S₀ = R,   Sⱼ = αⱼ·Sⱼ₋₁² + Σᵢ βⱼᵢ·Sᵢ + δⱼ·I  (some i < j),   h(R) = Sₖ.
+| ns_coeffs            | cost |
+| -------------------- | ---- |
+| "fast"               | 10   |
+| "balanced"           | 12   |
+| "accurate"           | 15   |
+| five quintic steps   | 20   |
 
-So a step costs a Gram matrix, k products and the application of h, where a quintic step costs a
-Gram matrix, one product and the application. On the square matrix of size m, in units of one
-symmetric product, that is 10 for "fast", 12 for "balanced" and 15 for "accurate", against 20 for
-five quintics; on wide matrices the three products with X weigh more, and the schedules save more.
+On wide matrices the three products with X weigh more, and the schedules save more.
 
-The coefficients are ours: fitted jointly by nonlinear least squares in float64, for singular values
-of [l, 1] over the Schatten-4 norm, together with the response to the rounding of every
-intermediate. `python -m muon_jax.benchmarks coefficients` makes them anew. All |Sⱼ| ≤ 2 and
-h ≤ 318 on [0, 1], R < 6 after the first step, so that nothing leaves float16.
+The coefficients are ours. They are fitted jointly by nonlinear least squares in float64, for
+singular values in [l, 1] over the Schatten-4 norm, together with the response to the rounding of
+every intermediate. `python -m muon_jax.benchmarks coefficients` makes them anew. All |Sⱼ| ≤ 2 and
+h ≤ 318 on [0, 1], and R < 6 after the first step, so nothing leaves float16.
 """
 
 from muon_jax._iteration.steps import Product, Schedule, Step
 
-# Each with its degrees, the interval [l, 1] that it was fitted on, its slope at 0 and its maximum.
-# No singular value exceeded 1.34 on 14,000 random spectra (m = 48, condition to
-# 1e9, low rank, clusters, spikes, rows that repeat, have two lengths or are sums of few signs).
-# bfloat16 takes polynomials of its own, less steep at 0, so that its rounding does not grow: with
-# those for float16, 480 of 2016 spectra exceed 1.5 in bfloat16 under "fast", 813 under "balanced",
-# 230 under "accurate".
+# Beside each set: its degrees, the interval [l, 1] that it was fitted on, its slope at 0 and its
+# maximum. No singular value exceeded 1.34 on 14,000 random spectra (m = 48, condition to 1e9, low
+# rank, clusters, spikes, rows that repeat, have two lengths or are sums of few signs).
+#
+# bfloat16 has polynomials of its own, less steep at 0, so that its rounding does not grow. With the
+# polynomials for float16, 480 of 2016 spectra exceed 1.5 in bfloat16 under "fast", 813 under
+# "balanced", 230 under "accurate".
 _FAST = Schedule(  # (128), l = 0.01, slope 91, maximum 1.17
     "fast",
     steps=(

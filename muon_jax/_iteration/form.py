@@ -5,42 +5,58 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from muon_jax._iteration import composed as _composed
-from muon_jax._iteration import gram as _gram
+from muon_jax._iteration.composed import products_of_composed
 from muon_jax._iteration.cost import Products
-from muon_jax._iteration.recipes import NSCoeffs, Quintics, is_traced, resolve_recipe
+from muon_jax._iteration.gram import loses_accuracy, products_of_gram_form
+from muon_jax._iteration.normalization import Preconditioning
+from muon_jax._iteration.recipes import Quintics, Recipe
 from muon_jax._iteration.steps import Schedule
 from pallas_kernels import _device, select_implementation, unsupported_reason
 
 type Method = Literal["standard", "gram"]
 type ProductsDType = jax.typing.DTypeLike | Literal["auto"] | None
 
-
-# The form and the kernels of an optimizer's matrices are those of a stack of so many, however many
-# are grouped: their updates do not depend on the grouping.
+# Inside an optimizer the form and the implementation are chosen once per shape, as if this many
+# matrices were stacked. So an update never depends on its group.
 GROUP = 16
 
 
 class Form(NamedTuple):
-    """How an iteration runs: its method, the dtype of its products, and how many they are."""
+    """How an iteration runs on matrices of one shape.
+
+    Attributes:
+        method: `"standard"`, where every step multiplies with X, or `"gram"`.
+        dtype: of the products.
+        products: how many there are.
+        implementation: of all products; None for the fastest of each product.
+    """
 
     method: Method
     dtype: jnp.dtype
     products: Products
+    implementation: str | None = None
 
 
-def choose(
-    recipe: Quintics | Schedule,
+def fastest_form(
+    recipe: Recipe,
     method: Method | None,
-    preconditioning: str,
+    preconditioning: Preconditioning,
     dtype: ProductsDType,
     wide_shape: tuple[int, ...],
     in_dtype: jnp.dtype,
 ) -> Form:
-    """Returns the form for stacks `(..., m, n)` of `in_dtype`, m ≤ n; None as method: the fastest.
+    """Returns the form for stacks `(..., m, n)` of `in_dtype`, m ≤ n.
+
+    Args:
+        recipe: the steps.
+        method: the form's; None for the fastest by a model of the times.
+        preconditioning: as for `newton_schulz`.
+        dtype: as for `newton_schulz`.
+        wide_shape: of the stack.
+        in_dtype: of the stack.
 
     Raises:
-        ValueError: the method is none, or there is no such form of this recipe, or it is unsafe.
+        ValueError: an unknown method, or one whose form this recipe does not have, or has unsafely.
     """
     names = get_args(Method.__value__)
     if method not in (None, *names):
@@ -48,7 +64,7 @@ def choose(
     offered = []
     candidates: list[Method] = [method] if method else [*names]
     for name in candidates:
-        form = _offer(recipe, name, preconditioning, dtype, in_dtype)
+        form = offered_form(recipe, name, preconditioning, dtype, in_dtype)
         if isinstance(form, Form):
             offered.append(form)
         elif method:
@@ -56,27 +72,31 @@ def choose(
     return min(offered, key=lambda form: form.products.microseconds(wide_shape))
 
 
-def of(
-    shape: tuple[int, ...],
-    in_dtype: jnp.dtype,
-    *,
-    ns_coeffs: NSCoeffs,
-    ns_steps: int | jax.Array,
+def offered_form(
+    recipe: Recipe,
+    method: Method,
+    preconditioning: Preconditioning,
     dtype: ProductsDType,
-    preconditioning: str,
-    method: Method | None,
-) -> Form:
-    """Returns the form in which an optimizer with these arguments runs on `(..., m, n)`."""
-    recipe = resolve_recipe(ns_coeffs, ns_steps, preconditioning)
-    return choose(recipe, method, preconditioning, dtype, (GROUP, *shape[-2:]), in_dtype)
+    in_dtype: jnp.dtype,
+) -> Form | str:
+    """Returns the form of that method, or why the recipe does not have it."""
+    products_dtype = _products_dtype(recipe, method, dtype, in_dtype)
+    reason = None
+    if method == "gram":
+        reason = _no_gram_form(recipe, preconditioning, products_dtype)
+    return reason or Form(method, products_dtype, _products(recipe, method, products_dtype))
 
 
-def implementation_of(shape: tuple[int, int], dtype: jnp.dtype) -> str | None:
-    """Returns what an optimizer multiplies matrices `(m, n)`, m ≤ n, of the products' dtype with.
+def implementation_of_group(shape: tuple[int, int], dtype: jnp.dtype) -> str | None:
+    """Returns the implementation by which an optimizer multiplies matrices `(m, n)`, m ≤ n.
 
-    On Hopper GPUs, in 16 bits, that is one of the kernels, whose products of a matrix are the same
-    in any stack, bit for bit, though XLA, which splits sums, is faster for some very wide matrices.
-    Elsewhere None: the fastest of each product.
+    - On Hopper GPUs, in 16 bits, it is one of the kernels. Their product of a matrix is the same in
+      every stack, bit for bit. XLA, which splits sums, is faster for some very wide matrices.
+    - Elsewhere it is None: the fastest of each product.
+
+    Args:
+        shape: of the matrices.
+        dtype: of the products.
     """
     padded = (size + -size % 64 for size in shape)
     operand = jax.ShapeDtypeStruct((GROUP, *padded), dtype)
@@ -86,60 +106,52 @@ def implementation_of(shape: tuple[int, int], dtype: jnp.dtype) -> str | None:
     return "mosaic_gpu" if chosen == "xla" else chosen
 
 
-def gram_form(
-    in_dtype: jnp.dtype,
-    *,
-    ns_coeffs: NSCoeffs,
-    ns_steps: int | jax.Array,
-    dtype: ProductsDType,
-    preconditioning: str,
-    method: Method | None,
-) -> Form | str:
-    """Returns the gram form of `newton_schulz` with these arguments, or why there is none."""
-    if method == "standard":
-        return "the standard form was asked for, where every step multiplies with X"
-    recipe = resolve_recipe(ns_coeffs, ns_steps, preconditioning)
-    return _offer(recipe, "gram", preconditioning, dtype, in_dtype)
-
-
-def _offer(recipe, method, preconditioning, dtype, in_dtype) -> Form | str:
-    """The form of that method, or why there is none."""
-    dtype = _products_dtype(recipe, method, dtype, in_dtype)
-    reason = _no_gram_form(recipe, preconditioning, dtype) if method == "gram" else None
-    return reason or Form(method, dtype, _products(recipe, method, dtype))
-
-
-def _no_gram_form(recipe, preconditioning, dtype):
-    """Returns why there is no gram form of the iteration in that dtype, or None."""
+def _no_gram_form(recipe: Recipe, preconditioning: Preconditioning, dtype: jnp.dtype) -> str | None:
+    """Returns why the recipe has no gram form in that dtype, or None."""
     if isinstance(recipe, Schedule):
-        return None  # each step has that form, whatever it is called
-    if is_traced(recipe):
+        return None  # a composed schedule has one form, under either name
+    if recipe.traced:
         return "traced coefficients or steps have the standard form only"
     if recipe.diverging:
         return "rounding XXᵀ makes these coefficients diverge"
     if preconditioning == "spectral":
         return "preconditioning='spectral' needs more than the Gram matrix"
-    if _gram.loses_accuracy(recipe, dtype):
+    if loses_accuracy(recipe, dtype):
         return f"these coefficients come so close to 1 that rounding XXᵀ to {dtype} would show"
     return None
 
 
-def _products(recipe, method, dtype) -> Products:
+def _products(recipe: Recipe, method: Method, dtype: jnp.dtype) -> Products:
     if isinstance(recipe, Schedule):
-        return _composed.products(recipe.steps_in(dtype))
+        return products_of_composed(recipe.steps_in(dtype))
     if method == "gram":
-        return _gram.products(recipe, dtype)
-    num_steps = recipe.last - recipe.first
-    return Products(grams=num_steps, squares=num_steps, applications=num_steps)
+        return products_of_gram_form(recipe, dtype)
+    return Products(grams=recipe.num_steps, squares=recipe.num_steps, applications=recipe.num_steps)
 
 
-def _products_dtype(recipe, method, dtype, in_dtype):
-    """The dtype that `dtype` stands for."""
+def _products_dtype(
+    recipe: Recipe, method: Method, dtype: ProductsDType, in_dtype: jnp.dtype
+) -> jnp.dtype:
+    """Returns the dtype of the products.
+
+    | dtype  | of the products                                                      |
+    | ------ | -------------------------------------------------------------------- |
+    | "auto" | float32 for coefficients that rounding makes diverge; else           |
+    |        | bfloat16 for quintic steps in the standard form, and on TPUs, which  |
+    |        | multiply no float16; else float16                                    |
+    | None   | that of the matrices                                                 |
+    | other  | as it says                                                           |
+
+    For complex matrices the dtype is complex64 at least.
+
+    Raises:
+        ValueError: quintic steps in fewer bits than are safe.
+    """
     is_quintic = isinstance(recipe, Quintics)
     diverging = is_quintic and recipe.diverging
     if isinstance(dtype, str) and dtype == "auto":
         dtype = "bfloat16" if is_quintic and method == "standard" else "float16"
-        if _device.platform() == "tpu":  # whose matrix units lack float16
+        if _device.platform() == "tpu":
             dtype = "bfloat16"
         if diverging:
             dtype = "float32"

@@ -1,23 +1,25 @@
-"""Matrices of one shape are orthogonalized together, from whatever parameters they come.
+"""Groups: matrices of one shape are orthogonalized together, whatever parameters they are in.
 
 A model of 24 layers has hundreds of matrices and a handful of shapes. One iteration for each shape,
-on a stack, is hundreds of kernels in place of thousands: less to compile, and small matrices fill
-the device.
+on a stack, is hundreds of kernels in place of thousands: there is less to compile, and small
+matrices fill the device.
 """
 
 import collections
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from muon_jax._iteration.passes import is_tall
 
-# By default, the bytes of the Gram matrices of a group, and of its matrices: what fills a device
-# many times over; more needs more memory, and is no faster. Shapes with as many rows then go in as
-# large groups, whose products of Gram matrices are one program to compile.
+# The default bounds of a group: the bytes of its Gram matrices and the bytes of its matrices. A
+# group of this size fills a device many times over; a larger group needs more memory and is no
+# faster. The first bound gives shapes with equally many rows equally large groups, whose products
+# of Gram matrices are one program to compile.
 GRAM_BYTES, MATRIX_BYTES = 2**28, 2**30
 
 
@@ -26,13 +28,13 @@ def map_by_shape(
     stacks: Sequence[jax.Array],
     max_group_bytes: int | None,
 ) -> list[jax.Array]:
-    """Returns the results of `function` for all stacks, called with those that go together.
+    """Returns the results of `function` for all stacks, called once for each group.
 
     Args:
         function: maps stacks of equal matrices, each matrix by itself.
-        stacks: shapes `(batch, rows, cols)`; matrices with rows and cols exchanged are equal.
-        max_group_bytes: the most that goes together, in bytes, None for `GRAM_BYTES` of Gram
-            matrices and `MATRIX_BYTES`. A stack that is larger goes alone.
+        stacks: shapes `(batch, rows, cols)`. A matrix and one of the transposed shape are equal.
+        max_group_bytes: the largest size of a group in bytes; None for `GRAM_BYTES` of Gram
+            matrices and `MATRIX_BYTES`. A larger stack is a group of its own.
     """
     results: dict[int, jax.Array] = {}
     for group in groups(stacks, max_group_bytes):
@@ -40,32 +42,39 @@ def map_by_shape(
     return [results[i] for i in range(len(stacks))]
 
 
+class _Kind(NamedTuple):
+    """What the matrices of a group have in common.
+
+    Attributes:
+        m, n: their sizes, m ≤ n.
+        others: the name of their dtype, and the mesh axes along which a shard_map knows that their
+            values differ. Values that do not differ stay apart.
+    """
+
+    m: int
+    n: int
+    others: tuple[str, ...]
+
+
 def groups(
     stacks: Sequence[jax.Array | jax.ShapeDtypeStruct], max_group_bytes: int | None
 ) -> list[list[int]]:
-    """Returns the indices of the stacks that go together, those of tall matrices first."""
+    """Returns the indices of the stacks of each group, those of tall matrices first.
 
-    def kind(i):
-        # Where a shard_map tracks which values differ along its axes, those that do not stay apart.
-        varying = jax.typeof(stacks[i]).manual_axis_type.varying
-        return (*sorted(stacks[i].shape[1:]), (stacks[i].dtype.name, *sorted(varying)))
-
-    def limit(m, n, others):
-        gram, matrix = (max(1, m * size * jnp.dtype(others[0]).itemsize) for size in (m, n))
-        if max_group_bytes is None:
-            return max(1, min(GRAM_BYTES // gram, MATRIX_BYTES // matrix))
-        return max(1, max_group_bytes // matrix)
-
-    counts = collections.Counter[tuple]()
-    for i, stack in enumerate(stacks):
-        counts[kind(i)] += stack.shape[0]
+    Args:
+        stacks: as for `map_by_shape`.
+        max_group_bytes: as for `map_by_shape`.
+    """
+    kinds = [_kind_of(stack) for stack in stacks]
+    counts = collections.Counter[_Kind]()
+    for kind, stack in zip(kinds, stacks, strict=True):
+        counts[kind] += stack.shape[0]
     found = []
     tall_first = sorted(range(len(stacks)), key=lambda i: not is_tall(stacks[i]))
-    for (m, n, others), members in itertools.groupby(sorted(tall_first, key=kind), key=kind):
-        most = limit(m, n, others)
-        alike = [c for k, c in counts.items() if (k[0], k[2]) == (m, others) and c > limit(*k)]
-        size = even(counts[m, n, others], most, alike)
-        free = -1  # matrices, in the last group
+    ordered = sorted(tall_first, key=kinds.__getitem__)
+    for kind, members in itertools.groupby(ordered, key=kinds.__getitem__):
+        size = _group_size(kind, counts, max_group_bytes)
+        free = -1  # the number of matrices for which the last group has room
         for i in members:
             if stacks[i].shape[0] > free:
                 found.append([])
@@ -75,11 +84,42 @@ def groups(
     return found
 
 
-def even(count: int, most: int, alike: Sequence[int] = ()) -> int:
-    """Returns the size of the parts that so many matrices are cut in, at most `most`.
+def _kind_of(stack: jax.Array | jax.ShapeDtypeStruct) -> _Kind:
+    varying = jax.typeof(stack).manual_axis_type.varying
+    m, n = sorted(stack.shape[1:])
+    return _Kind(m, n, (stack.dtype.name, *sorted(varying)))
 
-    Every other number of matrices is another program to compile. So parts are equal, for this count
-    and for those that are `alike`, or for this one, unless they would be half of `most` or less.
+
+def _group_size(
+    kind: _Kind, counts: collections.Counter[_Kind], max_group_bytes: int | None
+) -> int:
+    """Returns how many matrices a group of this kind has."""
+    alike = [
+        count
+        for other, count in counts.items()
+        if (other.m, other.others) == (kind.m, kind.others)
+        and count > _largest_group(other, max_group_bytes)
+    ]
+    return even(counts[kind], _largest_group(kind, max_group_bytes), alike)
+
+
+def _largest_group(kind: _Kind, max_group_bytes: int | None) -> int:
+    """Returns how many matrices of this kind are within the bounds, at least 1."""
+    itemsize = jnp.dtype(kind.others[0]).itemsize
+    gram, matrix = (max(1, kind.m * size * itemsize) for size in (kind.m, kind.n))
+    if max_group_bytes is None:
+        return max(1, min(GRAM_BYTES // gram, MATRIX_BYTES // matrix))
+    return max(1, max_group_bytes // matrix)
+
+
+def even(count: int, most: int, alike: Sequence[int] = ()) -> int:
+    """Returns the size of the parts that `count` matrices are cut into, at most `most`.
+
+    Each size of a part is a program to compile. The parts are therefore equal,
+
+    1.  for this count and all counts in `alike`, or else
+    2.  for this count alone, or else, where equal parts would be half of `most` or less,
+    3.  as few as possible, the last one smaller.
     """
     if count <= most:
         return count

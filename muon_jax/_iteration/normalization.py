@@ -1,8 +1,13 @@
-"""What X is divided by: powers of two, norms, row sums."""
+"""What X is divided by: a power of two, then a norm or the row sums of AOL.
 
+Every step costs less than a pass over X, because the norm is read off the first Gram matrix and
+divided out through the coefficients of the first step.
+"""
+
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +15,20 @@ import jax.numpy as jnp
 from muon_jax._numerics import accumulator, over, root, total, wide
 
 type EpsMode = Literal["add", "max"]
+type Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
 
 def largest_entries(stacks: Sequence[jax.Array]) -> jax.Array:
-    """max |X| of each matrix, not finite where X is not; for one stack of its batch's shape.
+    """Returns max |X| of each matrix, not finite where X is not.
 
-    First of each row, which XLA finds while it computes the stack, then of all stacks of as many
-    rows at once.
+    XLA finds the largest entry of each row while it computes the stack. The largest entries of all
+    stacks with equally many rows are then found together.
+
+    Args:
+        stacks: shapes `(batch, m, n)`, or one stack `(..., m, n)`.
+
+    Returns:
+        Shape `(total batch,)`, or `(...)` for one stack; float32 or wider.
     """
     by_row = [jnp.max(jnp.abs(x), axis=-1, initial=0).astype(accumulator(x)) for x in stacks]
     groups = itertools.groupby(by_row, key=lambda x: x.shape[-1])
@@ -25,10 +37,10 @@ def largest_entries(stacks: Sequence[jax.Array]) -> jax.Array:
 
 
 def powers_of_two(largest: jax.Array, exponent: int) -> tuple[jax.Array, jax.Array]:
-    """Two powers of two whose product takes `largest` to between a half and once 2^-exponent.
+    """Returns two powers of two whose product takes `largest` into [2^-exponent / 2, 2^-exponent].
 
-    They are two because the product itself is no normal number for `largest` near the end of its
-    range. NaN where `largest` is not finite.
+    One power would not do: for `largest` near the end of the range it is no normal number. Both are
+    NaN where `largest` is not finite.
     """
     _, k = jnp.frexp(largest)
     k = jnp.maximum(k + exponent, int(jnp.finfo(largest.dtype).minexp))
@@ -36,79 +48,130 @@ def powers_of_two(largest: jax.Array, exponent: int) -> tuple[jax.Array, jax.Arr
     return jnp.ldexp(one, -(k // 2)), jnp.ldexp(one, k // 2 - k)
 
 
-def gram_gain(log2_n: int) -> float:
-    """The power of two for which gain²·XXᵀ has entries up to 2¹⁵, where those of X are n^-¼."""
-    return 2.0 ** ((15 - log2_n) // 2 - (-log2_n // 4))
+def ceil_log2(n: int) -> int:
+    """Returns log₂ n, rounded up."""
+    return (n - 1).bit_length()
 
 
-def inverse_norm(
-    x: jax.Array,
-    gram: jax.Array,
-    eps: float | jax.Array,
-    eps_mode: EpsMode,
-    scale: float | jax.Array,
-    preconditioning: str,
-) -> jax.Array:
-    """1/(norm of X, with eps in it), and 0 for the zero matrix; X is `scale` times the caller's."""
-    if preconditioning == "frobenius":
-        *batch, m, _ = gram.shape
-        diagonal = gram.reshape(*batch, m * m)[..., :: m + 1]  # jnp.diagonal is a kernel of its own
-        norm = root(total(diagonal.real.astype(accumulator(gram))))
-        regularized = regularize(norm, times(eps, scale), eps_mode)
-    elif preconditioning == "schatten":
-        norm = root(total(total(jnp.abs(gram).astype(accumulator(gram)) ** 2)))
-        regularized = root(jnp.maximum(norm, times(times(eps, scale), scale)))
-    else:
-        norm = jnp.linalg.norm(wide(x), ord=2, axis=(-2, -1))
-        regularized = regularize(norm, times(eps, scale), eps_mode)
-    return over(jnp.where(norm == 0, 0, 1), regularized)
+def gram_gain(n: int) -> float:
+    """Returns the power of two for which gain²·XXᵀ has entries up to 2¹⁵.
 
-
-def normalize(
-    x: jax.Array,
-    gram: jax.Array,
-    gain: float,
-    eps: float | jax.Array,
-    eps_mode: EpsMode,
-    scale: jax.Array,
-    preconditioning: str,
-    spread: Callable[[jax.Array], jax.Array],
-) -> tuple[jax.Array, jax.Array, float | jax.Array, float | jax.Array]:
-    """Returns Y, A, s, f: the normalized X is f·Y, and its Gram matrix s²·A.
-
-    Args:
-        x: X, `scale` times the caller's.
-        gram: gain²·XXᵀ, with the `gram_gain`.
-        spread: makes what is for the matrices of `x` of what is for those of `gram`.
-        gain, eps, eps_mode, scale, preconditioning: as for `inverse_norm`, and AOL.
+    Entries of X, of shape (m, n), are at most n^-¼.
     """
-    scale = gain * scale
-    if preconditioning != "aol":
-        s = inverse_norm(gain * x, gram, eps, eps_mode, scale, preconditioning)
-        return x, gram, s, gain * s
-    d = inverse_row_norms(gram, times(times(eps, scale), scale))
-    preconditioned = (gram * (2**7 * d) * (2**7 * d.mT)).astype(x.dtype)
-    return (gain * x * spread(d)).astype(x.dtype), preconditioned, 2.0**-7, 1.0
+    log2_n = ceil_log2(n)
+    return 2.0 ** ((15 - log2_n) // 2 - (-log2_n // 4))
 
 
 def regularize(
     norm: jax.typing.ArrayLike, eps: jax.typing.ArrayLike, eps_mode: EpsMode
 ) -> jax.Array:
-    """The norm with eps added to it, or eps where that is larger."""
+    """Returns norm + eps, or max(norm, eps) under `eps_mode="max"`."""
     return jnp.add(norm, eps) if eps_mode == "add" else jnp.maximum(norm, eps)
 
 
-def times(eps: jax.typing.ArrayLike, scale: jax.typing.ArrayLike) -> jax.Array:
-    """eps·scale, and 0 for eps = 0 where XLA, which reorders products, makes that 0·∞."""
+class Normalized(NamedTuple):
+    """X divided by its norm, which stands apart: the normalized X is factor·x, XXᵀ is s²·gram.
+
+    Attributes:
+        x: shape `(..., m, n)`.
+        gram: shape `(..., m, m)`.
+        s: a number, or one for each matrix, of shape `(...)`.
+        factor: likewise.
+    """
+
+    x: jax.Array
+    gram: jax.Array
+    s: float | jax.Array
+    factor: float | jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Normalization:
+    """How X is divided by its norm.
+
+    Attributes:
+        preconditioning: which norm, or `"aol"`.
+        eps: added to the norm of the caller's X, or its least value.
+        eps_mode: `"add"` or `"max"`.
+        scale: X is `scale` times the caller's; shape `(...)`, a number for each matrix.
+        gain: the `gram_gain`.
+    """
+
+    preconditioning: Preconditioning
+    eps: float | jax.Array
+    eps_mode: EpsMode
+    scale: jax.Array
+    gain: float
+
+    def __call__(
+        self, x: jax.Array, gram: jax.Array, spread: Callable[[jax.Array], jax.Array]
+    ) -> Normalized:
+        """Returns X divided by its norm.
+
+        Args:
+            x: shape `(..., m, n)`.
+            gram: gain²·XXᵀ, shape `(..., m, m)`.
+            spread: takes values for the matrices of `gram` to the matrices of `x`.
+        """
+        scale = self.gain * self.scale
+        if self.preconditioning != "aol":
+            s = self._inverse_norm(self.gain * x, gram, scale)
+            return Normalized(x, gram, s, self.gain * s)
+        d = _inverse_row_norms(gram, _times(_times(self.eps, scale), scale))
+        preconditioned = (gram * (2**7 * d) * (2**7 * d.mT)).astype(x.dtype)
+        return Normalized((self.gain * x * spread(d)).astype(x.dtype), preconditioned, 2.0**-7, 1.0)
+
+    def inverse_schatten_norm(self, gram: jax.Array) -> jax.Array:
+        """Returns 1/(ν + eps), both times gain·scale, with the Schatten-4 norm ν = ‖XXᵀ‖_F^½.
+
+        Args:
+            gram: gain²·XXᵀ, shape `(..., m, m)`.
+        """
+        s = _inverse_schatten_norm(gram, 0.0, 1.0)
+        return s / regularize(1.0, self.eps * self.gain * self.scale * s, self.eps_mode)
+
+    def _inverse_norm(self, x: jax.Array, gram: jax.Array, scale: jax.Array) -> jax.Array:
+        """Returns 1/(norm of X, with eps in the norm), and 0 for the zero matrix."""
+        if self.preconditioning == "schatten":
+            return _inverse_schatten_norm(gram, self.eps, scale)
+        if self.preconditioning == "frobenius":
+            *batch, m, _ = gram.shape
+            # jnp.diagonal would be a kernel of its own.
+            diagonal = gram.reshape(*batch, m * m)[..., :: m + 1]
+            norm = root(total(diagonal.real.astype(accumulator(gram))))
+        else:
+            norm = jnp.linalg.norm(wide(x), ord=2, axis=(-2, -1))
+        return _inverse(norm, regularize(norm, _times(self.eps, scale), self.eps_mode))
+
+
+def _inverse_schatten_norm(
+    gram: jax.Array, eps: float | jax.Array, scale: float | jax.Array
+) -> jax.Array:
+    """Returns 1/ν, ν² at least eps·scale², and 0 for the zero matrix."""
+    norm = root(total(total(jnp.abs(gram).astype(accumulator(gram)) ** 2)))
+    return _inverse(norm, root(jnp.maximum(norm, _times(_times(eps, scale), scale))))
+
+
+def _inverse(norm: jax.Array, regularized: jax.Array) -> jax.Array:
+    return over(jnp.where(norm == 0, 0, 1), regularized)
+
+
+def _times(eps: jax.typing.ArrayLike, scale: jax.typing.ArrayLike) -> jax.Array:
+    """Returns eps·scale, and 0 for eps = 0: XLA reorders products, and could make 0·∞ of it."""
     return jnp.where(jnp.equal(eps, 0), 0, jnp.multiply(eps, scale))
 
 
-def inverse_row_norms(gram: jax.Array, least: jax.Array) -> jax.Array:
-    """The diagonal of D, as a column, with D⁻² = max(Σⱼ|Aᵢⱼ|, least): the AOL preconditioner.
+def _inverse_row_norms(gram: jax.Array, least: jax.Array) -> jax.Array:
+    """Returns the diagonal of the AOL preconditioner D, D⁻² = max(Σⱼ|Aᵢⱼ|, least), as a column.
 
-    DX has singular values up to 1, and the Gram matrix DAD. A row of zeros stays one. A is of
-    `gram_gain`; in float16 sums below 2⁻¹¹, of numbers that are subnormal there, count as 2⁻¹¹, or
-    their rounding would be as large as the rest of DAD.
+    DX has singular values up to 1, and the Gram matrix DAD. A row of zeros stays a row of zeros.
+
+    In float16 a sum below 2⁻¹¹ counts as 2⁻¹¹: such a sum is of subnormal numbers, whose rounding
+    would be as large as the rest of DAD.
+
+    Args:
+        gram: A, times the square of the `gram_gain`; shape `(..., m, m)`.
+        least: shape `(...)`.
     """
     sums = total(jnp.abs(gram).astype(accumulator(gram)))[..., None]
     if gram.dtype == jnp.float16:

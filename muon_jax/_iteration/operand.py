@@ -1,8 +1,4 @@
-"""What of an iteration touches X: on whole matrices, or on such that devices hold in pieces.
-
-Where the columns of X are divided among devices, XXᵀ is the sum of the Gram matrices of the pieces,
-and QX is made piece by piece: all between is work on m × m matrices.
-"""
+"""What of an iteration touches X: the Gram matrix XXᵀ, and the application QX."""
 
 import dataclasses
 
@@ -13,19 +9,19 @@ from pallas_kernels import gemm, syrk, syrk_with_residual
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Whole:
+class WholeMatrices:
     """Matrices that this device has whole.
 
     Attributes:
         implementation: of all products, as for `syrk` and `gemm`.
-        out_dtype: of the result, None for that of the products.
+        out_dtype: of the result; None for the products' dtype.
     """
 
     implementation: str | None
     out_dtype: jnp.dtype | None = None
 
     @property
-    def is_alone(self) -> bool:
+    def is_stored(self) -> bool:
         """Whether X is read from memory as it is, and the result stored as it is."""
         return self.out_dtype is not None
 
@@ -37,7 +33,14 @@ class Whole:
         residual: bool = False,
         symmetrize_output: bool = True,
     ) -> tuple[jax.Array, ...]:
-        """Returns alpha·XXᵀ, rounded, with `residual` also what that rounding left."""
+        """Returns alpha·XXᵀ, rounded, and with `residual` also what the rounding left.
+
+        Args:
+            x: shape `(..., m, n)`.
+            alpha: a coefficient, or one for each matrix.
+            residual: whether to return the residual.
+            symmetrize_output: as for `syrk`.
+        """
         product = syrk_with_residual if residual else syrk
         out = product(
             x,
@@ -48,7 +51,13 @@ class Whole:
         return out if isinstance(out, tuple) else (out,)
 
     def apply(self, q: jax.Array, x: jax.Array, *, last: bool) -> jax.Array:
-        """Returns QX, the last one in the dtype of the result."""
+        """Returns QX, the last one in the dtype of the result.
+
+        Args:
+            q: shape `(..., m, m)`, for the matrices whose Gram matrices this device iterates on.
+            x: shape `(..., m, n)`.
+            last: whether this is the last application of the iteration.
+        """
         return gemm(
             self.spread(q),
             x,
@@ -57,5 +66,5 @@ class Whole:
         )
 
     def spread(self, q: jax.Array) -> jax.Array:
-        """Returns for all matrices what this device and others have made of their Gram matrices."""
+        """Returns Q for all matrices of X, of Q for those that this device iterates on."""
         return q

@@ -5,10 +5,7 @@ type _Rows = tuple[tuple[float, float, float], ...]
 
 DEFAULT_STEPS = 5  # the default of ns_steps, here as in optax
 
-
 _STANDARD = (3.4445, -4.7750, 2.0315)
-
-
 _DION = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -19,7 +16,7 @@ _DION = (
 
 
 def _for_larger(rows: _Rows, factor: float) -> _Rows:
-    """The triples of p(σ/factor): safe for singular values up to `factor`, not only 1."""
+    """Returns the triples of p(σ/factor): safe for singular values up to `factor`, not only 1."""
     return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in rows)
 
 

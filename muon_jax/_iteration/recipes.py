@@ -1,4 +1,4 @@
-"""Coefficients (a, b, c) of the steps X <- aX + bAX + cA²X with A = XXᵀ, by name."""
+"""What `ns_coeffs` and `ns_steps` stand for: quintic steps, or a composed schedule."""
 
 from typing import Any, NamedTuple
 
@@ -16,23 +16,44 @@ type NSCoeffs = str | Triple | tuple[Triple, ...]
 
 
 class Quintics(NamedTuple):
-    """Quintic steps: step i in [first, last) uses `rows[i]`, or the only row.
+    """Quintic steps X <- aX + bAX + cA²X with A = XXᵀ.
 
-    `diverging` is whether they are of `DIVERGING`.
+    Step i in [first, last) uses the triple (a, b, c) in `rows[i]`, or the only row.
+
+    Attributes:
+        rows: the triples.
+        first, last: which steps.
+        diverging: whether the coefficients are of `DIVERGING`.
+        traced: whether rows or steps are known only when the traced function runs.
     """
 
     rows: Any
     first: int | jax.Array
     last: int | jax.Array
     diverging: bool = False
+    traced: bool = False
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps; `DEFAULT_STEPS` where a trace does not know them."""
+        return DEFAULT_STEPS if self.traced else int(self.last - self.first)
+
+    def without_arrays(self) -> "Quintics":
+        """Returns what is known while tracing, which hashes."""
+        if not self.traced:
+            return self
+        return Quintics((), 0, DEFAULT_STEPS, self.diverging, traced=True)
 
 
-def is_traced(value) -> bool:
+type Recipe = Quintics | Schedule
+
+
+def is_traced(value: Any) -> bool:
     """Returns whether any leaf of `value` is known only when the traced function runs."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
 
 
-def canonicalize(ns_coeffs) -> Any:
+def canonicalize(ns_coeffs: Any) -> Any:
     """Returns the coefficients as a name or nested tuples of floats, which hash, or traced."""
     if isinstance(ns_coeffs, str):
         return ns_coeffs
@@ -43,54 +64,62 @@ def canonicalize(ns_coeffs) -> Any:
 
 
 def resolve_recipe(
-    ns_coeffs: Any, ns_steps: int | jax.Array, preconditioning: str = "frobenius"
-) -> Quintics | Schedule:
+    ns_coeffs: Any,
+    ns_steps: int | jax.Array,
+    preconditioning: str = "frobenius",
+) -> Recipe:
     """Returns the steps that `ns_coeffs` and `ns_steps` stand for.
 
-    A triple, or a name of one, is repeated `ns_steps` times. A table that the caller passes states
-    its own number of steps, whatever `ns_steps` says. A name of several rows runs its last
-    `ns_steps` of them, and all of them where that is 5, the default. The name of a composed
-    schedule is the schedule, whole: of its polynomials none can be left out.
+    | ns_coeffs                  | steps                                                 |
+    | -------------------------- | ----------------------------------------------------- |
+    | a triple, or a name of one | the triple, `ns_steps` times                          |
+    | a table of the caller's    | its rows, whatever `ns_steps` says                    |
+    | a name of several rows     | all rows for 5, the default; else the last `ns_steps` |
+    | a composed schedule        | the schedule, whole                                   |
 
     Raises:
-        ValueError: an unknown name, a wrong shape, a number of steps that is not to be had, or a
-            preconditioning for a composed schedule, which brings its own.
+        ValueError: an unknown name, a wrong shape, a number of steps that the coefficients do not
+            have, or a preconditioning beside a composed schedule, which brings its own.
     """
     if not is_traced(ns_steps):
         given, ns_steps = ns_steps, int(ns_steps)
         if ns_steps < 1 or ns_steps != given:
             raise ValueError(f"ns_steps must be an integer, at least 1, got {given!r}")
-    if not isinstance(ns_coeffs, str):
-        shape = np.shape(ns_coeffs)
-        if len(shape) not in (1, 2) or shape[-1] != 3 or shape[0] == 0:
-            raise ValueError(
-                f"ns_coeffs must be a name, or have shape (3,) or (steps, 3), got {shape}"
-            )
-        if len(shape) == 2:
-            return Quintics(ns_coeffs, 0, shape[0])
-        return Quintics((ns_coeffs,), 0, ns_steps)
-    if ns_coeffs in SCHEDULES:
-        return _resolve_schedule(SCHEDULES[ns_coeffs], ns_steps, preconditioning)
-    if ns_coeffs not in NAMED:
+    if isinstance(ns_coeffs, str):
+        return _resolve_name(ns_coeffs, ns_steps, preconditioning)
+    shape, traced = np.shape(ns_coeffs), is_traced((ns_coeffs, ns_steps))
+    if len(shape) not in (1, 2) or shape[-1] != 3 or shape[0] == 0:
+        raise ValueError(f"ns_coeffs must be a name, or have shape (3,) or (steps, 3), got {shape}")
+    if len(shape) == 2:
+        return Quintics(ns_coeffs, 0, shape[0], traced=is_traced(ns_coeffs))
+    return Quintics((ns_coeffs,), 0, ns_steps, traced=traced)
+
+
+def _resolve_name(name: str, ns_steps: int | jax.Array, preconditioning: str) -> Recipe:
+    if name in SCHEDULES:
+        return _resolve_schedule(SCHEDULES[name], ns_steps, preconditioning)
+    if name not in NAMED:
         names = sorted({*NAMED, *SCHEDULES})
-        raise ValueError(f"ns_coeffs must be one of {names}, got {ns_coeffs!r}")
-    rows, diverging = NAMED[ns_coeffs], ns_coeffs in DIVERGING
+        raise ValueError(f"ns_coeffs must be one of {names}, got {name!r}")
+    rows, diverging, traced = NAMED[name], name in DIVERGING, is_traced(ns_steps)
     if len(rows) == 1:
-        return Quintics(rows, 0, ns_steps)
-    if is_traced(ns_steps):
+        return Quintics(rows, 0, ns_steps, traced=traced)
+    if traced:
         first = jnp.where(ns_steps == DEFAULT_STEPS, 0, jnp.maximum(len(rows) - ns_steps, 0))
-        return Quintics(rows, first, len(rows), diverging)
+        return Quintics(rows, first, len(rows), diverging, traced)
     if ns_steps == DEFAULT_STEPS:
         return Quintics(rows, 0, len(rows), diverging)
     if ns_steps > len(rows):
         raise ValueError(
-            f"ns_coeffs={ns_coeffs!r} has {len(rows)} steps, got ns_steps={ns_steps}: pass fewer"
+            f"ns_coeffs={name!r} has {len(rows)} steps, got ns_steps={ns_steps}: pass fewer"
             f" steps, {DEFAULT_STEPS} (the default) for all, or a table with a row for each"
         )
     return Quintics(rows, len(rows) - ns_steps, len(rows), diverging)
 
 
-def _resolve_schedule(schedule, ns_steps, preconditioning):
+def _resolve_schedule(
+    schedule: Schedule, ns_steps: int | jax.Array, preconditioning: str
+) -> Schedule:
     count = len(schedule.steps)
     if not is_traced(ns_steps) and ns_steps not in (DEFAULT_STEPS, count):
         raise ValueError(

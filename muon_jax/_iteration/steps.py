@@ -1,4 +1,9 @@
-"""Steps of composed schedules: polynomials of the Gram matrix, evaluated by symmetric products."""
+"""Steps of composed schedules: polynomials of the Gram matrix, evaluated by symmetric products.
+
+A polynomial h of degree 2ᵏ is evaluated by k symmetric products, squares with a few addends:
+
+    S₀ = R,   Sⱼ = αⱼ·Sⱼ₋₁² + Σᵢ βⱼᵢ·Sᵢ + δⱼ·I  (some i < j),   h(R) = Sₖ.
+"""
 
 import dataclasses
 from typing import Any
@@ -13,7 +18,9 @@ from pallas_kernels import syrk, syrk_with_residual
 class Product:
     """One symmetric product, Sⱼ = alpha·Sⱼ₋₁² + Σ beta·Sᵢ + diagonal·I; S₀ is R.
 
-    `addends` are the pairs (beta, i).
+    Attributes:
+        alpha, diagonal: see above.
+        addends: the pairs (beta, i).
     """
 
     alpha: float | jax.Array
@@ -25,8 +32,10 @@ class Product:
 class Step:
     """The polynomial h of one step X <- h(XXᵀ)·X, of degree 2ᵏ for k products.
 
-    Of the first S, as many as `residuals` says, 16 bits need the residual too: what is left of S
-    when it is rounded. See `residual_beta`.
+    Attributes:
+        products: the k products.
+        residuals: how many of S₀, S₁, … need their residual in 16 bits. The residual is what the
+            rounding of S left. See `residual_beta`.
     """
 
     products: tuple[Product, ...]
@@ -34,7 +43,7 @@ class Step:
 
     @property
     def slope(self) -> float:
-        """h(0), by which the step multiplies the smallest singular values."""
+        """h(0): the step multiplies the smallest singular values by it."""
         return self.terms(0.0)[-1]
 
     def terms(self, eigenvalue: Any) -> list[Any]:
@@ -48,17 +57,19 @@ class Step:
     def residual_beta(self, j: int) -> float | jax.Array:
         """Returns the coefficient of the residual of Sⱼ in Sⱼ₊₁: dSⱼ₊₁/dSⱼ where R is 0.
 
-        So Sⱼ₊₁ is as if Sⱼ had twice the digits wherever R is small, which is where they matter,
-        and no product is needed for that.
+        With this addend Sⱼ₊₁ is as if Sⱼ had twice the digits wherever R is small, which is where
+        the digits matter. The addend needs no product.
         """
         product, at_zero = self.products[j], Step(self.products[:j]).terms(0.0)[-1]
         beta = sum(beta for beta, i in product.addends if i == j)
         return 2 * product.alpha * at_zero + beta
 
     def scaled(self, s: float | jax.Array, factor: float | jax.Array) -> "Step":
-        """Returns the step with the polynomial factor·h(s²·R), which needs no s²·R.
+        """Returns the step with the polynomial factor·h(s²·R), as a polynomial of R.
 
-        `s` and `factor` are scalars, or one for each matrix, of shape `(...)`.
+        Args:
+            s: a number, or one for each matrix, of shape `(...)`.
+            factor: likewise.
         """
         products = []
         for product in self.products:
@@ -75,7 +86,7 @@ class Step:
     def polynomial(
         self, gram: jax.Array, residual: jax.Array | None = None, **options: Any
     ) -> jax.Array:
-        """h(R).
+        """Returns h(R), of shape `(..., m, m)`.
 
         Args:
             gram: R, of shape `(..., m, m)`.

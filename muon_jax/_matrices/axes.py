@@ -1,6 +1,7 @@
-"""An array as a stack of matrices, declared by `MuonDimensionNumbers`, and back."""
+"""An array as a stack of matrices whose axes `MuonDimensionNumbers` name, and back."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ from optax.contrib import MuonDimensionNumbers
 
 
 class MatrixAxes(NamedTuple):
-    """The axes of an array in three groups: each keeps its order, together they are all axes."""
+    """All axes of an array, in three groups; a group keeps the order that it was given."""
 
     batch: tuple[int, ...]
     reduction: tuple[int, ...]
@@ -19,29 +20,35 @@ def matrix_axes(ndim: int, dimension_numbers: MuonDimensionNumbers) -> MatrixAxe
     """Returns the axes of an array of rank `ndim`, counted from the front.
 
     Raises:
-        ValueError: no dimension numbers, no axis, an axis twice, or one that is not there.
+        ValueError: `dimension_numbers` are of another type, lack a reduction or an output axis,
+            name an axis twice, or name one that is out of range.
     """
     if not isinstance(dimension_numbers, MuonDimensionNumbers):
         raise ValueError(
             f"a view must be MuonDimensionNumbers, Split or Unfold, got {dimension_numbers!r}:"
-            " AdamW can have whole parameters only"
+            " AdamW takes whole parameters only, so every part of a parameter needs a view"
         )
 
-    def normalize(axes) -> tuple[int, ...]:
+    def counted_from_front(axes: int | Sequence[int]) -> tuple[int, ...]:
         axes = (axes,) if isinstance(axes, int) else tuple(axes)
-        if not axes or any(not -ndim <= axis < ndim for axis in axes):
+        if not axes:
             raise ValueError(
-                f"{dimension_numbers} must name axes of an array of rank {ndim}: at least one"
-                f" reduction axis and one output axis, each in [-{ndim}, {ndim})"
+                f"{dimension_numbers} must name at least one reduction axis and one output axis"
             )
+        for axis in axes:
+            if not -ndim <= axis < ndim:
+                raise ValueError(
+                    f"{dimension_numbers} names axis {axis}, which is out of range for an array of"
+                    f" rank {ndim}: name axes in [-{ndim}, {ndim})"
+                )
         return tuple(axis % ndim for axis in axes)
 
-    reduction = normalize(dimension_numbers.reduction_axis)
-    output = normalize(dimension_numbers.output_axis)
+    reduction = counted_from_front(dimension_numbers.reduction_axis)
+    output = counted_from_front(dimension_numbers.output_axis)
     if len({*reduction, *output}) != len(reduction) + len(output):
         raise ValueError(
             f"{dimension_numbers} names an axis twice in an array of rank {ndim}: reduction"
-            f" {reduction}, output {output}"
+            f" {reduction}, output {output}. Name each axis once"
         )
     batch = tuple(axis for axis in range(ndim) if axis not in {*reduction, *output})
     return MatrixAxes(batch, reduction, output)

@@ -1,12 +1,14 @@
-"""Views: what a parameter's matrices are, as a pure pair of functions, there and back.
+"""Views: where a parameter's matrices are. A view is pure data, and can be inverted.
 
-`MuonDimensionNumbers` names the axes of rows and of columns. `Split` and `Unfold` reach matrices
-that are no axes of the array: the parts of a fused projection, the heads in a merged axis. They
-nest:
+-   `MuonDimensionNumbers` names the axes of rows and the axes of columns.
+-   `Split` reaches matrices that lie side by side on one axis, such as fused projections.
+-   `Unfold` reaches matrices that share one merged axis, such as heads.
 
-    # Query, key and value side by side, 16 heads for queries and 4 for keys and values: 3 matrices.
+Views nest:
+
+    # Query, key and value side by side, 16 heads of queries, 4 of keys and of values: 3 matrices.
     Split(-1, (16 * 128, 4 * 128, 4 * 128))
-    # The same, a matrix for each head.
+    # The same parameter with one matrix for each head.
     Split(-1, (16 * 128, 4 * 128, 4 * 128), Unfold(-1, (-1, 128), MuonDimensionNumbers(-3, -1)))
 """
 
@@ -22,19 +24,19 @@ import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._matrices.axes import from_matrices, matrix_axes, to_matrices
-from muon_jax._trees import broadcast, naming
+from muon_jax._trees import broadcast_prefix, errors_naming
 
 MATRICES = MuonDimensionNumbers(-2, -1)  # the last two axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Parts of one axis, side by side, that are matrices of their own.
+    """One axis in parts, side by side, each with matrices of its own.
 
     Attributes:
-        axis: which one; counted from the end where it is negative.
-        sizes: of the parts; together that of the axis.
-        view: of every part, or a list or tuple with one for each.
+        axis: the axis to split; counted from the end where it is negative.
+        sizes: the sizes of the parts, which add up to the size of the axis.
+        view: the view of every part, or a list or tuple with one view for each part.
     """
 
     axis: int
@@ -43,18 +45,29 @@ class Split:
 
     @property
     def views(self) -> "list[View]":
-        """Of each part."""
+        """The view of each part."""
         if isinstance(self.view, list | tuple) and not isinstance(self.view, MuonDimensionNumbers):
             return [*self.view]
         return [self.view] * len(self.sizes)
 
     def parts(self, shape: tuple[int, ...]) -> "list[tuple[slice, View]]":
-        """Returns the place of each part on the axis of an array of that shape, and its view."""
-        whole, views = _size(shape, self), self.views
+        """Returns the slice of each part on the split axis of an array of `shape`, and its view.
+
+        Raises:
+            ValueError: the array has no such axis, `sizes` do not add up to its size, or there are
+                not as many views as sizes.
+        """
+        whole, views = _axis_size(shape, self), self.views
         if min(self.sizes, default=0) < 0 or sum(self.sizes) != whole:
-            raise ValueError(f"{self} needs sizes that add up to {whole}, that of its axis")
+            raise ValueError(
+                f"{self} has sizes that add up to {sum(self.sizes)}: give it sizes of at least 0"
+                f" that add up to {whole}, the size of axis {self.axis} of shape {shape}"
+            )
         if len(views) != len(self.sizes):
-            raise ValueError(f"{self} needs as many views as sizes")
+            raise ValueError(
+                f"{self} needs one view for all sizes, or as many views as sizes: got {len(views)}"
+                f" for {len(self.sizes)}"
+            )
         ends = itertools.accumulate(self.sizes)
         slices = [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
         return [*zip(slices, views, strict=True)]
@@ -62,12 +75,12 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Unfold:
-    """One axis as several, of which the last runs fastest.
+    """One axis reshaped to several, of which the last runs fastest.
 
     Attributes:
-        axis: which one; counted from the end where it is negative.
-        sizes: of the axes in its place. One may be -1, for what the others leave.
-        view: of the array with those axes.
+        axis: the axis to unfold; counted from the end where it is negative.
+        sizes: the sizes of the axes in its place. One of them may be -1, as in a reshape.
+        view: the view of the unfolded array.
     """
 
     axis: int
@@ -75,25 +88,31 @@ class Unfold:
     view: "View" = MATRICES
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape with those axes of an array of the given shape."""
-        size, axis = _size(shape, self), self.axis % len(shape)
-        stated = math.prod(self.sizes)
-        sizes = (
-            [size // -stated if i == -1 else i for i in self.sizes] if stated < 0 else self.sizes
-        )
-        if math.prod(sizes) != size or min(sizes, default=1) < 0:
-            raise ValueError(f"{self} needs axes whose sizes multiply to {size}")
+        """Returns the shape that an array of the given shape has once it is unfolded.
+
+        Raises:
+            ValueError: the array has no such axis, or `sizes` do not multiply to its size.
+        """
+        whole, axis = _axis_size(shape, self), self.axis % len(shape)
+        stated = math.prod(self.sizes)  # negative where one size is -1
+        sizes = [whole // -stated if size == -1 and stated < 0 else size for size in self.sizes]
+        if math.prod(sizes) != whole or min(sizes, default=1) < 0:
+            raise ValueError(
+                f"{self} cannot unfold axis {self.axis} of shape {shape}: give it sizes that"
+                f" multiply to {whole}, of which one may be -1"
+            )
         return (*shape[:axis], *sizes, *shape[axis + 1 :])
 
 
 type View = MuonDimensionNumbers | Split | Unfold
-# Views at the leaves, a prefix of the parameters' tree; None where there are none.
+# A prefix of the parameters' tree whose leaves are views or None.
 type ViewTree = Any
+# The argument of optimizers: a tree of views, a callable that makes one from the parameters, None.
 type Views = ViewTree | Callable[[Any], ViewTree] | None
 
 
 def is_view(node: Any) -> bool:
-    """Returns whether `node` is a leaf of a tree of views: a view, or None."""
+    """Returns whether `node` is a leaf of a tree of views, which is a view or None."""
     return node is None or isinstance(node, MuonDimensionNumbers | Split | Unfold)
 
 
@@ -101,7 +120,7 @@ def to_stacks(x: jax.Array, view: View) -> list[jax.Array]:
     """Returns the matrices of `x` (reduction × output) in stacks `(batch, rows, cols)`.
 
     Raises:
-        ValueError: the array has no such axes, or not of such sizes.
+        ValueError: `x` lacks an axis that the view names, or an axis has another size.
     """
     if isinstance(view, Split):
         before = (slice(None),) * (view.axis % x.ndim)
@@ -113,7 +132,10 @@ def to_stacks(x: jax.Array, view: View) -> list[jax.Array]:
 
 
 def from_stacks(stacks: Iterator[jax.Array], view: View, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `to_stacks` for an array of the given shape; takes as many stacks as that."""
+    """The inverse of `to_stacks` for an array of the given shape.
+
+    It takes from `stacks` as many stacks as `to_stacks` returns.
+    """
     if isinstance(view, Split):
         axis = view.axis % len(shape)
         parts = [
@@ -127,67 +149,29 @@ def from_stacks(stacks: Iterator[jax.Array], view: View, shape: tuple[int, ...])
 
 
 def shapes_of_stacks(x: jax.ShapeDtypeStruct, view: View) -> list[jax.ShapeDtypeStruct]:
-    """Returns what `to_stacks` would, as shapes."""
+    """Returns the shapes and dtypes of the stacks that `to_stacks` returns."""
     return jax.eval_shape(lambda x: to_stacks(x, view), x)
 
 
-def assign(views: Views, params: Any) -> list[View | None]:
+def assigned_views(views: Views, params: Any) -> list[View | None]:
     """Returns the view of each parameter, None for AdamW.
 
     Args:
-        views: a prefix of `params`, or a callable that makes one from them. None itself stands for
-            matrices wherever the rank is 2.
+        views: a prefix of `params`, or a callable that makes one from `params`. Where `views` as a
+            whole is None, each parameter of rank 2 is a matrix and AdamW has the others.
         params: the parameters, or shapes of them.
     """
     if views is None:
         return [MuonDimensionNumbers() if p.ndim == 2 else None for p in jax.tree.leaves(params)]
-    return _broadcast(views, params)
-
-
-def batch_axes(view: View, ndim: int) -> tuple[int, ...]:
-    """Returns the axes of an array of rank `ndim` that are batch axes of all its matrices."""
-    if isinstance(view, Split):
-        common = [batch_axes(inner, ndim) for inner in view.views]
-        kept = (axis for axis in range(ndim) if all(axis in axes for axes in common))
-        return tuple(axis for axis in kept if axis != view.axis % ndim)
-    if isinstance(view, Unfold):
-        unfolded, more = view.axis % ndim, len(view.sizes) - 1
-        inner = batch_axes(view.view, ndim + more)
-        others = (axis for axis in range(ndim) if axis != unfolded)
-        return tuple(axis for axis in others if axis + more * (axis > unfolded) in inner)
-    return matrix_axes(ndim, view).batch
-
-
-def by_matrix(
-    function: Callable[[int, int], float], view: View, shape: tuple[int, ...]
-) -> np.ndarray:
-    """Returns `function(rows, cols)` of each element's matrix, in a shape that broadcasts."""
-    if isinstance(view, Split):
-        axis, values = view.axis % len(shape), []
-        for part, inner in view.parts(shape):
-            size = part.stop - part.start
-            value = by_matrix(function, inner, (*shape[:axis], size, *shape[axis + 1 :]))
-            values.append(value.repeat(size // value.shape[axis], axis))
-        common = np.max([(*v.shape[:axis], 1, *v.shape[axis + 1 :]) for v in values], axis=0)
-        return np.concatenate([v * np.ones(common) for v in values], axis)
-    if isinstance(view, Unfold):
-        axis, unfolded = view.axis % len(shape), view.shape(shape)
-        axes = slice(axis, axis + len(view.sizes))
-        value = by_matrix(function, view.view, unfolded)
-        if max(value.shape[axes]) > 1:
-            value = value * np.ones(unfolded[axes] + (1,) * (len(unfolded) - axes.stop))
-        return value.reshape(*value.shape[:axis], -1, *value.shape[axes.stop :])
-    _, reduction, output = matrix_axes(len(shape), view)
-    rows, cols = (math.prod(shape[axis] for axis in axes) for axes in (reduction, output))
-    return np.full([1] * len(shape), function(rows, cols))
+    return _view_of_each_leaf(views, params)
 
 
 def views_of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
     """Returns the path and the view of each leaf of `tree`.
 
     Args:
-        views: a prefix of `tree`, or a callable that makes one from it. None at a leaf or above
-            stands for matrices: leaves of rank 2, axis 0 the reduction axis.
+        views: a prefix of `tree`, or a callable that makes one from `tree`. None at a leaf or above
+            it stands for a matrix: a leaf of rank 2 whose axis 0 is the reduction axis.
         tree: the arrays.
 
     Raises:
@@ -195,23 +179,15 @@ def views_of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
     """
     found = []
     leaves = jax.tree.leaves_with_path(tree)
-    for (path, leaf), view in zip(leaves, _broadcast(views, tree), strict=True):
+    for (path, leaf), view in zip(leaves, _view_of_each_leaf(views, tree), strict=True):
         name = jax.tree_util.keystr(path)
         if view is None and leaf.ndim != 2:
             raise ValueError(
                 f"the parameter {name} of shape {leaf.shape} is no matrix: give it"
-                " MuonDimensionNumbers, or leave it to another optimizer"
+                " MuonDimensionNumbers, Split or Unfold, or leave it to another optimizer"
             )
         found.append((name, MuonDimensionNumbers() if view is None else view))
     return found
-
-
-def stacked(view: View) -> View:
-    """Returns the view of arrays of this view in a stack of them, along a new first axis."""
-    if isinstance(view, MuonDimensionNumbers):
-        return jax.tree.map(lambda axis: axis + (axis >= 0), view)
-    inner = [*map(stacked, view.views)] if isinstance(view, Split) else stacked(view.view)
-    return dataclasses.replace(view, axis=view.axis + (view.axis >= 0), view=inner)
 
 
 def stacks_of_tree(
@@ -220,30 +196,82 @@ def stacks_of_tree(
     """Returns the stacks `(batch, rows, cols)` of all leaves of `tree`, and the inverse.
 
     Raises:
-        ValueError: a leaf has no view, or one that does not fit.
+        ValueError: a leaf has no view and is no matrix, or has a view that does not fit it.
     """
     leaves, treedef = jax.tree.flatten(tree)
     viewed = views_of_leaves(views, tree)
     flat = []
     for leaf, (name, view) in zip(leaves, viewed, strict=True):
-        with naming(name, leaf.shape):
+        with errors_naming(name, leaf.shape):
             flat += to_stacks(leaf, view)
 
-    def unflatten(stacks):
+    def tree_of_stacks(stacks: Iterable[jax.Array]) -> Any:
         stacks = iter(stacks)
         return treedef.unflatten(
             from_stacks(stacks, view, leaf.shape)
             for leaf, (_, view) in zip(leaves, viewed, strict=True)
         )
 
-    return flat, unflatten
+    return flat, tree_of_stacks
 
 
-def _broadcast(views, tree):
-    return broadcast(lambda _, view: view, views, tree, is_view)
+def stacked_view(view: View) -> View:
+    """Returns the view of several arrays, each with this view, stacked along a new first axis."""
+    if isinstance(view, MuonDimensionNumbers):
+        return jax.tree.map(lambda axis: axis + (axis >= 0), view)
+    inner = [*map(stacked_view, view.views)] if isinstance(view, Split) else stacked_view(view.view)
+    return dataclasses.replace(view, axis=view.axis + (view.axis >= 0), view=inner)
 
 
-def _size(shape, view):
+def batch_axes(view: View, ndim: int) -> tuple[int, ...]:
+    """Returns the axes of an array of rank `ndim` that are batch axes of all its matrices."""
+    if isinstance(view, Split):
+        of_parts = [batch_axes(inner, ndim) for inner in view.views]
+        common = (axis for axis in range(ndim) if all(axis in axes for axes in of_parts))
+        return tuple(axis for axis in common if axis != view.axis % ndim)
+    if isinstance(view, Unfold):
+        unfolded, added = view.axis % ndim, len(view.sizes) - 1
+        inner = batch_axes(view.view, ndim + added)
+        others = (axis for axis in range(ndim) if axis != unfolded)
+        # In the unfolded array, the axes after the unfolded one are `added` further back.
+        return tuple(axis for axis in others if axis + added * (axis > unfolded) in inner)
+    return matrix_axes(ndim, view).batch
+
+
+def values_per_matrix(
+    function: Callable[[int, int], float], view: View, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Returns `function(rows, cols)` of each element's matrix, in a shape that broadcasts."""
+    if isinstance(view, Split):
+        axis = view.axis % len(shape)
+        of_parts = []
+        for part, inner in view.parts(shape):
+            size = part.stop - part.start
+            values = values_per_matrix(function, inner, (*shape[:axis], size, *shape[axis + 1 :]))
+            of_parts.append(values.repeat(size // values.shape[axis], axis))
+        common = np.max([(*v.shape[:axis], 1, *v.shape[axis + 1 :]) for v in of_parts], axis=0)
+        return np.concatenate([v * np.ones(common) for v in of_parts], axis)
+    if isinstance(view, Unfold):
+        axis, unfolded = view.axis % len(shape), view.shape(shape)
+        end = axis + len(view.sizes)
+        values = values_per_matrix(function, view.view, unfolded)
+        if max(values.shape[axis:end]) > 1:  # else one size 1 stands for the whole axis
+            values = values * np.ones(unfolded[axis:end] + (1,) * (len(unfolded) - end))
+        return values.reshape(*values.shape[:axis], -1, *values.shape[end:])
+    _, reduction, output = matrix_axes(len(shape), view)
+    rows, cols = (math.prod(shape[axis] for axis in axes) for axes in (reduction, output))
+    return np.full([1] * len(shape), function(rows, cols))
+
+
+def _view_of_each_leaf(views: ViewTree | Callable[[Any], ViewTree], tree: Any) -> list[View | None]:
+    return broadcast_prefix(lambda _, view: view, views, tree, is_view)
+
+
+def _axis_size(shape: tuple[int, ...], view: Split | Unfold) -> int:
+    """The size of the axis of `view` in an array of the given shape."""
     if not -len(shape) <= view.axis < len(shape):
-        raise ValueError(f"{view} names an axis that an array of rank {len(shape)} does not have")
+        raise ValueError(
+            f"{view} names axis {view.axis}, which is out of range for shape {shape}: name an axis"
+            f" in [-{len(shape)}, {len(shape)})"
+        )
     return shape[view.axis]

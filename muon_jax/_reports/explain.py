@@ -1,37 +1,44 @@
-"""What `muon` does with sharded parameters, before it does it: a table."""
+"""`explain`: what `muon` will do with sharded parameters, as data and as a table."""
 
 import dataclasses
 import math
-import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax._distributed import in_pieces as _distributed_gram
 from muon_jax._distributed.cost import exchange_microseconds
-from muon_jax._distributed.planning import forms_of, make, units_of
-from muon_jax._distributed.sharding import Shardings, axes_of, shardings_of_leaves, spec_of
-from muon_jax._iteration.form import of
+from muon_jax._distributed.in_pieces import estimate
+from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan
+from muon_jax._distributed.planning import Limits, make_plan, units_of
+from muon_jax._distributed.sharding import (
+    Mesh,
+    Shardings,
+    axes_of_spec,
+    shardings_of_leaves,
+    spec_of,
+)
+from muon_jax._iteration.form import Form
 from muon_jax._iteration.recipes import is_traced
-from muon_jax._matrices.views import assign
-from muon_jax._reports.describe import all_arguments, iteration
+from muon_jax._matrices.views import assigned_views
+from muon_jax._reports.arguments import all_arguments, iteration_of
 from muon_jax._reports.table import table
 
 _COLUMNS = ["matrices", "mode", "count", "owners", "each", "padding", "MB", "dtype", "µs"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class ExplainedGroup:
     """Equal matrices with the same owners.
 
     Attributes:
         matrices: shapes `(batch, m, n)` of what moves together, mostly one matrix.
-        mode: `"local"`, or `"exchange over"` these mesh axes, or `"gram over"` them: in pieces.
-        count: how many, in all that share the owners.
-        owners: the number of devices among which they are divided; 1 where all are local, or where
-            all devices work on all.
+        mode: `"local"`, `"exchange over"` mesh axes, or `"gram over"` mesh axes: in pieces.
+        count: how many there are on all devices that share the owners.
+        owners: how many devices share the work; 1 where the matrices are local, or where every
+            device works on all of them.
         each: how many each owner orthogonalizes, padding included.
         megabytes: what each device sends to others, there and back, padding included.
         dtype: of what is sent.
@@ -49,7 +56,7 @@ class Group:
 
     @property
     def padding(self) -> float:
-        """The part of the computation that is on padding."""
+        """The share of the computation that is on padding."""
         return 1 - self.count / max(self.each * self.owners, 1)
 
 
@@ -60,15 +67,15 @@ class Explanation:
     Attributes:
         groups: what is orthogonalized.
         buckets: the number of exchanges in each direction, of whole matrices.
-        sums: the number of sums of Gram matrices. Of one matrix each is an all-reduce; of several
-            a reduce-scatter and an all-to-all, and what is made of it comes back by an all-to-all
-            and an all-gather.
+        sums: the number of sums of Gram matrices. The sum for one matrix is an all-reduce. The sums
+            for several matrices are a reduce-scatter and an all-to-all, and the result comes back
+            by an all-to-all and an all-gather.
         compute_microseconds: a model's time of the iterations, on an H200.
-        exchange_microseconds: of all that is sent, on NVLink; most exchanges overlap with the
-            iterations, sums do not.
+        exchange_microseconds: a model's time of all that is sent, on NVLink. Most exchanges overlap
+            with the iterations; sums do not.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[ExplainedGroup, ...]
     buckets: int
     sums: int
     compute_microseconds: float
@@ -92,100 +99,155 @@ class Explanation:
 
 
 def explain(
-    params: Any,
-    shardings: Shardings = None,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
-    **arguments: Any,
+    params: Any, shardings: Shardings = None, mesh: Mesh | None = None, **arguments: Any
 ) -> Explanation:
-    """Prints and returns how `muon` with these arguments divides the matrices among devices.
+    """Prints and returns how `muon` with these arguments shares the matrices among devices.
 
     Args:
         params: arrays, or shapes (`jax.ShapeDtypeStruct`), of the dtype of the momentum.
-        shardings: as for `muon`; None for those that the arrays have.
-        mesh: None for that of the shardings, or of `jax.set_mesh`.
-        **arguments: those of `muon`, without the learning rate; what does not concern the matrices
-            is ignored.
+        shardings: as for `muon`; None for the shardings that the arrays have.
+        mesh: None for the mesh of the shardings, or of `jax.set_mesh`.
+        **arguments: those of `muon`, without the learning rate. Arguments that do not concern the
+            matrices are ignored.
 
     Raises:
         TypeError: `muon` has no such argument.
-        ValueError: an argument is wrong, or a sharding or the mesh is missing, or in a shard_map.
+        ValueError: an argument is wrong; a sharding or the mesh is missing; or the call is in a
+            shard_map.
     """
     given = all_arguments(arguments)
-    keywords = iteration(given)
-    leaves, treedef = jax.tree.flatten(params)
-    assigned = assign(given["muon_weight_dimension_numbers"], params)
-    views = treedef.unflatten(assigned)
-    matrices = treedef.unflatten(  # as `scale_by_muon` gets them
-        optax.MaskedNode() if view is None or 0 in p.shape else p
-        for p, view in zip(leaves, assigned, strict=True)
-    )
-    placed = _stated(matrices) if shardings is None else shardings_of_leaves(shardings, matrices)
-    meshes = [s.mesh for s in placed if isinstance(s, NamedSharding)]
-    meshes.append(jax.sharding.get_abstract_mesh())
+    views, matrices = _matrices_of(params, given)
+    placed = _stated_shardings(matrices) if shardings is None else None
+    placed = placed or shardings_of_leaves(shardings, matrices)
     specs = [*map(spec_of, placed)]
-    mesh = mesh or meshes[0]
-    if AxisType.Manual in mesh.axis_types:
-        raise ValueError("explain needs whole parameters, got shards: call it outside of shard_map")
-    if mesh.empty and any(map(axes_of, specs)):
-        raise ValueError(f"explain got {specs[0]} and no mesh: pass mesh=, or use jax.set_mesh")
-    # Not as it stands: a tree of parameters may be callable, and so is that of their views.
-    units = units_of(lambda _: views, matrices)
-    forms = [forms_of(leaf, keywords) for leaf in units]
-    plan = make(
-        units, specs, mesh.shape, forms, given["max_group_bytes"], given["distributed_gram"]
-    )
-
-    found: dict[Any, list[int]] = {}  # [count, each, bytes]
-    for leaf in plan.local:
-        total = found.setdefault((leaf.matrices, leaf.dtype, (), leaf.dtype), [0, 0, 0])
-        total[:2] = [number + leaf.units for number in total[:2]]
-    exchange = 0.0
-    for bucket in plan.buckets:
-        sent = [bucket.bytes_of(c) * (bucket.owners - 1) // bucket.owners for c in bucket.chunks]
-        exchange += 2 * exchange_microseconds(sum(sent))
-        for chunk, num_bytes in zip(bucket.chunks, sent, strict=True):
-            leaf = chunk.parts[0][0]
-            key = (leaf.matrices, leaf.dtype, bucket.axes, bucket.dtype)
-            total = found.setdefault(key, [0, 0, 0])
-            total[:] = map(operator.add, total, (chunk.count, chunk.slots, 2 * num_bytes))
-    groups, sums = [], 0
-    for (shapes, dtype, axes, wire), (count, each, num_bytes) in found.items():
-        stacks = [(each * batch, m, n) for batch, m, n in shapes]
-        times = [of(x, dtype, **keywords).products.microseconds(x) for x in stacks]
-        owners = math.prod(size for _, size in axes)
-        mode = f"exchange over {_names(axes)}" if axes else "local"
-        groups.append(
-            Group(shapes, mode, count, owners, each, num_bytes / 1e6, wire.name, sum(times))
-        )
-    for bucket in plan.grams:
-        group, estimate, rounds = _in_pieces(bucket, forms)
-        groups.append(group)
-        exchange += sum(map(exchange_microseconds, estimate.sent))
-        sums += rounds
-    time = sum(group.microseconds for group in groups)
-    explanation = Explanation(tuple(groups), len(plan.buckets), sums, time, exchange)
+    mesh = _mesh_for(placed, mesh)
+    # A callable, because a tree of views may itself be callable.
+    units = units_of(lambda _: views, matrices, iteration_of(given))
+    limits = Limits(given["max_group_bytes"], given["distributed_gram"])
+    explanation = _explained(make_plan(units, specs, mesh.shape, limits))
     print(explanation)
     return explanation
 
 
-def _in_pieces(bucket, forms):
-    """The group of matrices that stay in pieces, what it costs, how many sums it needs."""
+def _matrices_of(params: Any, given: dict[str, Any]) -> tuple[Any, Any]:
+    """The views and the parameters as `scale_by_muon` gets them: all others are masked."""
+    leaves, treedef = jax.tree.flatten(params)
+    views = assigned_views(given["muon_weight_dimension_numbers"], params)
+    matrices = (
+        optax.MaskedNode() if view is None or 0 in p.shape else p
+        for p, view in zip(leaves, views, strict=True)
+    )
+    return treedef.unflatten(views), treedef.unflatten(matrices)
+
+
+def _mesh_for(placed: Sequence[PartitionSpec | NamedSharding], mesh: Mesh | None) -> Mesh:
+    """The mesh: as given, else of the shardings, else in force.
+
+    Raises:
+        ValueError: there is none, but specs name its axes; or a shard_map is being traced.
+    """
+    meshes: list[Mesh] = [s.mesh for s in placed if isinstance(s, NamedSharding)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    mesh, specs = mesh or meshes[0], [*map(spec_of, placed)]
+    if AxisType.Manual in mesh.axis_types:
+        raise ValueError("explain needs whole parameters, got shards: call it outside of shard_map")
+    if mesh.empty and any(map(axes_of_spec, specs)):
+        raise ValueError(f"explain got {specs[0]} and no mesh: pass mesh=, or use jax.set_mesh")
+    return mesh
+
+
+class _Row(NamedTuple):
+    """What the matrices of one row of the table have in common.
+
+    Attributes:
+        leaf: one of their parameters.
+        axes: names and sizes of the mesh axes that the owners are along; none where local.
+        dtype: of what is sent.
+    """
+
+    leaf: Leaf
+    axes: tuple[tuple[str, int], ...]
+    dtype: Any
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for parameters of one row."""
+        return self.leaf.matrices, self.leaf.dtype, self.axes, self.dtype
+
+    def group(self, count: int, each: int, num_bytes: int) -> ExplainedGroup:
+        """The row for so many matrices, of which each owner has `each`, and bytes sent."""
+        stacks = [(each * batch, m, n) for batch, m, n in self.leaf.matrices]
+        forms = zip(self.leaf.forms, stacks, strict=True)
+        return ExplainedGroup(
+            matrices=self.leaf.matrices,
+            mode=f"exchange over {_names(self.axes)}" if self.axes else "local",
+            count=count,
+            owners=math.prod(size for _, size in self.axes),
+            each=each,
+            megabytes=num_bytes / 1e6,
+            dtype=self.dtype.name,
+            microseconds=sum(form.products.microseconds(stack) for form, stack in forms),
+        )
+
+
+def _explained(plan: Plan) -> Explanation:
+    rows: dict[Any, tuple[_Row, int, int, int]] = {}
+
+    def add(row: _Row, count: int, each: int, num_bytes: int) -> None:
+        _, counts, eaches, sent = rows.get(row.key, (row, 0, 0, 0))
+        rows[row.key] = (row, counts + count, eaches + each, sent + num_bytes)
+
+    for leaf in plan.local:
+        add(_Row(leaf, (), leaf.dtype), leaf.units, leaf.units, 0)
+    exchange = 0.0
+    for bucket in plan.buckets:
+        sent = [_sent(bucket, chunk) for chunk in bucket.chunks]
+        exchange += 2 * exchange_microseconds(sum(sent))
+        for chunk, num_bytes in zip(bucket.chunks, sent, strict=True):
+            row = _Row(chunk.parts[0][0], bucket.axes, bucket.dtype)
+            add(row, chunk.count, chunk.slots, 2 * num_bytes)
+    groups = [row.group(*numbers) for row, *numbers in rows.values()]
+    sums = 0
+    for bucket in plan.grams:
+        group, of_sums, num_sums = _group_in_pieces(bucket)
+        groups.append(group)
+        exchange += of_sums
+        sums += num_sums
+    time = sum(group.microseconds for group in groups)
+    return Explanation(tuple(groups), len(plan.buckets), sums, time, exchange)
+
+
+def _sent(bucket: Bucket, chunk: Chunk) -> int:
+    """The bytes of a chunk that each device sends to others, one way."""
+    return bucket.bytes_of(chunk) * (bucket.owners - 1) // bucket.owners
+
+
+def _group_in_pieces(bucket: Bucket) -> tuple[ExplainedGroup, float, int]:
+    """The group of matrices that stay in pieces, the µs of its exchanges, and its sums."""
     (chunk,) = bucket.chunks
-    leaf, _, _ = chunk.parts[0]
-    form, count = forms[leaf.index].in_pieces, chunk.count
-    estimate = _distributed_gram.estimate(bucket, form)
-    mode, megabytes = f"gram over {_names(bucket.axes)}", sum(estimate.sent) / 1e6
-    time, dtype = estimate.compute, form.dtype.name
-    group = Group(leaf.matrices, mode, count, 1, count, megabytes, dtype, time)
-    return group, estimate, form.products.grams
+    leaf = chunk.parts[0][0]
+    form, count = leaf.form_in_pieces, chunk.count
+    assert isinstance(form, Form)
+    cost = estimate(bucket, form)
+    group = ExplainedGroup(
+        matrices=leaf.matrices,
+        mode=f"gram over {_names(bucket.axes)}",
+        count=count,
+        owners=1,
+        each=count,
+        megabytes=sum(cost.sent) / 1e6,
+        dtype=form.dtype.name,
+        microseconds=cost.compute,
+    )
+    return group, sum(map(exchange_microseconds, cost.sent)), form.products.grams
 
 
-def _names(axes):
+def _names(axes: Sequence[tuple[str, int]]) -> str:
     return ", ".join(name for name, _ in axes)
 
 
-def _stated(params):
-    """The shardings of arrays: one device is none."""
+def _stated_shardings(params: Any) -> list[PartitionSpec | NamedSharding]:
+    """The shardings of arrays; an array on one device is not sharded."""
     leaves = jax.tree.leaves_with_path(params)
     if is_traced([x for _, x in leaves]):
         raise ValueError("explain cannot see the shardings of traced arrays: pass shardings=")
@@ -196,4 +258,4 @@ def _stated(params):
                 f" shape {x.shape}, which has none: pass shardings="
             )
     stated = [getattr(x, "sharding", None) for _, x in leaves]
-    return [s if isinstance(s, NamedSharding) else jax.sharding.PartitionSpec() for s in stated]
+    return [s if isinstance(s, NamedSharding) else PartitionSpec() for s in stated]

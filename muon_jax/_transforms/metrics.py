@@ -1,8 +1,10 @@
-"""Diagnostics of Muon's matrices, computed with the updates and kept in the optimizer's state."""
+"""Diagnostics of Muon's matrices, computed with each update and kept in the optimizer's state."""
 
 import collections
 import functools
+import itertools
 import re
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +12,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax._distributed.reductions import matrices_of_tree, stack
-from muon_jax._distributed.sharding import Shardings, locate
+from muon_jax._distributed.reductions import Matrices, matrices_of_tree, stack
+from muon_jax._distributed.sharding import Placed, Shardings, locate
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import norm_of_any_size, over, wide
 from muon_jax._transforms.momentum import MuonState
@@ -21,7 +23,12 @@ POWER_ITERATIONS = 16
 
 
 class MetricsState(NamedTuple):
-    """State of `with_metrics`: that of the transformation, and scalars (float32) by name."""
+    """State of `with_metrics`.
+
+    Attributes:
+        inner: the state of the wrapped transformation.
+        metrics: scalars (float32) by name.
+    """
 
     inner: optax.OptState
     metrics: dict[str, jax.Array]
@@ -34,82 +41,48 @@ def with_metrics(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps `scale_by_muon`, or a chain with it, so that the state holds metrics of each update.
 
-    For the matrices (fan_in × fan_out) of each shape, from all parameters, there are
+    A metric covers all matrices (fan_in × fan_out) of one shape, from all parameters together. The
+    metrics of 16×40 matrices are
 
-    *   `16x40/gradient_norm`: the Frobenius norm of their gradients together;
-    *   `16x40/update_rms`: the root mean square of the entries of their updates;
-    *   `16x40/orthogonality_residual`: ‖OOᵀ - I‖_F/√m for the update O on its smaller side m, the
-        mean over matrices. 0 for an orthogonal O; a meaning only where no scale is in the chain;
-    *   `16x40/stable_rank`: ‖M‖_F²/‖M‖₂² of the momentum M, the mean over matrices: between 1 and
-        m, 0 for zeros. ‖M‖₂ is what 16 power iterations find, which is never above it, so that the
-        rank may come out too large where the largest singular values are close.
+    *   `16x40/gradient_norm`: the Frobenius norm of all their gradients together.
+    *   `16x40/update_rms`: the root mean square of the entries of all their updates.
+    *   `16x40/orthogonality_residual`: the mean over matrices of ‖OOᵀ - I‖_F/√m, for the update O
+        with the smaller side m. It is 0 for an orthogonal O. It says nothing of a chain that scales
+        its updates.
+    *   `16x40/stable_rank`: the mean over matrices of ‖M‖_F²/‖M‖₂², for the momentum M with the
+        smaller side m. It lies between 1 and m, and is 0 for zeros. 16 power iterations estimate
+        ‖M‖₂ from below, so the rank can come out too large where the largest singular values are
+        close.
 
-    The residual costs a product OOᵀ in float32; nothing waits for the host. `metrics` finds the
+    The residual costs a product OOᵀ in float32. Nothing waits for the host. `metrics` finds the
     values in a state.
 
     Args:
-        transform: has one `MuonState` in its state.
+        transform: a transformation with one `MuonState` in its state.
         weight_dimension_numbers: as for `scale_by_muon`.
-        shardings: as for `scale_by_muon`; needed in a shard_map alone.
+        shardings: as for `scale_by_muon`; needed only in a shard_map.
 
     Raises:
-        ValueError: the state has no `MuonState`, or several, or a parameter is no matrix, or
-            `shardings` is missing or wrong.
-        NotImplementedError: in a shard_map that divides a parameter, or that is over some axes of a
-            mesh only.
+        ValueError: the state has no `MuonState` or several, a parameter is no matrix, or
+            `shardings` is missing or does not fit.
+        NotImplementedError: a shard_map shards a parameter, or is over only some axes of a mesh.
     """
     wrapped = optax.with_extra_args_support(transform)
+    measure = functools.partial(_measure_update, weight_dimension_numbers, shardings)
 
-    def measure(*trees, places):
-        """The metrics of gradients, updates and momenta; equal leaves of a place go together."""
-        flat = [matrices_of_tree(weight_dimension_numbers, tree, shardings)[0] for tree in trees]
-        groups = collections.defaultdict(lambda: collections.defaultdict(list))
-        for place, *leaf in zip(places, *flat, strict=True):
-            for matrices in zip(*leaf, strict=True):
-                x, axes, _ = matrices[0]
-                rows, cols = map(matrices[0].size, axes[1:])
-                groups[f"{rows}x{cols}"][place, axes, x.shape].append(matrices)
-        values = {}
-        for shape, by_layout in groups.items():
-            stacks = [[*map(stack, zip(*each, strict=True))] for each in by_layout.values()]
-            g, o, m = zip(*stacks, strict=True)
-            entries = sum(x.array.size for x in o)
-            values[f"{shape}/gradient_norm"] = _norm([x.array for x in g])
-            values[f"{shape}/update_rms"] = _norm([x.array for x in o]) / max(entries, 1) ** 0.5
-            values[f"{shape}/orthogonality_residual"] = _mean(_orthogonality_residual, o)
-            values[f"{shape}/stable_rank"] = _mean(_stable_rank, m)
-        return {name: value.astype(jnp.float32) for name, value in values.items()}
-
-    def of_state(gradients, updates, state):
-        mu = _only(state, MuonState).mu
-        gradients, updates = (_where_not_masked(mu, tree) for tree in (gradients, updates))
-        mesh, kind, specs, wholes = locate(gradients, shardings)
-        names = []
-        pairs = zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(wholes), strict=True)
-        for (path, x), whole in pairs:
-            names.append(jax.tree_util.keystr(path))
-            if x.shape != whole.shape:
-                raise NotImplementedError(
-                    f"with_metrics in a shard_map needs whole parameters, got {names[-1]},"
-                    f" {x.shape} of {whole.shape}: call the optimizer outside it"
-                )
-        # Along automatic axes nothing says which are divided alike: those of one name, mostly.
-        alike = [re.sub(r"\d+", "", name) for name in names]
-        places = alike if kind == AxisType.Auto else specs or [None] * len(names)
-        of_places = functools.partial(measure, places=places)
-        if AxisType.Explicit not in mesh.axis_types:
-            return of_places(gradients, updates, mu)
-        replicated = NamedSharding(mesh, PartitionSpec())
-        return jax.sharding.auto_axes(out_sharding=replicated)(of_places)(gradients, updates, mu)
-
-    def init_fn(params):
+    def init_fn(params: optax.Params) -> MetricsState:
         state = wrapped.init(params)
-        shapes = jax.eval_shape(of_state, params, params, state)
+        shapes = jax.eval_shape(measure, params, params, state)
         return MetricsState(state, {name: jnp.zeros([], jnp.float32) for name in shapes})
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_fn(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, MetricsState]:
         new_updates, inner = wrapped.update(updates, state.inner, params, **extra_args)
-        return new_updates, MetricsState(inner, of_state(updates, new_updates, inner))
+        return new_updates, MetricsState(inner, measure(updates, new_updates, inner))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -118,78 +91,194 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     """Returns the metrics that `with_metrics` left in an optimizer's state, however nested.
 
     Raises:
-        ValueError: there are none, or those of several wrapped transformations: ask their states.
+        ValueError: the state has no metrics, or the metrics of several wrapped transformations.
+            Pass the state of each of them.
     """
-    return _only(opt_state, MetricsState).metrics
-
-
-def _only(state: Any, kind: type) -> Any:
-    """Returns the one node of that kind in a state."""
-    found = [
-        node
-        for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
-        if isinstance(node, kind)
-    ]
+    found = _nodes_of_type(opt_state, MetricsState)
     if len(found) != 1:
-        raise ValueError(f"the optimizer's state must hold one {kind.__name__}, got {len(found)}")
-    return found[0]
+        raise ValueError(
+            f"opt_state must hold one MetricsState, got {len(found)}: pass the state of one"
+            " transformation that with_metrics wraps"
+        )
+    return found[0].metrics
 
 
-def _where_not_masked(mu, tree):
-    """`tree` with zeros for None, and a masked node at each of `mu`'s, of other optimizers."""
+class _Matched(NamedTuple):
+    """The gradients, the updates and the momenta of the same matrices."""
 
-    def is_masked(node):
+    gradients: Matrices
+    updates: Matrices
+    momenta: Matrices
+
+
+def _measure_update(
+    views: Views,
+    shardings: Shardings,
+    gradients: optax.Updates,
+    updates: optax.Updates,
+    state: optax.OptState,
+) -> dict[str, jax.Array]:
+    """The metrics by name of one update, from the state after it; replicated on explicit axes."""
+    found = _nodes_of_type(state, MuonState)
+    if len(found) != 1:
+        raise ValueError(
+            f"with_metrics must wrap one MuonState, got {len(found)} in the state of its"
+            " transformation: wrap one scale_by_muon, or one chain or muon that holds it"
+        )
+    mu = found[0].mu
+    gradients, updates = (_masked_like(mu, tree) for tree in (gradients, updates))
+    placed = locate(gradients, shardings)
+    _check_unsharded(gradients, placed.whole)
+    measure = functools.partial(
+        _measure_matrices, views, shardings, _placement_keys(gradients, placed)
+    )
+    if AxisType.Explicit not in placed.mesh.axis_types:
+        return measure(gradients, updates, mu)
+    replicated = NamedSharding(placed.mesh, PartitionSpec())
+    return jax.sharding.auto_axes(out_sharding=replicated)(measure)(gradients, updates, mu)
+
+
+def _measure_matrices(
+    views: Views,
+    shardings: Shardings,
+    placement_keys: Sequence[Hashable],
+    *trees: optax.Updates,
+) -> dict[str, jax.Array]:
+    """The metrics by name of the trees of gradients, updates and momenta."""
+    values = {}
+    for shape, groups in _group_by_shape(views, shardings, placement_keys, *trees).items():
+        of_shape = _measure_stacks([_stack_group(group) for group in groups])
+        values |= {f"{shape}/{name}": value for name, value in of_shape.items()}
+    return {name: value.astype(jnp.float32) for name, value in values.items()}
+
+
+def _group_by_shape(
+    views: Views,
+    shardings: Shardings,
+    placement_keys: Sequence[Hashable],
+    *trees: optax.Updates,
+) -> dict[str, list[list[_Matched]]]:
+    """The matrices of all leaves by `"16x40"`, their shape; of each, the groups that can stack.
+
+    Matrices of a group have the same placement, layout of axes and shape of their array.
+    """
+    flat = [matrices_of_tree(views, tree, shardings)[0] for tree in trees]
+    shapes = collections.defaultdict(lambda: collections.defaultdict(list))
+    for placement, *leaf in zip(placement_keys, *flat, strict=True):
+        for matched in itertools.starmap(_Matched, zip(*leaf, strict=True)):
+            first = matched.gradients
+            rows, cols = map(first.size, first.axes[1:])
+            shapes[f"{rows}x{cols}"][placement, first.axes, first.array.shape].append(matched)
+    return {shape: [*groups.values()] for shape, groups in shapes.items()}
+
+
+def _stack_group(group: Sequence[_Matched]) -> _Matched:
+    return _Matched(*map(stack, zip(*group, strict=True)))
+
+
+def _measure_stacks(stacks: Sequence[_Matched]) -> dict[str, jax.Array]:
+    """The metrics of all matrices of one shape."""
+    gradients, updates, momenta = zip(*stacks, strict=True)
+    entries = sum(x.array.size for x in updates)
+    return {
+        "gradient_norm": _joint_norm([x.array for x in gradients]),
+        "update_rms": _joint_norm([x.array for x in updates]) / max(entries, 1) ** 0.5,
+        "orthogonality_residual": _mean_over_matrices(_orthogonality_residual, updates),
+        "stable_rank": _mean_over_matrices(_stable_rank, momenta),
+    }
+
+
+def _nodes_of_type[T](state: optax.OptState, node_type: type[T]) -> list[T]:
+    def is_node(node: Any) -> bool:
+        return isinstance(node, node_type)
+
+    nodes = jax.tree.leaves(state, is_leaf=is_node)
+    return [node for node in nodes if isinstance(node, node_type)]
+
+
+def _masked_like(mu: optax.Updates, tree: optax.Updates) -> optax.Updates:
+    """`tree` with zeros for None, and a masked node wherever `mu` has one.
+
+    `mu` has masked nodes in the places of parameters that other optimizers update.
+    """
+
+    def is_masked(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
 
     tree = fill_missing(tree, mu)
     return jax.tree.map(lambda m, x: m if is_masked(m) else x, mu, tree, is_leaf=is_masked)
 
 
-def _norm(arrays):
-    """‖·‖ of arrays together, of entries too whose squares are out of range."""
+def _check_unsharded(tree: optax.Updates, whole: Any) -> None:
+    """Raises NotImplementedError where leaves of `tree` are shards of those of `whole`."""
+    pairs = zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(whole), strict=True)
+    for (path, x), of_all in pairs:
+        if x.shape != of_all.shape:
+            raise NotImplementedError(
+                f"with_metrics in a shard_map needs whole parameters, got a shard of shape"
+                f" {x.shape} of {jax.tree_util.keystr(path)} of shape {of_all.shape}: call the"
+                " optimizer outside the shard_map"
+            )
 
-    def largest(x):
+
+def _placement_keys(tree: optax.Updates, placed: Placed) -> Sequence[Hashable]:
+    """A key for each leaf; leaves that are sharded alike have equal keys."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
+    if placed.kind == AxisType.Auto:
+        # Only the compiler knows the sharding. Parameters whose paths differ in their digits alone
+        # are layers of one kind, and mostly sharded alike.
+        return [re.sub(r"\d+", "", path) for path in paths]
+    return placed.specs or [None] * len(paths)
+
+
+def _joint_norm(arrays: Sequence[jax.Array]) -> jax.Array:
+    """‖·‖ of all arrays together, also of entries whose squares are out of range."""
+
+    def largest_magnitude(x: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(x), initial=0)
 
-    norms = jnp.stack([norm_of_any_size(wide(x), largest, jnp.sum) for x in arrays])
-    return norm_of_any_size(norms, largest, jnp.sum)
+    norms = jnp.stack([norm_of_any_size(wide(x), largest_magnitude, jnp.sum) for x in arrays])
+    return norm_of_any_size(norms, largest_magnitude, jnp.sum)
 
 
-def _mean(function, arrays):
-    """The mean of `function` over the matrices of several arrays."""
-    count = sum(x.size(x.axes.batch) for x in arrays)
-    return sum(jnp.sum(function(x)) for x in arrays) / max(count, 1)
+def _mean_over_matrices(
+    function: Callable[[Matrices], jax.Array], stacks: Sequence[Matrices]
+) -> jax.Array:
+    """The mean of `function` over the matrices of all stacks, of which there is at least one."""
+    count = sum(x.size(x.axes.batch) for x in stacks)
+    total: Any = sum(jnp.sum(function(x)) for x in stacks)
+    return total / max(count, 1)
 
 
-def _orthogonality_residual(o):
-    """‖OOᵀ - I‖_F/√m of each matrix (m, n), or of its transpose where it is tall."""
+def _orthogonality_residual(o: Matrices) -> jax.Array:
+    """‖OOᵀ - I‖_F/√m of each matrix (m, n) with m ≤ n, and of the transpose of each tall one."""
     x, (short, _), batch = wide(o.array), o.sides, o.axes.batch
     first = [*range(x.ndim)]
     second = [axis + x.ndim if axis in short else axis for axis in first]
-    of_gram = [*batch, *short, *(second[axis] for axis in short)]
-    gram = jnp.einsum(x, first, x.conj(), second, of_gram, precision="highest")
+    gram_axes = [*batch, *short, *(second[axis] for axis in short)]
+    gram = jnp.einsum(x, first, x.conj(), second, gram_axes, precision="highest")
     m, sizes = o.size(short), gram.shape[len(batch) :]
     squares = jnp.abs(gram - jnp.eye(m).reshape(sizes)) ** 2
     return jnp.sqrt(jnp.sum(squares, range(len(batch), gram.ndim)) / max(m, 1))
 
 
-def _stable_rank(m):
+def _stable_rank(m: Matrices) -> jax.Array:
     """‖M‖_F²/‖M‖₂² of each matrix, 0 for zeros."""
     x, (short, long) = wide(m.array), m.sides
-    x = over(x, m.largest(x))  # with finite squares
+    x = over(x, m.largest(x))  # squares are finite
 
-    def image(vector):
+    def image(vector: jax.Array) -> jax.Array:
         return m.sum(x.conj() * vector, short)
 
-    def length(vector, axes):
+    def length_along(vector: jax.Array, axes: Sequence[int]) -> jax.Array:
         return jnp.sqrt(m.sum(jnp.abs(vector) ** 2, axes))
 
-    def iterate(_, vector):
+    def power_step(_: int, vector: jax.Array) -> jax.Array:
         vector = m.sum(x * image(vector), long)
-        return over(vector, length(vector, short))
+        return over(vector, length_along(vector, short))
 
     sizes = [size if axis in short else 1 for axis, size in enumerate(x.shape)]
     start = jax.random.normal(jax.random.key(0), sizes, x.dtype)
-    start = start / length(start, short) + jnp.zeros_like(m.sum(x, long))
-    vector = jax.lax.fori_loop(0, POWER_ITERATIONS, iterate, start)
-    return over(length(x, short + long), length(image(vector), long)) ** 2
+    start = start / length_along(start, short) + jnp.zeros_like(m.sum(x, long))
+    vector = jax.lax.fori_loop(0, POWER_ITERATIONS, power_step, start)
+    return over(length_along(x, short + long), length_along(image(vector), long)) ** 2

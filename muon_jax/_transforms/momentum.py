@@ -1,4 +1,4 @@
-"""What is orthogonalized, made of the gradients so far: the forms of momentum."""
+"""The forms of momentum: what is orthogonalized, made of the gradients so far."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -8,19 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon_jax._checks import check
+from muon_jax._checks import check_choice
 
 type Momentum = Literal["bias_corrected", "ema", "heavy_ball"]
 
 
 class MuonState(NamedTuple):
-    """State of `scale_by_muon`: the number of updates (int32) and the momentum."""
+    """State of `scale_by_muon`.
+
+    Attributes:
+        count: the number of updates so far (int32).
+        mu: the momentum of each parameter.
+    """
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride] (optax's name)
     mu: optax.Updates
 
 
-def accumulate(
+def accumulate_momentum(
     momentum: Momentum,
     gradients: optax.Updates,
     mu: optax.Updates,
@@ -28,19 +33,19 @@ def accumulate(
     count: jax.Array,
     nesterov: bool,
 ) -> tuple[optax.Updates, optax.Updates]:
-    """Returns u, which is orthogonalized, and the new momentum, both in the wider dtype.
+    """Returns u, which is to be orthogonalized, and the new momentum.
 
     Args:
         momentum: the form, see `scale_by_muon`.
         gradients: g.
-        mu: the momentum m before this step.
+        mu: the momentum m before this step, in the dtypes of `gradients`.
         beta: β.
-        count: of this step, t = 1, 2, ….
+        count: the number t = 1, 2, … of this step.
         nesterov: whether u looks one step ahead.
     """
     weight = 1.0 if momentum == "heavy_ball" else 1 - beta
 
-    def mix(m, g):
+    def mix(m: jax.Array, g: jax.Array) -> jax.Array:
         return beta * m + weight * g
 
     mu = jax.tree.map(mix, mu, gradients)
@@ -48,53 +53,63 @@ def accumulate(
         return jax.tree.map(mix, mu, gradients) if nesterov else mu, mu
     if not nesterov:
         return optax.tree.bias_correction(mu, beta, count), mu
-    of_mu = beta / (1 - beta ** jnp.asarray(optax.safe_increment(count)))
-    of_gradient = (1 - beta) / (1 - beta**count)  # at most 1: it cannot overflow
-    return jax.tree.map(
-        lambda m, g: of_mu.astype(m.dtype) * m + of_gradient.astype(g.dtype) * g, mu, gradients
-    ), mu
+    weight_of_mu = beta / (1 - beta ** jnp.asarray(optax.safe_increment(count)))
+    weight_of_gradient = (1 - beta) / (1 - beta**count)  # at most 1: it cannot overflow
+
+    def look_ahead(m: jax.Array, g: jax.Array) -> jax.Array:
+        return weight_of_mu.astype(m.dtype) * m + weight_of_gradient.astype(g.dtype) * g
+
+    return jax.tree.map(look_ahead, mu, gradients), mu
 
 
 def convert_momentum(
     state: Any, *, source: Momentum, target: Momentum, beta: float | Callable[[Any], Any]
 ) -> Any:
-    """Returns an optimizer's state for another form of `momentum`, to continue a run with it.
+    """Converts an optimizer's state to another form of `momentum`, to continue a run with it.
 
     The momenta of equal gradients are proportional: `"ema"` and `"bias_corrected"` hold 1 - β times
-    that of `"heavy_ball"`. A run goes on as it would have, up to `eps`, beside which a momentum of
-    `"heavy_ball"` is 1/(1 - β) times as large, and apart from the bias correction.
+    the momentum of `"heavy_ball"`. A run goes on as it would have, with two exceptions:
+
+    *   `eps` weighs differently: a momentum of `"heavy_ball"` is 1/(1 - β) times as large.
+    *   Only `"bias_corrected"` corrects the bias.
 
     Args:
         state: any tree with a `MuonState` in it, such as the state of `muon` or of a chain.
-        source: the form of the momentum that `state` comes from.
+        source: the form of the momentum in `state`.
         target: the form to convert to.
         beta: β, the same in all steps so far.
 
     Raises:
-        ValueError: an unknown form, no `MuonState` in the state, or a β that is no number in
-            [0, 1). Under a schedule of β gradients have other weights in each form, so that the
+        ValueError: a form is unknown, the state has no `MuonState`, or `beta` is no number in
+            [0, 1). Under a schedule of β each form weights the gradients differently, and the
             momenta are not proportional.
     """
-    check("source", source, Momentum)
-    check("target", target, Momentum)
+    check_choice("source", source, Momentum)
+    check_choice("target", target, Momentum)
     if callable(beta):
         raise ValueError(
-            "beta must be one number, got a schedule: the forms weight gradients by (1 - β)·β^k or"
-            " β^k, which is one factor only where β is constant. Start the momentum anew"
+            f"beta must be one number, got the schedule {beta}: the forms weight gradients by"
+            " (1 - β)·β^k or β^k, which differ by one factor only where β is constant. Pass a"
+            " constant beta, or start from a new state, optimizer.init(params)"
         )
     if not (np.ndim(beta) == 0 and 0 <= beta < 1):
-        raise ValueError(f"beta must be a number in [0, 1), got {beta}")
+        raise ValueError(
+            f"beta must be a number in [0, 1), got {beta}: pass the beta that state was made with"
+        )
     exponent = (target != "heavy_ball") - (source != "heavy_ball")
     found = []
 
-    def convert(node):
+    def convert_node(node: Any) -> Any:
         if not isinstance(node, MuonState):
             return node
         found.append(node)
         factor = (1 - beta) ** exponent
         return node._replace(mu=jax.tree.map(lambda m: (m * factor).astype(m.dtype), node.mu))
 
-    state = jax.tree.map(convert, state, is_leaf=lambda node: isinstance(node, MuonState))
+    state = jax.tree.map(convert_node, state, is_leaf=lambda node: isinstance(node, MuonState))
     if not found:
-        raise ValueError("state has no MuonState in it: pass the state of muon or scale_by_muon")
+        raise ValueError(
+            f"state must have a MuonState in it, got {type(state).__name__} with none: pass the"
+            " state of muon or scale_by_muon"
+        )
     return state

@@ -1,4 +1,4 @@
-"""NorMuon: each neuron's share of the orthogonalized update, divided by its size over time."""
+"""NorMuon: the orthogonalized update of each neuron, divided by its running root mean square."""
 
 import itertools
 from typing import Any, Literal, NamedTuple
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._checks import check, check_number
-from muon_jax._distributed.reductions import matrices_of_tree
+from muon_jax._checks import check_choice, check_number
+from muon_jax._distributed.reductions import Matrices, matrices_of_tree
 from muon_jax._distributed.sharding import Shardings
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, wide
@@ -19,9 +19,10 @@ type Averaged = Literal["fan_in", "shorter"]
 class NorMuonState(NamedTuple):
     """State of `scale_by_normuon`.
 
-    At each parameter of the tree `nu` the second moments of its neurons, float32: a list of arrays,
-    with one for each part of a `Split`, of the parameter's shape (unfolded by an `Unfold`) but for
-    the averaged axes, whose size is 1.
+    Attributes:
+        nu: the tree of parameters, with the second moments (float32) of its neurons at each. They
+            are a list of arrays, one for each part of a `Split`. An array has the shape of the
+            part, unfolded by an `Unfold`, where averaged axes have the size 1.
     """
 
     nu: Any
@@ -36,73 +37,79 @@ def scale_by_normuon(
 ) -> optax.GradientTransformation:
     """Normalizes the neurons of each orthogonalized update by their second moments.
 
-    It follows `scale_by_muon` in a chain. For each matrix O (fan_in × fan_out), whose columns are
-    its neurons, with V of one number per neuron and 0 at first,
+    It follows `scale_by_muon` in a chain. The columns of a matrix O (fan_in × fan_out) are its
+    neurons. V holds one number for each, and starts at 0:
 
         V <- b2·V + (1 - b2)·mean(O², over fan_in),
         N = O / (√V + eps),
-        O <- N·‖O‖/‖N‖,
+        O <- N·‖O‖/‖N‖.
 
-    so that the Frobenius norm ‖O‖ stays what it was, and zeros stay zeros. Computed in float32, on
-    each device of its own part of O: they exchange sums alone.
+    The Frobenius norm ‖O‖ stays what it was, and zeros stay zeros. The dtype is float32. Each
+    device computes its own part of O, and devices exchange sums alone.
 
-    This is the form of `microsoft/dion <https://github.com/microsoft/dion>`_. The paper instead
-    fixes the norm, 0.2·√(fan_in·fan_out). modded-nanogpt and Emerging-Optimizers average over the
-    shorter axis, whichever it is (`averaged="shorter"`), and bound V from below in place of adding
-    eps. That differs where fan_in > fan_out, where the columns of an orthogonal O all have the
-    norm 1.
+    This is the form of `microsoft/dion <https://github.com/microsoft/dion>`_. Others differ:
+
+    *   The paper fixes the norm at 0.2·√(fan_in·fan_out).
+    *   modded-nanogpt and Emerging-Optimizers average over the shorter axis (`averaged="shorter"`).
+        The result differs where fan_in > fan_out, where the columns of an orthogonal O all have the
+        norm 1. They also bound V from below in place of adding eps.
 
     Args:
         b2: decay rate of the second moments.
-        eps: added to their roots.
+        eps: added to the roots of the second moments.
         weight_dimension_numbers: as for `scale_by_muon`.
-        averaged: the axis of the mean, `"fan_in"` or the `"shorter"` one: fan_out where that is
-            less, with one number for each input.
-        shardings: as for `scale_by_muon`; needed in a shard_map alone.
+        averaged: the axis of the mean. `"shorter"` is fan_out where fan_out < fan_in, with one
+            number for each input, and `"fan_in"` elsewhere.
+        shardings: as for `scale_by_muon`; needed only in a shard_map.
 
     Raises:
-        ValueError: a parameter is no matrix, an unknown axis, `b2` is not in [0, 1), or `shardings`
-            is missing or wrong.
-        NotImplementedError: on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an
-            axis apart elsewhere than its sharding; or the shard_map is over some axes of a mesh.
+        TypeError: `b2` is a schedule.
+        ValueError: a parameter is no matrix, `averaged` is unknown, `b2` is not in [0, 1), or
+            `shardings` is missing or does not fit.
+        NotImplementedError: one of
+
+            *   on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an axis apart
+                where its sharding does not;
+            *   the shard_map is over only some axes of a mesh.
 
     References:
         Li et al., `NorMuon: Making Muon more efficient and scalable
         <https://arxiv.org/abs/2510.05491>`_, 2025.
     """
-    check("averaged", averaged, Averaged)
+    check_choice("averaged", averaged, Averaged)
     check_number("b2", b2, below=1)
 
-    def axes_of(o):
-        """The axes of the mean, and those of the neurons."""
+    def averaged_and_neuron_axes(o: Matrices) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return o.sides if averaged == "shorter" else (o.axes.reduction, o.axes.output)
 
-    def mean_square(o):
-        axes, _ = axes_of(o)
+    def mean_square(o: Matrices) -> jax.Array:
+        axes, _ = averaged_and_neuron_axes(o)
         return o.sum(jnp.abs(wide(o.array)) ** 2, axes) / max(o.size(axes), 1)
 
-    def init_fn(params):
+    def init_fn(params: optax.Params) -> NorMuonState:
         matrices, _ = matrices_of_tree(weight_dimension_numbers, params, shardings)
         nu = [[jnp.zeros_like(mean_square(o), jnp.float32) for o in parts] for parts in matrices]
         return NorMuonState(jax.tree.structure(params).unflatten(nu))
 
-    def update_fn(updates, state, params=None):
+    def normalize_neurons(o: Matrices, moment: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The new O, in the dtype of the old, and the new V."""
+        square = mean_square(o)
+        moment = b2 * moment + (1 - b2) * square
+        denominator = jnp.sqrt(moment) + eps
+        _, neurons = averaged_and_neuron_axes(o)
+        norm = jnp.sqrt(o.sum(square, neurons))
+        normalized = jnp.sqrt(o.sum((jnp.sqrt(square) / denominator) ** 2, neurons))
+        scaled = wide(o.array) * (over(norm, normalized) / denominator)
+        return scaled.astype(o.array.dtype), moment.astype(jnp.float32)
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, NorMuonState]:
         del params
-
-        def normalize(o, moment):
-            square = mean_square(o)
-            moment = b2 * moment + (1 - b2) * square
-            denominator = jnp.sqrt(moment) + eps
-            _, neurons = axes_of(o)
-            norm = jnp.sqrt(o.sum(square, neurons))
-            normalized = jnp.sqrt(o.sum((jnp.sqrt(square) / denominator) ** 2, neurons))
-            scaled = wide(o.array) * (over(norm, normalized) / denominator)
-            return scaled.astype(o.array.dtype), moment.astype(jnp.float32)
-
         matrices, unflatten = matrices_of_tree(weight_dimension_numbers, updates, shardings)
         moments, treedef = jax.tree.flatten(state.nu)
         every = itertools.chain(*matrices)
-        pairs = [normalize(*pair) for pair in zip(every, moments, strict=True)]
+        pairs = [normalize_neurons(*pair) for pair in zip(every, moments, strict=True)]
         return unflatten(o for o, _ in pairs), NorMuonState(treedef.unflatten(v for _, v in pairs))
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -1,11 +1,13 @@
-"""Training on spheres: steps in proportion to a parameter's norm, which they keep."""
+"""Training on spheres: steps are proportional to a matrix's norm, and keep that norm."""
 
 import itertools
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._distributed.reductions import matrices_of_tree
+from muon_jax._distributed.reductions import Matrices, matrices_of_tree
 from muon_jax._distributed.sharding import Shardings
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, wide
@@ -17,8 +19,8 @@ def scale_to_param_norm(
 ) -> optax.GradientTransformation:
     """Scales the update u of each matrix p to the matrix's own norm: u <- u·‖p‖/‖u‖ (Frobenius).
 
-    A learning rate is then the length of a step relative to the matrix. With `keep_param_norm`
-    after the learning rate this is MuonH, whose matrices move on spheres, and need no weight decay:
+    A learning rate is then the length of a step relative to the matrix. Add `keep_param_norm` after
+    the learning rate for MuonH, whose matrices move on spheres and need no weight decay:
 
         optax.chain(
             scale_by_muon(),
@@ -27,26 +29,30 @@ def scale_to_param_norm(
             keep_param_norm(),
         )
 
-    A matrix of zeros, or an update of zeros, gives an update of zeros. Computed in float32.
+    A matrix of zeros gives an update of zeros, and an update of zeros stays one. The dtype is
+    float32.
 
     Args:
         weight_dimension_numbers: as for `scale_by_muon`.
-        shardings: as for `scale_by_muon`; needed in a shard_map alone.
+        shardings: as for `scale_by_muon`; needed only in a shard_map.
 
     Raises:
         ValueError: `update` got no `params`, a parameter is no matrix, or `shardings` is missing or
-            wrong.
-        NotImplementedError: on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an
-            axis apart elsewhere than its sharding; or the shard_map is over some axes of a mesh.
+            does not fit.
+        NotImplementedError: one of
+
+            *   on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an axis apart
+                where its sharding does not;
+            *   the shard_map is over only some axes of a mesh.
 
     References:
         MuonH in `levanter <https://github.com/marin-community/marin>`_.
     """
 
-    def update(matrices, u, p):
+    def scale_to_norm(matrices: Matrices, u: jax.Array, p: jax.Array) -> jax.Array:
         return matrices.norm(p) * over(u, matrices.norm(u))
 
-    return _of_pairs(update, weight_dimension_numbers, shardings)
+    return _map_with_params(scale_to_norm, weight_dimension_numbers, shardings)
 
 
 def keep_param_norm(
@@ -55,33 +61,51 @@ def keep_param_norm(
 ) -> optax.GradientTransformation:
     """Changes updates so that each matrix keeps its Frobenius norm: p + u <- (p + u)·‖p‖/‖p + u‖.
 
-    The last of a chain, see `scale_to_param_norm`. A matrix of zeros stays one. Where p + u = 0 the
-    update is 0.
+    It is the last transformation of a chain, see `scale_to_param_norm`. A matrix of zeros stays
+    one. Where p + u = 0 the update is 0.
 
     Args:
         weight_dimension_numbers: as for `scale_by_muon`.
-        shardings: as for `scale_by_muon`; needed in a shard_map alone.
+        shardings: as for `scale_by_muon`; needed only in a shard_map.
 
     Raises:
         ValueError: `update` got no `params`, a parameter is no matrix, or `shardings` is missing or
-            wrong.
-        NotImplementedError: on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an
-            axis apart elsewhere than its sharding; or the shard_map is over some axes of a mesh.
+            does not fit.
+        NotImplementedError: one of
+
+            *   on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an axis apart
+                where its sharding does not;
+            *   the shard_map is over only some axes of a mesh.
     """
 
-    def update(matrices, u, p):
+    def back_to_norm(matrices: Matrices, u: jax.Array, p: jax.Array) -> jax.Array:
         norm = matrices.norm(p + u)
         return jnp.where(norm == 0, 0, over(matrices.norm(p), norm) * (p + u) - p)
 
-    return _of_pairs(update, weight_dimension_numbers, shardings)
+    return _map_with_params(back_to_norm, weight_dimension_numbers, shardings)
 
 
-def _of_pairs(function, views, shardings):
-    """A transformation that maps updates, and parameters, of the same matrices to new updates."""
+def _map_with_params(
+    function: Callable[[Matrices, jax.Array, jax.Array], jax.Array],
+    views: Views,
+    shardings: Shardings,
+) -> optax.GradientTransformation:
+    """A transformation that applies `function(matrices, u, p)` to the matrices of each parameter.
 
-    def update_fn(updates, state, params=None):
+    Args:
+        function: makes the new update of the update u and the parameter p, both in float32 or
+            wider and laid out like `matrices`.
+        views: as for `scale_by_muon`.
+        shardings: as for `scale_by_muon`.
+    """
+
+    def update_fn(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         if params is None:
-            raise ValueError("norms need the parameters: call update(updates, state, params)")
+            raise ValueError(
+                "norms need the parameters, got params=None: call update(updates, state, params)"
+            )
         of_updates, unflatten = matrices_of_tree(views, updates, shardings)
         of_params, _ = matrices_of_tree(views, params, shardings)
         pairs = zip(itertools.chain(*of_updates), itertools.chain(*of_params), strict=True)

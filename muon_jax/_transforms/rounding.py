@@ -1,4 +1,4 @@
-"""Rounding of the momentum to the dtype it is kept in."""
+"""Rounding of the momentum to the dtype of the state."""
 
 from typing import Any, Literal
 
@@ -13,41 +13,45 @@ type Rounding = Literal["nearest", "stochastic"]
 
 
 def widen(gradients: Any, mu: Any, rounding: Rounding) -> tuple[Any, Any]:
-    """Returns both trees in the dtype to compute in: the wider, float32 before stochastic rounding.
+    """Returns both trees in the dtype that the momentum is computed in.
+
+    The dtype is the wider of both, leaf by leaf, or float32 before stochastic rounding.
 
     Raises:
         ValueError: stochastic rounding of complex numbers.
     """
     if rounding == "nearest":
 
-        def wider(x, other):
+        def promote(x: jax.Array, other: jax.Array) -> jax.Array:
             return x.astype(jnp.promote_types(x.dtype, other.dtype))
 
-        return jax.tree.map(wider, gradients, mu), jax.tree.map(wider, mu, gradients)
-    for path, x in jax.tree.leaves_with_path((gradients, mu)):
-        if jnp.iscomplexobj(x):
-            raise ValueError(
-                f"mu_rounding='stochastic' rounds real numbers, but the gradient or momentum"
-                f" {jax.tree_util.keystr(path)} is {x.dtype}: set mu_rounding='nearest'"
-            )
+        return jax.tree.map(promote, gradients, mu), jax.tree.map(promote, mu, gradients)
+    for name, tree in (("gradient", gradients), ("momentum", mu)):
+        for path, x in jax.tree.leaves_with_path(tree):
+            if jnp.iscomplexobj(x):
+                raise ValueError(
+                    f"mu_rounding='stochastic' rounds real numbers, but the {name} of the parameter"
+                    f" {jax.tree_util.keystr(path)} is {x.dtype}: set mu_rounding='nearest'"
+                )
     return optax.tree.cast(gradients, jnp.float32), optax.tree.cast(mu, jnp.float32)
 
 
 def cast_like(
     tree: Any, like: Any, rounding: Rounding, count: jax.Array, shardings: Shardings
 ) -> Any:
-    """Returns `tree` in the dtypes of `like`, rounded.
+    """Returns `tree`, rounded to the dtypes of `like`.
 
     Args:
-        tree: float32 where `rounding` is `"stochastic"`.
-        like: the same structure.
-        rounding: to the nearest, or up or down at random.
-        count: of the step; random bits depend on it and on the position of a leaf, and in a
-            shard_map on the shard.
+        tree: arrays, float32 where `rounding` is `"stochastic"`.
+        like: arrays in the same structure.
+        rounding: `"nearest"`, or `"stochastic"`: up or down at random.
+        count: the number of the step. Random bits depend on it, on the position of the leaf, and in
+            a shard_map on the shard.
         shardings: as for `scale_by_muon`.
 
     Raises:
-        ValueError: stochastic rounding to another dtype than bfloat16.
+        ValueError: stochastic rounding to another dtype than bfloat16, or one of `distinct_keys`.
+        NotImplementedError: see `distinct_keys`.
     """
     if rounding == "nearest":
         return jax.tree.map(lambda x, old: x.astype(old.dtype), tree, like)
@@ -65,11 +69,11 @@ def cast_like(
 
 
 def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns float32 `x` in bfloat16, rounded up or down at random so that its mean is `x`.
+    """Returns float32 `x` in bfloat16, rounded up or down at random so that the mean is `x`.
 
-    A bfloat16 is the upper half of a float32. Random bits are added to the lower half, which is
-    then cut off: the carry into the upper half has the probability of the distance from the
-    neighbour below. Values of bfloat16, infinities and NaN stay what they are.
+    A bfloat16 is the upper half of a float32. Random bits are added to the lower half, and the sum
+    is cut to its upper half. The probability of a carry into the upper half is the distance from
+    the neighbour below. Values of bfloat16, infinities and NaN stay what they are.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     bits += jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)

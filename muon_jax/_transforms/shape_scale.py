@@ -1,4 +1,4 @@
-"""Update scales that depend on a parameter's shape alone."""
+"""Scales of updates that depend on the shape of a matrix alone."""
 
 import math
 from typing import Literal
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._checks import check, check_number
+from muon_jax._checks import check_choice, check_number
 from muon_jax._distributed.on_shards import by_element
 from muon_jax._distributed.sharding import Shardings
 from muon_jax._matrices.views import Views
@@ -25,17 +25,23 @@ def scale_by_shape(
 
     Args:
         weight_dimension_numbers: as for `scale_by_muon`.
-        consistent_rms: a number r multiplies by r·√max(fan_in, fan_out) (`Moonlight
-            <https://arxiv.org/abs/2502.16982>`_), which gives an orthogonal update the root mean
-            square r whatever its shape. None leaves that to `shape_scale`.
-        shape_scale: `"clipped_ratio"` multiplies by √max(1, fan_out/fan_in) (Jordan), `"ratio"` by
-            √(fan_out/fan_in) (`Dion <https://github.com/microsoft/dion>`_), `"none"` by 1.
+        consistent_rms: a number r, to multiply by r·√max(fan_in, fan_out) (`Moonlight
+            <https://arxiv.org/abs/2502.16982>`_). An orthogonal update of any shape then has the
+            root mean square r. Pass None for `shape_scale`.
+        shape_scale: what to multiply by without `consistent_rms`:
+
+            *   `"clipped_ratio"`: √max(1, fan_out/fan_in) (Jordan).
+            *   `"ratio"`: √(fan_out/fan_in) (`Dion <https://github.com/microsoft/dion>`_).
+            *   `"none"`: 1.
         shardings: as for `scale_by_muon`.
 
     Raises:
-        ValueError: an unknown `shape_scale`, one beside `consistent_rms`, or that is negative.
+        TypeError: `consistent_rms` is a schedule.
+        ValueError: `shape_scale` is unknown or beside `consistent_rms`, `consistent_rms` is
+            negative, or `shardings` is missing or does not fit.
+        NotImplementedError: a shard_map is over only some axes of a mesh.
     """
-    check("shape_scale", shape_scale, ShapeScale)
+    check_choice("shape_scale", shape_scale, ShapeScale)
     if consistent_rms is not None:
         check_number("consistent_rms", consistent_rms)
         if shape_scale != "clipped_ratio":
@@ -44,21 +50,23 @@ def scale_by_shape(
                 " for one update: leave one of them at its default"
             )
 
-    def factor(fan_in, fan_out):
+    def shape_factor(fan_in: int, fan_out: int) -> float:
         if consistent_rms is not None:
             return math.sqrt(max(fan_in, fan_out))
         ratio = fan_out / max(fan_in, 1)
         return {"clipped_ratio": max(1.0, ratio), "ratio": ratio, "none": 1.0}[shape_scale] ** 0.5
 
-    def update_fn(updates, state, params=None):
+    def update_fn(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        factors = by_element(factor, weight_dimension_numbers, updates, shardings)
+        factors = by_element(shape_factor, weight_dimension_numbers, updates, shardings)
         if consistent_rms is not None:
             factors = [consistent_rms * value for value in factors]
         factors = [jnp.asarray(f, x.dtype) for f, x in zip(factors, leaves, strict=True)]
-        # A barrier, or XLA multiplies by this times a constant learning rate in some programs, and
-        # rounds once, in others by one after the other.
+        # Without a barrier some programs multiply by the product of this factor and a constant
+        # learning rate, which rounds once, and others by one after the other, which rounds twice.
         factors = jax.lax.optimization_barrier(factors)
         return treedef.unflatten([*map(jnp.multiply, factors, leaves)]), state
 

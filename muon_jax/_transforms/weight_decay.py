@@ -1,19 +1,19 @@
-"""Weight decay: where it enters a chain, what it is multiplied by, which entries it spares."""
+"""Weight decay: its place in a chain, the factors of its rate, and the entries that it spares."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._checks import check
+from muon_jax._checks import check_choice
 
 type DecayForm = Literal["decoupled", "independent", "l2", "palm", "scaled_palm"]
 
 
-def chain(
+def chain_with_weight_decay(
     direction: optax.GradientTransformation,
     scale: optax.GradientTransformation | None,
     learning_rate: optax.ScalarOrSchedule,
@@ -22,103 +22,132 @@ def chain(
     form: DecayForm,
     cautious: bool,
 ) -> optax.GradientTransformation:
-    """Returns an optimizer whose update of p is -η·s·O and, of weight decay λ, by `form`
+    """Returns an optimizer whose update of p is -η·s·O, and weight decay λ.
+
+    The update is -η·s·O plus, by `form`,
 
         "decoupled"    -ηλp,
         "independent"  -λp,
         "palm"         -λη²p,
         "scaled_palm"  -λη²·s·p,
-        "l2"           nothing, but λp is added to the gradient.
+        "l2"           0: the gradient is that of the loss plus λp.
 
     Args:
         direction: makes O of the gradient.
         scale: multiplies by s; None for s = 1.
         learning_rate: η, a number or a schedule.
         weight_decay: λ, a number or a schedule.
-        mask: tree of booleans, or a callable that makes one: which parameters decay.
+        mask: which parameters decay: a tree of booleans, a callable that makes one, or None for
+            all.
         form: see above.
-        cautious: whether p decays only where p·O ≥ 0, entry by entry.
+        cautious: whether p decays only in entries with p·O ≥ 0.
 
     Raises:
-        ValueError: an unknown form, or a cautious one that is no decay of p.
+        ValueError: `form` is unknown, or `"l2"` with `cautious`.
     """
-    check("weight_decay_form", form, DecayForm)
+    check_choice("weight_decay_form", form, DecayForm)
     if cautious and form == "l2":
         raise ValueError(
             "cautious_weight_decay compares the decay with the update, got weight_decay_form='l2',"
-            " where decay is a part of the gradient: choose another form"
+            " whose decay is a part of the gradient: pass another form, such as 'decoupled'"
         )
 
-    def decay(rate, cautious=cautious):
+    def decay(
+        rate: optax.ScalarOrSchedule, cautious: bool = cautious
+    ) -> optax.GradientTransformation:
         if isinstance(weight_decay, int | float) and weight_decay == 0:
-            nothing = optax.identity()  # else a pass over all parameters
+            nothing = optax.identity()  # spares a pass over all parameters
             return nothing if mask is None else optax.masked(nothing, mask)
-        return _decay(rate, mask, cautious)
+        return _add_decayed(rate, mask, cautious)
 
-    decay_of_palm = decay(_times(weight_decay, learning_rate))
+    decay_of_palm = decay(_product_of_rates(weight_decay, learning_rate))
     descend = optax.scale_by_learning_rate(learning_rate)
     parts = {
         "decoupled": (direction, scale, decay(weight_decay), descend),
-        "independent": (direction, scale, descend, decay(_times(-1, weight_decay), cautious=False)),
+        "independent": (
+            direction,
+            scale,
+            descend,
+            decay(_product_of_rates(-1, weight_decay), cautious=False),
+        ),
         "palm": (direction, scale, decay_of_palm, descend),
         "scaled_palm": (direction, decay_of_palm, scale, descend),
         "l2": (decay(weight_decay), direction, scale, descend),
     }
     chained = [part for part in parts[form] if part is not None]
-    return _by_direction(chained) if cautious and form == "independent" else optax.chain(*chained)
+    return (
+        _cautious_by_direction(chained)
+        if cautious and form == "independent"
+        else optax.chain(*chained)
+    )
 
 
-def _times(*factors: Any) -> Any:
-    """The product of numbers, or the schedule of it where one of them is a schedule."""
+def _product_of_rates(*factors: Any) -> optax.ScalarOrSchedule:
+    """The product of numbers, or a schedule of the product where a factor is a schedule."""
 
-    def value(factor: Any, count) -> Any:
+    def value_at(factor: Any, count: jax.typing.ArrayLike) -> Any:
         return factor(count) if callable(factor) else factor
 
     if not any(map(callable, factors)):
         return math.prod(factors)
-    return lambda count: math.prod(value(factor, count) for factor in factors)
+    return lambda count: math.prod(value_at(factor, count) for factor in factors)
 
 
-def _decay(rate, mask, cautious):
-    """u + rate·p in the dtype of u; where cautious only in entries in which it has u's sign."""
+def _add_decayed(
+    rate: optax.ScalarOrSchedule, mask: Any, cautious: bool
+) -> optax.GradientTransformation:
+    """Makes u + rate·p of the update u, in the dtype of u.
+
+    Args:
+        rate: a number or a schedule.
+        mask: as for `chain_with_weight_decay`.
+        cautious: whether only entries decay in which rate·p has the sign of u.
+    """
     inner = optax.add_decayed_weights(rate, mask)
 
-    def update_fn(updates, state, params=None):
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         decayed, state = inner.update(updates, state, params)
 
-        def choose(d, u):
+        def decayed_or_update(d: jax.Array, u: jax.Array) -> jax.Array:
             kept = jnp.where(_agree(d - u, u), d, u) if cautious else d
             return kept.astype(u.dtype)
 
-        return jax.tree.map(choose, decayed, updates), state
+        return jax.tree.map(decayed_or_update, decayed, updates), state
 
     return optax.GradientTransformation(inner.init, update_fn)
 
 
-def _by_direction(parts):
-    """The chain, whose last parts descend and decay, the latter where p·O ≥ 0, with O before both.
+def _cautious_by_direction(
+    parts: Sequence[optax.GradientTransformation],
+) -> optax.GradientTransformation:
+    """Chains `parts`, the last of which decays only in entries with p·O ≥ 0.
 
-    After a learning rate of 0 there is no sign to compare with.
+    O is the output of the parts before the last two, which descend and decay. The output of the
+    descent has no sign where the learning rate is 0.
     """
     *first, descend, decay = parts
     makes_direction = optax.chain(*first)
 
-    def update_fn(updates, state, params=None):
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         of_first: Any
         *of_first, of_descend, of_decay = state
         direction, of_first = makes_direction.update(updates, tuple(of_first), params)
         steps, of_descend = descend.update(direction, of_descend, params)
         decayed, of_decay = decay.update(steps, of_decay, params)
 
-        def choose(d, step, o):
+        def decayed_or_step(d: jax.Array, step: jax.Array, o: jax.Array) -> jax.Array:
             return jnp.where(_agree(step - d, o), d, step)
 
-        chosen = jax.tree.map(choose, decayed, steps, direction)
+        chosen = jax.tree.map(decayed_or_step, decayed, steps, direction)
         return chosen, (*of_first, of_descend, of_decay)
 
     return optax.GradientTransformation(optax.chain(*parts).init, update_fn)
 
 
-def _agree(x, y):
-    """Whether Re(x·ȳ) ≥ 0, without products that could be too small for a number."""
+def _agree(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Whether Re(x·ȳ) ≥ 0, without products that could underflow."""
     return (x * jnp.sign(y).conj()).real >= 0

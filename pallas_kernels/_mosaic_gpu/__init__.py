@@ -1,1 +1,1 @@
-"""The kernels of Hopper's own instructions, TMA and wgmma."""
+"""The kernels that use Hopper's own instructions, TMA and wgmma."""

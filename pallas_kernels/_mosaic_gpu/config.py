@@ -1,4 +1,4 @@
-"""Tile shapes of the kernel `"mosaic_gpu"`, and the choice among them."""
+"""Tile shapes of the symmetric products' kernel `"mosaic_gpu"`, and the choice among them."""
 
 import dataclasses
 import functools
@@ -9,38 +9,38 @@ import numpy as np
 from pallas_kernels import _tuning
 from pallas_kernels._mosaic_gpu.work_list import deal_triangles
 
-ROWS = 64  # of the blocks that are stored, and of a warpgroup's share of a tile
+ROWS = 64  # rows of the blocks that are stored, and of a warpgroup's share of a tile
 TILE_K = 64  # columns of A in a step of the ring: 128 bytes, the widest swizzle
-_SHARED_MEMORY = 226 * 1024  # bytes for ring and staging buffers; the barriers are in the 227th KiB
+_SHARED_MEMORY = 226 * 1024  # bytes for ring and staging buffers; the 227th KiB holds the barriers
 
 
 @dataclasses.dataclass(frozen=True)
 class RingConfig:
-    """A tile of `tile_m` × `tile_n` elements, and `num_stages` steps in the ring.
+    """A tile of `tile_m` × `tile_n` elements, and a ring of `num_stages` steps.
 
-    Every warpgroup has 64 rows of each tile; or two have every other tile, `in_turns`, so that the
-    one stores while the other multiplies.
+    Every warpgroup has 64 rows of each tile. With `in_turns`, two warpgroups instead have every
+    other tile, so that one stores while the other multiplies.
     """
 
     tile_m: int
     tile_n: int
     num_stages: int
     in_turns: bool = False
-    num_stores: ClassVar[int] = 1  # of each block
+    num_stores: ClassVar[int] = 1  # how often each block is stored
 
     @property
     def num_turns(self) -> int:
-        """The tiles that are under way at a time."""
+        """The number of tiles in progress at a time."""
         return 2 if self.in_turns else 1
 
     @property
     def rows(self) -> int:
-        """The rows of a tile that one warpgroup has."""
+        """The number of rows of a tile that one warpgroup has."""
         return self.tile_m if self.in_turns else ROWS
 
     @property
     def num_warpgroups(self) -> int:
-        """The warpgroups that multiply."""
+        """The number of warpgroups that multiply."""
         return self.num_turns * self.tile_m // self.rows
 
     @property
@@ -50,24 +50,24 @@ class RingConfig:
 
     @property
     def num_buffers(self) -> int:
-        """The blocks that a warpgroup may have on their way to memory."""
+        """The number of blocks that a warpgroup can be storing at a time."""
         free = _SHARED_MEMORY - self.num_stages * (self.tile_m + self.tile_n) * TILE_K * 2
         buffer = self.num_stores * ROWS * self.block_n * 2
         return min(self.tile_n // self.block_n, free // (self.num_warpgroups * buffer))
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(RingConfig):
-    """Of the symmetric products, whose blocks are stored twice, the second time transposed.
+class MosaicSyrkxConfig(RingConfig):
+    """A tile of a symmetric product, whose blocks are stored twice, the second time transposed.
 
-    Some tiles in turns may be three quarters as wide, for equal shares of the work, which takes
-    twice the code.
+    With `narrow_tiles`, some tiles in turns are three quarters as wide, so that programs have equal
+    shares of the work. That takes twice the code.
     """
 
     narrow_tiles: bool = False
     num_stores: ClassVar[int] = 2
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {self.tile_m}")
         widest = 64 * 256 // self.rows  # half of a warpgroup's registers
@@ -76,13 +76,15 @@ class Config(RingConfig):
                 f"tile_n must be a multiple of 32, at most {widest}, got {self.tile_n}"
             )
         if self.narrow_tiles and not (self.in_turns and self.tile_n % 128 == 0):
-            raise ValueError(f"tiles that are in turns and 128 wide can be narrow, got {self}")
+            raise ValueError(
+                f"narrow_tiles needs in_turns=True and a multiple of 128 as tile_n, got {self}"
+            )
         if self.num_stages < 2 or self.num_buffers < 1:
-            raise ValueError(f"num_stages must be 2 at least, and fit in shared memory, got {self}")
+            raise ValueError(f"num_stages must be at least 2, and fit in shared memory, got {self}")
 
     @property
     def name(self) -> str:
-        """As it stands in the tables of measured times."""
+        """The name in the tables of measured times."""
         tile = f"{self.tile_m}x{self.tile_n}x{self.num_stages}"
         in_turns = " in turns" if self.in_turns else ""
         return f"mosaic_gpu {tile}{in_turns}{', some narrow' if self.narrow_tiles else ''}"
@@ -104,60 +106,80 @@ class Config(RingConfig):
         )
 
 
-# What the tuner measures. Rings are as long as fits beside two staging buffers for each warpgroup,
-# or one where tiles are in turns, and the other warpgroup multiplies while it waits.
-CONFIGS = (
-    Config(64, 64, 8),
-    Config(64, 96, 6),
-    Config(64, 128, 6),
-    Config(128, 64, 8),
-    Config(128, 96, 6),
-    Config(128, 128, 6, in_turns=True),
-    Config(128, 128, 6, in_turns=True, narrow_tiles=True),
-    Config(128, 160, 4),
-    Config(128, 192, 4),
-    Config(128, 224, 4),
+# The tuner measures these. Rings are as long as fits beside the staging buffers: two for each
+# warpgroup, or one where tiles are in turns and the other warpgroup multiplies meanwhile.
+MOSAIC_SYRKX_CONFIGS = (
+    MosaicSyrkxConfig(64, 64, 8),
+    MosaicSyrkxConfig(64, 96, 6),
+    MosaicSyrkxConfig(64, 128, 6),
+    MosaicSyrkxConfig(128, 64, 8),
+    MosaicSyrkxConfig(128, 96, 6),
+    MosaicSyrkxConfig(128, 128, 6, in_turns=True),
+    MosaicSyrkxConfig(128, 128, 6, in_turns=True, narrow_tiles=True),
+    MosaicSyrkxConfig(128, 160, 4),
+    MosaicSyrkxConfig(128, 192, 4),
+    MosaicSyrkxConfig(128, 224, 4),
 )
 
 
-def default_config(
+def default_mosaic_syrkx_config(
     shape: tuple[int, ...], *, addend: bool, mirrored_on_diagonal: bool = False
-) -> Config:
-    """Returns the fastest config for stacks `(batch, m, n)`, measured or else by `predict`.
+) -> MosaicSyrkxConfig:
+    """Returns the fastest config for stacks `(batch, m, n)`.
 
-    Narrow tiles, which take twice as long to compile, must be faster by 2%.
+    Measured times decide where there are any, else `predict_syrkx_microseconds`. Narrow tiles take
+    twice as long to compile, so they must be faster by 2%.
     """
-    configs = [c for c in CONFIGS if c.block_n == ROWS or not mirrored_on_diagonal]
+    configs = [
+        config
+        for config in MOSAIC_SYRKX_CONFIGS
+        if config.block_n == ROWS or not mirrored_on_diagonal
+    ]
     measured = _tuning.lookup(shape, addend=addend) or {}
-    times = {c: measured[c.name] for c in configs if c.name in measured}
-    times = times or {c: predict(shape, c, addend=addend) for c in configs}
-    return min(times, key=lambda c: times[c] * (1.02 if c.narrow_tiles else 1.0))
+    times = {config: measured[config.name] for config in configs if config.name in measured}
+    times = times or {
+        config: predict_syrkx_microseconds(shape, config, addend=addend) for config in configs
+    }
+    return min(times, key=lambda config: times[config] * (1.02 if config.narrow_tiles else 1.0))
 
 
-def is_fastest(shape: tuple[int, ...], *, addend: bool) -> bool:
+def mosaic_syrkx_beats_xla(shape: tuple[int, ...], *, addend: bool) -> bool:
     """Returns whether the model expects the kernel to beat XLA on stacks `(batch, m, n)`.
 
-    XLA's product takes 6.5 µs, for products that are large enough for this question, what 780
-    TFLOP/s take, and what 4.8 TB/s take to read the operand; the addend takes as long again as
-    those take to read two matrices and write one. Of shapes with 64 to 384 rows that were measured
-    the choice is up to 9% slower than the faster one. Very wide matrices, whose sums XLA splits,
-    are XLA's.
+    Large enough products take XLA the sum of
+
+    - 6.5 µs,
+    - the time of the product at 780 TFLOP/s,
+    - the time to read the operand at 4.8 TB/s.
+
+    The addend takes 2 µs more, and the time to read two matrices and write one at 4.8 TB/s. Among
+    the measured shapes with 64 to 384 rows, the choice is up to 9% slower than the faster one. XLA
+    wins on very wide matrices, whose sums it splits.
     """
     batch, m, n = shape
     xla = 6.5 + 2 * batch * m * m * n / 780e6 + 2 * batch * m * n / 4.8e6
     xla += addend * (2 + 6 * batch * m * m / 4.8e6)
-    return min(predict(shape, config, addend=addend) for config in CONFIGS) <= xla
+    return xla >= min(
+        predict_syrkx_microseconds(shape, config, addend=addend) for config in MOSAIC_SYRKX_CONFIGS
+    )
 
 
 @functools.cache
-def predict(shape: tuple[int, ...], config: Config, *, addend: bool) -> float:
+def predict_syrkx_microseconds(
+    shape: tuple[int, ...], config: MosaicSyrkxConfig, *, addend: bool
+) -> float:
     """Returns a model's time in µs on an H200 for stacks `(batch, m, n)`.
 
-    Fitted to measured times from 64×64 to 16×2048×5504. Over the products of the table the config
-    that it picks takes 0.5% longer than the fastest in the mean, 8% at most.
-    A program with the most to do needs 1.2 µs for each tile beside its products, or in turns 0.3
-    and once 1 for the last to be stored; the products run at 6.6 TFLOP/s, or as fast as L2 delivers
-    the operands. The power limit leaves 820 TFLOP/s to all programs together.
+    Fitted to measured times from 64×64 to 16×2048×5504. Over the products of the table, the config
+    that the model picks takes 0.5% longer than the fastest in the mean, and 8% at most.
+
+    The model adds up the time of the program with the most to do:
+
+    - Products run at 6.6 TFLOP/s, or as fast as L2 delivers the operands.
+    - Each tile takes 1.2 µs beside its products. In turns it takes 0.3 µs, and storing the last
+      tile takes 1 µs.
+
+    The power limit leaves 820 TFLOP/s to all programs together.
     """
     batch, m, n = shape
     widths = config.deal(batch, m, num_programs=132)[..., 3]

@@ -1,18 +1,21 @@
 """What one program of the kernel `"mosaic_gpu"` of the symmetric products does with a tile.
 
-After the blocks of A and B those of C come through the ring. Then the sums are scaled, C and the
-diagonal added, and each block is rounded and stored twice, the second time transposed, through
-staging buffers of each warpgroup's own.
+The blocks of C come through the ring after the blocks of A and B. Then the sums are scaled, and C
+and the diagonal are added. Each block is rounded and stored twice, the second time transposed,
+through staging buffers of its warpgroup.
 
-Blocks above the diagonal are skipped and those on it stored once, so no element of the result has
-two writers. On the diagonal of A·Aᵀ, blocks are symmetric as they come: the elements (i, j) and
-(j, i) add the same products in the same order. Those of A·Bᵀ are mirrored first.
+Blocks above the diagonal are skipped. Blocks on the diagonal are stored once, so no element of the
+result has two writers. The kernel makes blocks on the diagonal symmetric:
+
+- A·Aᵀ gives symmetric blocks: the elements (i, j) and (j, i) add the same products in the same
+  order.
+- A·Bᵀ does not, so the lower half of the block is mirrored.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +28,7 @@ from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram, Tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program(RingProgram):
+class SyrkxProgram(RingProgram):
     """A `RingProgram` with its operands and results in global memory, and its staging buffers."""
 
     mirrored_on_diagonal: bool
@@ -33,24 +36,24 @@ class Program(RingProgram):
     a: Ref
     b: Ref
     cs: tuple[Ref, ...]
-    outs: tuple[Ref, ...]  # the result, and what its rounding left where that is wanted
+    outs: tuple[Ref, ...]  # the result, then its residual if wanted
     out_buffers: Ref
     mirror_buffers: Ref
 
     @property
     def num_products(self) -> int:
-        """The blocks of A in a strip of rows."""
+        """The number of blocks of A in a strip of rows."""
         return self.a.shape[-1] // TILE_K
 
     def num_others(self, width: jax.Array) -> jax.Array:
-        """The blocks of all C."""
+        """Returns the number of blocks of all C."""
         return len(self.cs) * pl.cdiv(width, TILE_K)
 
     def load(self, tile: Tile, width: int) -> None:
-        """Copies A and B, then one C after the other, in chunks of TILE_K columns."""
+        """Copies A and B, then one C after another, in chunks of TILE_K columns."""
         tile_m = self.config.tile_m
 
-        def load_factors(k, _):
+        def load_factors(k: jax.Array, _: None) -> None:
             slot, columns = self.empty_slot(tile.step + k), pl.ds(k * TILE_K, TILE_K)
             plgpu.copy_gmem_to_smem(
                 self.a.at[tile.batch, pl.ds(tile.row, tile_m), columns],
@@ -76,18 +79,26 @@ class Program(RingProgram):
                 )
 
     def b_block(self, slot: jax.Array, width: int) -> Ref:
-        """Bᵀ."""
+        """Returns the block of Bᵀ in a slot."""
         return self.b_ring.at[slot, pl.ds(0, width)].transpose((1, 0))
 
     def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
-        """Reads the coefficients."""
+        """Reads the coefficients, and returns what stores the tile."""
         coefficients = [self.coefficients[tile.batch, i] for i in range(2 + len(self.cs))]
         return lambda product: self._store(product, tile, *coefficients)
 
-    def _store(self, product, tile, alpha, diagonal, *betas):
+    def _store(
+        self,
+        product: jax.Array,
+        tile: Tile,
+        alpha: jax.Array,
+        diagonal: jax.Array,
+        *betas: jax.Array,
+    ) -> None:
+        """Finishes, rounds and stores the sums of this warpgroup's rows, block by block."""
         row_ids, col_ids = self._ids(ROWS)
-        # Without barriers some configs add the diagonal to α·A·Aᵀ in one instruction, which rounds
-        # once, and in some sums wait for the buffers.
+        # Without barriers, some configs add the diagonal to α·A·Aᵀ in one instruction, which rounds
+        # once. In other configs sums wait for the buffers.
         blocks = [
             (row, col, lax.optimization_barrier(block))
             for row, col, block in self._blocks(product, tile, alpha, betas)
@@ -97,7 +108,9 @@ class Program(RingProgram):
             is_stored = (row < self.outs[0].shape[1]) & (col < row + ROWS)
 
             @pl.when(is_stored)
-            def _(i=i, row=row, col=col, block=block):
+            def _(
+                i: int = i, row: jax.Array = row, col: jax.Array = col, block: jax.Array = block
+            ) -> None:
                 block = jnp.where(row_ids + row == col_ids + col, block + diagonal, block)
                 below_diagonal = row_ids + row >= col_ids + col
                 for index, out in enumerate(self.outs, i * len(self.outs)):
@@ -105,19 +118,33 @@ class Program(RingProgram):
                     block -= rounded.astype(jnp.float32)
                     self._store_block(rounded, out, tile.batch, row, col, index, below_diagonal)
 
-            @pl.when(~is_stored)  # the next blocks count what is on its way as if it were
-            def _():
+            @pl.when(~is_stored)  # later blocks count on the buffers as if this one were stored
+            def _() -> None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _ids(self, num_rows):
-        """The rows and the columns of a block's elements."""
+    def _ids(self, num_rows: int) -> Iterator[jax.Array]:
+        """Returns the rows and the columns of a block's elements."""
         shape, layout = (num_rows, self.config.block_n), plgpu.Layout.WGMMA
         return (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in (0, 1))
 
-    def _store_block(self, block, out, batch, row, col, index, below_diagonal):
-        """Stores the block, and where it is off the diagonal its transpose, through buffers.
+    def _store_block(
+        self,
+        block: jax.Array,
+        out: Ref,
+        batch: jax.Array,
+        row: jax.Array,
+        col: jax.Array,
+        index: int,
+        below_diagonal: jax.Array,
+    ) -> None:
+        """Stores a block, and off the diagonal also its transpose, through staging buffers.
 
-        `index` counts what the tile stores.
+        Args:
+            block: rounded, `(ROWS, block_n)`.
+            out: the result in global memory.
+            batch, row, col: where the block begins.
+            index: the number of blocks that the tile has stored before.
+            below_diagonal: which elements are on or below the diagonal of the result.
         """
         num_buffers = self.config.num_buffers
         if index >= num_buffers:
@@ -135,12 +162,14 @@ class Program(RingProgram):
         plgpu.copy_smem_to_gmem(direct, out.at[batch, rows, cols], commit_group=False)
 
         @pl.when(col < row)
-        def _():
+        def _() -> None:
             plgpu.copy_smem_to_gmem(mirror, out.at[batch, cols, rows], commit_group=False)
 
         plgpu.commit_smem_to_gmem_group()
 
-    def _blocks(self, product, tile, alpha, betas):
+    def _blocks(
+        self, product: jax.Array, tile: Tile, alpha: jax.Array, betas: tuple[jax.Array, ...]
+    ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
         """Returns (row, col, block) for each block of α·product + Σ β·C."""
         block_n, width = self.config.block_n, product.shape[1]
         sums = [alpha * product[:, i : i + block_n] for i in range(0, width, block_n)]
@@ -153,17 +182,17 @@ class Program(RingProgram):
             for j in range(0, self.config.rows, ROWS)
         ]
 
-    def _blocks_of_c(self, index, tile, width):
-        """Yields the block of one C for each block_n columns.
+    def _blocks_of_c(self, index: int, tile: Tile, width: int) -> Iterator[jax.Array]:
+        """Yields the block of the C of that index for each `block_n` columns.
 
-        C comes in chunks of TILE_K columns, each read when it is needed. Where the width is no
-        multiple of that, tiles start where a chunk does, or in the middle of one.
+        C comes in chunks of TILE_K columns. Each chunk is read when a block needs it. Where the
+        width is no multiple of TILE_K, tiles start at the start or in the middle of a chunk.
         """
         block_n, num_chunks = self.config.block_n, pl.cdiv(width, TILE_K)
         first_step = tile.step + self.num_products + index * num_chunks
 
         @functools.cache
-        def chunk(j):
+        def chunk(j: int) -> jax.Array:
             slot = self.slot(first_step + j)
             plgpu.barrier_wait(self.full.at[tile.turn, slot])
             values = plgpu.load(self.own_rows(slot), layout=plgpu.Layout.WGMMA)

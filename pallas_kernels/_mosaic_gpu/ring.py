@@ -1,15 +1,15 @@
 """What one program of a Mosaic GPU kernel does: a multiprocessor's share of the work.
 
-One warpgroup, the producer, copies blocks of A and B into a ring in shared memory, and after those
-of a tile what else its kernel needs. To the ring all are steps of one sequence, so the producer is
-already at the next tile while this one is stored.
+One warpgroup is the producer. For each tile it copies blocks of A and B into a ring in shared
+memory, then what else its kernel needs. The steps of all tiles are one sequence in the ring, so the
+producer already works on the next tile while this tile is stored.
 
-The other warpgroups each hold 64 rows of the tile in their registers. They multiply, with one wgmma
-always in flight, and store. Or two of them take turns and hold a whole tile each: what is in the
-ring for the next tile is multiplied while this one is stored.
+The other warpgroups multiply and store, with one wgmma always in flight. Either each holds 64 rows
+of the tile in its registers, or two of them take turns and hold a whole tile each. In turns, one
+warpgroup multiplies what is in the ring for the next tile while the other stores this tile.
 
-Sums run over the columns of A in order, whatever the tile: a product depends neither on the config
-nor on what else is in the stack, to the last bit.
+Sums run over the columns of A in order, whatever the tile. So a product depends neither on the
+config nor on the other matrices of the stack, to the last bit.
 """
 
 import dataclasses
@@ -30,7 +30,13 @@ type Ref = Any  # a reference to memory, or to barriers
 
 
 class Tile(NamedTuple):
-    """A tile of the work list, and how many steps of the ring are before it."""
+    """A tile of the work list.
+
+    Attributes:
+        batch, row, col: where the tile begins.
+        turn: which warpgroup multiplies it, where tiles are in turns.
+        step: the number of steps of the ring before the tile.
+    """
 
     batch: jax.Array
     row: jax.Array
@@ -45,11 +51,13 @@ class RingProgram:
 
     Attributes:
         config: the tile and the ring.
-        widths: of tiles.
-        warpgroup, index: which of the program's warpgroups, and which program.
+        widths: the widths that tiles have.
+        warpgroup: which of the program's warpgroups this is.
+        index: which of the programs this is.
         tiles: the work list in global memory, in units of the blocks that are stored.
-        a_ring, b_ring: in shared memory.
-        full, empty: barriers of each slot of the ring, `full` for each turn.
+        a_ring, b_ring: the ring in shared memory.
+        full: barriers of each slot of the ring, for each turn.
+        empty: barriers of each slot of the ring.
     """
 
     config: RingConfig
@@ -62,15 +70,15 @@ class RingProgram:
     full: Ref
     empty: Ref
 
-    # What kernels differ in.
+    # Each kernel defines these.
 
     @property
     def num_products(self) -> int:
-        """The steps in which a tile is multiplied."""
+        """The number of steps in which a tile is multiplied."""
         raise NotImplementedError
 
     def num_others(self, width: jax.Array) -> jax.Array | int:
-        """The steps after those, of a tile of that width."""
+        """Returns the number of steps after the products, for a tile of that width."""
         del width
         return 0
 
@@ -79,24 +87,24 @@ class RingProgram:
         raise NotImplementedError
 
     def b_block(self, slot: jax.Array, width: int) -> Ref:
-        """The block of B in a slot, `(TILE_K, width)`."""
+        """Returns the block of B in a slot, `(TILE_K, width)`."""
         raise NotImplementedError
 
     def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
-        """Returns what stores the tile's sums; called before they are computed."""
+        """Returns what stores the tile's sums. It is called before the sums are computed."""
         raise NotImplementedError
 
-    # What they have in common.
+    # All kernels share these.
 
     def run(self) -> None:
-        """The body of the kernel."""
+        """Does this warpgroup's work: the body of the kernel."""
         consumers = self.config.num_warpgroups
 
         @pl.when(self.warpgroup == consumers)
-        def _():
+        def _() -> None:
             plgpu.set_max_registers(40, action="decrease")
             end = self._visit_tiles(self.load)
-            # Every completion of a barrier must have been waited for when the program ends.
+            # A program must have waited for every completion of a barrier before it ends.
             lax.fori_loop(
                 lax.max(end - self.config.num_stages, 0),
                 end,
@@ -105,18 +113,19 @@ class RingProgram:
             )
 
         @pl.when(self.warpgroup < consumers)
-        def _():
+        def _() -> None:
             plgpu.set_max_registers(232, action="increase")
             self._visit_tiles(self._take_turn)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _visit_tiles(self, visit):
+    def _visit_tiles(self, visit: Callable[[Tile, int], None]) -> jax.Array:
         """Calls `visit(tile, width)` for each tile, with its width as a static number.
 
-        Returns the number of steps of the ring.
+        Returns:
+            The number of steps of the ring.
         """
 
-        def visit_one(index, step):
+        def visit_one(index: jax.Array, step: jax.Array) -> jax.Array:
             batch, row, col, width = (self.tiles[index, self.index, i] for i in range(4))
             turn = lax.rem(index, self.config.num_turns)
             tile = Tile(batch, row * ROWS, col * self.config.block_n, turn, step)
@@ -128,7 +137,7 @@ class RingProgram:
         return lax.fori_loop(0, self.tiles.shape[0], visit_one, jnp.int32(0))
 
     def slot(self, step: jax.Array) -> jax.Array:
-        """The slot of the ring that the step is in."""
+        """Returns the slot of the ring that the step is in."""
         return lax.rem(step, self.config.num_stages)
 
     def empty_slot(self, step: jax.Array) -> jax.Array:
@@ -136,43 +145,45 @@ class RingProgram:
         slot = self.slot(step)
 
         @pl.when(step >= self.config.num_stages)
-        def _():
+        def _() -> None:
             plgpu.barrier_wait(self.empty.at[slot])
 
         return slot
 
     def release(self, step: jax.Array) -> None:
-        """Leaves the step's slot to the producer."""
+        """Gives the step's slot back to the producer."""
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
     @property
     def first_row(self) -> int | jax.Array:
-        """The first row of a tile that this warpgroup has."""
+        """The first of this warpgroup's rows of a tile."""
         return 0 if self.config.in_turns else self.warpgroup * ROWS
 
     def own_rows(self, slot: jax.Array) -> Ref:
-        """This warpgroup's rows of what is in the ring of A."""
+        """Returns this warpgroup's rows of a slot in the ring of A."""
         return self.a_ring.at[slot, pl.ds(self.first_row, self.config.rows)]
 
-    def _take_turn(self, tile, width):
+    def _take_turn(self, tile: Tile, width: int) -> None:
+        """Computes the tile, unless it is the other warpgroup's turn."""
         own_turn = pl.when(not self.config.in_turns or tile.turn == self.warpgroup)
         own_turn(functools.partial(self._multiply_and_store, tile, width))
 
-    def _multiply_and_store(self, tile, width):
+    def _multiply_and_store(self, tile: Tile, width: int) -> None:
+        """Computes this warpgroup's rows of the tile."""
         store = self.storing(tile, width)
-        # Of plgpu's documented names, the one that its stubs do not export.
+        # The stubs of plgpu do not export this documented name.
         in_registers = plgpu.ACC((self.config.rows, width), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
         @functools.partial(pl.run_scoped, accumulator=in_registers)
-        def _(accumulator):
-            def multiply(k, _):
+        def _(accumulator: Ref) -> None:
+            def multiply(k: jax.Array, _: None) -> None:
                 slot = self.slot(tile.step + k)
                 plgpu.barrier_wait(self.full.at[tile.turn, slot])
                 plgpu.wgmma(accumulator, self.own_rows(slot), self.b_block(slot, width))
-                plgpu.wgmma_wait(1)  # the one before is done
+                plgpu.wgmma_wait(1)  # the wgmma of the step before is done
 
                 @pl.when(k > 0)
-                def _():
+                def _() -> None:
                     self.release(tile.step + k - 1)
 
             lax.fori_loop(0, self.num_products, multiply, None)
@@ -181,7 +192,7 @@ class RingProgram:
             store(product)
 
 
-def launch(
+def launch_programs(
     program: Callable[..., RingProgram],
     config: RingConfig,
     work: np.ndarray,
@@ -196,29 +207,30 @@ def launch(
     """Runs a program for each column of a work list.
 
     Args:
-        program: makes one, of the operands and the results in global memory, the buffers by name,
-            and the attributes of a `RingProgram`.
+        program: makes a program. It takes references to the operands and the results in global
+            memory, and by name the buffers and the attributes of a `RingProgram`.
         config: the tile and the ring.
-        work: as from `_work_list`.
-        operands: what programs read.
+        work: as from `work_list`.
+        operands: what programs read. The last one has the dtype of the ring.
         out_type: the results.
         b_block: the shape of a step's block of B.
-        buffers: the shapes of staging buffers, of which each warpgroup has `config.num_buffers`.
+        buffers: the shapes of staging buffers, by name. Each warpgroup has `config.num_buffers` of
+            every name.
         interpret: runs the kernel in Pallas' interpreter.
-        kernel_name: as profilers show it.
+        kernel_name: the name that profilers show.
     """
     stages, staging = config.num_stages, (config.num_warpgroups, config.num_buffers)
     ring_dtype, out_dtype = operands[-1].dtype, out_type[0].dtype
 
-    def shared(dtype, *shape):
+    def shared(dtype: jnp.dtype, *shape: int) -> Any:
         swizzle = plgpu.find_swizzle(8 * dtype.itemsize * shape[-1])
-        # Abstract to pyright: methods come from a decorator.
+        # The transforms are abstract to pyright, because a decorator adds their methods.
         tile = (8, swizzle // dtype.itemsize)
         tiled = plgpu.TilingTransform(tile)  # pyright: ignore[reportAbstractUsage]
         swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
         return plgpu.SMEM(shape, dtype, transforms=(tiled, swizzled))
 
-    def body(tiles, *refs, **scratch):
+    def body(tiles: Ref, *refs: Ref, **scratch: Ref) -> None:
         program(
             *refs,
             warpgroup=lax.axis_index("warpgroup"),
@@ -229,7 +241,7 @@ def launch(
             **scratch,
         ).run()
 
-    # In units of the blocks, for the compiler to see that rows and columns are multiples of them.
+    # In units of blocks, so that the compiler sees that rows and columns are multiples of a block.
     tiles = work // np.array([1, ROWS, config.block_n, 1], np.int32)
     return plgpu.kernel(
         body,

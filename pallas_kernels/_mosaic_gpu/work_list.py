@@ -1,17 +1,17 @@
 """The tiles of stacks of products, dealt out to a fixed number of programs.
 
-A result is cut into strips of `tile_m` rows, and each strip into tiles of `tile_n` columns. Of a
-symmetric (m, m) result those tiles are wanted that touch the lower triangle, and three whole ones
-in a row may be four narrow ones:
+A result is cut into strips of `tile_m` rows, and each strip into tiles of `tile_n` columns. A
+symmetric (m, m) result needs the tiles that touch the lower triangle. Three whole tiles in a row
+may become four narrow ones:
 
     rows   0–127 |   whole   |
     rows 128–255 |   whole   |   whole   |
     rows 256–383 |   whole   |   whole   |   whole   |
     rows 384–511 | narrow | narrow | narrow | narrow |   whole   |
 
-Work lists are int32 arrays: [r, p] is the r-th tile of program p, (batch, row, col, width), and
-none where the width is 0. Whole tiles go round, so that the programs are at neighbouring tiles at
-any time; narrow ones go to the program with the least to do.
+Work lists are int32 arrays. Element [r, p] is the r-th tile of program p, (batch, row, col, width),
+or no tile where the width is 0. Whole tiles go round, so that at any time all programs work on
+neighbouring tiles. Narrow tiles go to the program with the least to do.
 """
 
 import functools
@@ -42,22 +42,23 @@ def deal_rectangles(
     return _deal(tiles, 8 * tile_m, tile_n, num_programs)
 
 
-def _deal(tiles, strips, tile_n, num_programs):
-    """The work list of these tiles; so many rows are visited together, column by column.
+def _deal(tiles: np.ndarray, num_rows: int, tile_n: int, num_programs: int) -> np.ndarray:
+    """Returns the work list of tiles, which are rows of (batch, row, col, width).
 
-    The operands of the tiles that are computed at one time then stay in the L2 cache.
+    Programs visit `num_rows` rows of the result together, column by column. So the operands of the
+    tiles that are computed at one time stay in the L2 cache.
     """
     image, row, col, _ = tiles.T
-    tiles = tiles[np.lexsort((row, col, row // strips, image))]
+    tiles = tiles[np.lexsort((row, col, row // num_rows, image))]
     is_whole = tiles[:, 3] == tile_n
     whole, narrow = np.flatnonzero(is_whole), np.flatnonzero(~is_whole)
     num_programs = min(num_programs, len(tiles))
-    # Place r·num_programs + p is round r of program p.
+    # Place r·num_programs + p is round r of program p. An empty place holds len(tiles).
     dealt = np.full(len(tiles) + 3 * num_programs, len(tiles))
     dealt[: len(whole)] = whole
     places = range(len(whole), len(whole) + num_programs)
     programs = [(tile_n * (i // num_programs), i % num_programs, i) for i in places]
-    heapq.heapify(programs)  # by how many columns each has to do; with its next free place
+    heapq.heapify(programs)  # each is (columns to do, program, its next free place)
     for tile in narrow:
         columns, p, place = programs[0]
         heapq.heapreplace(programs, (columns + tiles[tile, 3], p, place + num_programs))
@@ -69,7 +70,7 @@ def _deal(tiles, strips, tile_n, num_programs):
 
 
 def _lower_triangle(batch: int, m: int, tile_m: int, tile_n: int) -> np.ndarray:
-    """Rows of (batch, row, col, width)."""
+    """Returns the tiles that touch the lower triangles, as rows of (batch, row, col, width)."""
     one = [
         (0, row, col, tile_n)
         for row in range(0, m, tile_m)
@@ -83,7 +84,7 @@ def _lower_triangle(batch: int, m: int, tile_m: int, tile_n: int) -> np.ndarray:
 def _narrowed(tiles: np.ndarray, tile_n: int, num_programs: int) -> np.ndarray:
     """Replaces whole tiles by narrow ones where the last round has room for more tiles.
 
-    That is done so often that as many tiles of every program are narrow.
+    Every program gets the same number of narrow tiles.
     """
     starts = np.flatnonzero(tiles[:, 2] % (3 * tile_n) == 0)
     threes = starts[np.diff(starts, append=len(tiles)) == 3]

@@ -23,7 +23,7 @@ def row_col(tile_id: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the (row, col) of an int32 tile id, for ids below 2²⁷.
 
     `row` is the largest r with r(r + 1)/2 ≤ id. The float32 root can be one off on either side
-    of a row's first id, never more; two integer comparisons settle it.
+    of a row's first id, never more. Two integer comparisons correct it.
     """
     row = ((jnp.sqrt(8.0 * tile_id.astype(jnp.float32) + 1.0) - 1.0) * 0.5).astype(jnp.int32)
     row = jnp.where(row * (row + 1) // 2 > tile_id, row - 1, row)

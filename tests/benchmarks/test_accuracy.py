@@ -6,32 +6,33 @@ import numpy as np
 import pytest
 
 from muon_jax import newton_schulz
-from muon_jax._iteration import composed as _composed
+from muon_jax._iteration.composed import products_of_composed
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks import _accuracy, _report, _spectra
-from muon_jax.benchmarks._spectra import Case
+from muon_jax.benchmarks._accuracy import polar_error, spectra
+from muon_jax.benchmarks._accuracy.spectra import Case
+from muon_jax.benchmarks._records.tables import measurement_line
 
 ABSENT = {"momentum, step 5": "scikit-learn is not installed"}
 
 
 @pytest.fixture(autouse=True)
 def without_training(monkeypatch):
-    monkeypatch.setattr(_spectra, "absent", lambda: ABSENT)
+    monkeypatch.setattr(spectra, "absent_spectra", lambda: ABSENT)
 
 
 def case_of(sigma, n=24):
     rng = np.random.default_rng(0)
-    return Case.of("some", _spectra.with_singular_values(np.asarray(sigma), n, rng))
+    return Case.of("some", spectra.with_singular_values(np.asarray(sigma), n, rng))
 
 
-@pytest.mark.parametrize("spectrum", _spectra.SPECTRA)
+@pytest.mark.parametrize("spectrum", spectra.SPECTRA)
 @pytest.mark.parametrize("n", [16, 40])
 def test_matrices_have_the_singular_values_they_claim(spectrum, n):
     rng = np.random.default_rng(1)
-    sigma = _spectra.SPECTRA[spectrum](16, rng)
+    sigma = spectra.SPECTRA[spectrum](16, rng)
     assert sigma.shape == (16,) and (sigma >= 0).all()
-    case = Case.of(spectrum, _spectra.with_singular_values(sigma, n, rng))
+    case = Case.of(spectrum, spectra.with_singular_values(sigma, n, rng))
     assert case.x.shape == (16, n) and case.x.dtype == np.float32
     sigma = np.sort(sigma)[::-1]
     np.testing.assert_allclose(case.sigma, sigma, rtol=0, atol=1e-6 * sigma[0])
@@ -39,9 +40,9 @@ def test_matrices_have_the_singular_values_they_claim(spectrum, n):
 
 
 def test_cases_are_all_spectra_at_all_aspects():
-    names = [*_spectra.SPECTRA, "Gaussian", "repeated rows"]
+    names = [*spectra.SPECTRA, "Gaussian", "repeated rows"]
     expected = [(name, (16, n)) for n in (16, 48) for name in names]
-    cases = [*_spectra.cases([16], [1, 3])]
+    cases = [*spectra.hard_cases([16], [1, 3])]
     assert [(case.spectrum, case.x.shape) for case in cases] == expected
     (repeated, _) = (case for case in cases if case.spectrum == "repeated rows")
     assert 1 < np.linalg.matrix_rank(repeated.x) <= 4
@@ -49,8 +50,8 @@ def test_cases_are_all_spectra_at_all_aspects():
 
 def test_momenta_of_training():
     pytest.importorskip("sklearn")
-    steps, momenta = zip(*_spectra.momenta(16, 32, seed=0), strict=True)
-    assert steps == _spectra.MOMENTUM_STEPS
+    steps, momenta = zip(*spectra.momenta(16, 32, seed=0), strict=True)
+    assert steps == spectra.MOMENTUM_STEPS
     for momentum in momenta:
         sigma = Case.of("momentum", momentum).sigma
         assert momentum.shape == (16, 32) and 0 < sigma[-1] < sigma[0] / 3
@@ -65,7 +66,7 @@ def test_tall_matrices_are_transposed():
 def test_the_polar_factor_has_no_error(sigma):
     case = case_of(sigma)
     rank = np.count_nonzero(sigma)
-    metrics = _accuracy.metrics(case, case.u[:, :rank] @ case.vt[:rank])
+    metrics = polar_error.polar_metrics(case, case.u[:, :rank] @ case.vt[:rank])
     assert metrics["errors"] == pytest.approx([0, 0], abs=1e-12)
     assert [metrics[key] for key in ("rms", "largest", "dual")] == pytest.approx([1, 1, 1])
     assert not metrics["blow_up"]
@@ -73,7 +74,7 @@ def test_the_polar_factor_has_no_error(sigma):
 
 def test_a_polar_factor_too_large_has_that_error():
     case = case_of(np.linspace(1, 0.1, 8))
-    metrics = _accuracy.metrics(case, 1.2 * case.u @ case.vt)
+    metrics = polar_error.polar_metrics(case, 1.2 * case.u @ case.vt)
     assert metrics["errors"] == pytest.approx([0.2, 0.2])
     values = [metrics[key] for key in ("rms", "largest", "dual")]
     assert values == pytest.approx([1.2, 1.2, 1.2])
@@ -82,7 +83,7 @@ def test_a_polar_factor_too_large_has_that_error():
 def test_each_threshold_has_its_directions():
     case = case_of([1, 0.5, 0.005, 0.002, 0.0001])
     scales = np.array([1.1, 0.9, 0.5, 0.5, 7])
-    metrics = _accuracy.metrics(case, (case.u * scales) @ case.vt)
+    metrics = polar_error.polar_metrics(case, (case.u * scales) @ case.vt)
     assert metrics["errors"] == pytest.approx([0.1, np.sqrt((0.02 + 0.5) / 4)], rel=1e-3)
     assert metrics["largest"] == pytest.approx(7) and metrics["blow_up"]
 
@@ -90,13 +91,13 @@ def test_each_threshold_has_its_directions():
 def test_an_error_outside_of_the_row_space_counts():
     case = case_of(np.ones(8))
     _, _, complement = np.linalg.svd(case.vt)
-    metrics = _accuracy.metrics(case, case.u @ (case.vt + 0.3 * complement[8:16]))
+    metrics = polar_error.polar_metrics(case, case.u @ (case.vt + 0.3 * complement[8:16]))
     assert metrics["errors"] == pytest.approx([0.3, 0.3])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_composed_schedules_are_as_accurate_as_is_said(dtype):
-    path = Path(_accuracy.__file__).parent / "results" / "accuracy_cpu.json"
+    path = Path(benchmarks.__file__).parent / "results" / "accuracy_cpu.json"
     measured = {
         (m["name"], m["dtype"]): m["cases"]
         for m in json.loads(path.read_text())["measurements"]
@@ -125,7 +126,7 @@ def test_composed_schedules_are_as_accurate_as_is_said(dtype):
 @pytest.mark.parametrize("scale", [1.6, np.nan, np.inf])
 def test_blow_ups(scale):
     case = case_of(np.ones(8))
-    metrics = _accuracy.metrics(case, case.u @ case.vt * scale)
+    metrics = polar_error.polar_metrics(case, case.u @ case.vt * scale)
     assert metrics["blow_up"]
     assert metrics["largest"] == (1.6 if scale == 1.6 else None)
     json.dumps(metrics, allow_nan=False)
@@ -138,7 +139,7 @@ def test_blow_ups(scale):
 @pytest.mark.parametrize("aspect", [1, 4])
 def test_flops(name, grams, squares, aspect):
     orthogonalize = functools.partial(newton_schulz, ns_coeffs=name, implementation="xla")
-    units = _accuracy.symmetric_units(orthogonalize, (16, 16 * aspect))
+    units = polar_error.symmetric_units(orthogonalize, (16, 16 * aspect))
     assert units == grams * 3 * aspect + squares
 
 
@@ -148,9 +149,9 @@ def test_flops_of_composed_steps_are_those_of_the_model(name, dtype):
     orthogonalize = functools.partial(
         newton_schulz, ns_coeffs=name, dtype=dtype, implementation="xla"
     )
-    expected = _composed.products(SCHEDULES[name].steps_in(dtype))
+    expected = products_of_composed(SCHEDULES[name].steps_in(dtype))
     for aspect in (1, 4):
-        units = _accuracy.symmetric_units(orthogonalize, (16, 16 * aspect))
+        units = polar_error.symmetric_units(orthogonalize, (16, 16 * aspect))
         assert units == expected.units(aspect)
 
 
@@ -191,8 +192,8 @@ def test_a_schedule_is_measured_once_under_whatever_methods(tmp_path):
 
 def test_momenta_need_scikit_learn(monkeypatch):
     monkeypatch.undo()  # the fixture's
-    monkeypatch.setattr(_spectra.importlib.util, "find_spec", lambda name: None)
-    assert _spectra.absent()["momentum, step 5"] == "scikit-learn is not installed"
+    monkeypatch.setattr(spectra.importlib.util, "find_spec", lambda name: None)
+    assert spectra.absent_spectra()["momentum, step 5"] == "scikit-learn is not installed"
 
 
 def test_a_result_that_is_not_finite_is_infinitely_wrong():
@@ -201,13 +202,13 @@ def test_a_result_that_is_not_finite_is_infinitely_wrong():
     broken |= dict.fromkeys(("rms", "dual", "largest"))
     cases = [{**fine, "blow_up": False}, *[{**broken, "blow_up": True}] * 2]
     measurement = {"name": "aol", "method": "gram", "dtype": "float16", "preconditioning": "aol"}
-    line = _report.line({**measurement, "units": {"1": 16}, "cases": cases})
+    line = measurement_line({**measurement, "units": {"1": 16}, "cases": cases})
     assert line.startswith("coefficients aol, gram (preconditioning aol), dtype float16, units")
     assert "linear inf / inf" in line and "blow-ups 2 of 3" in line
 
 
 def test_names_are_those_that_newton_schulz_takes(capsys):
-    assert {"standard", "dion", "fast", "accurate"} <= set(_accuracy.names())
+    assert {"standard", "dion", "fast", "accurate"} <= set(polar_error.coefficient_names())
     with pytest.raises(SystemExit):
         benchmarks.main(["accuracy", "--names", "nonesuch"])
     assert "'standard'" in capsys.readouterr().err

@@ -13,18 +13,18 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from muon_jax import muon, newton_schulz
 from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks import (
-    _headline,
-    _measure,
-    _models,
-    _overlap,
-    _plots,
-    _rivals,
-    _shapes,
-    _sharded,
-    _timing,
-    _tune,
+from muon_jax.benchmarks._records.headline import headline_figure
+from muon_jax.benchmarks._records.plots import figure_of_reports
+from muon_jax.benchmarks._times import (
+    dispatch_table,
+    models,
+    one_device,
+    overlap,
+    rivals,
+    sharded,
+    timing,
 )
+from muon_jax.benchmarks._times.shapes import SETS, shapes
 from pallas_kernels import _tuning
 
 TINY = {"embedding": (32, 8), "layer/w": (8, 24), "layer/b": (24,), "experts": (3, 24, 8)}
@@ -38,9 +38,9 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(_timing, "ROUNDS", 2)
-    monkeypatch.setitem(_models.MODELS, "tiny", TINY)
-    monkeypatch.setattr(_rivals, "_missing", lambda package: f"{package} is not installed")
+    monkeypatch.setattr(timing, "ROUNDS", 2)
+    monkeypatch.setitem(models.MODELS, "tiny", TINY)
+    monkeypatch.setattr(rivals, "_reason_missing", lambda package: f"{package} is not installed")
 
 
 @pytest.fixture
@@ -93,15 +93,15 @@ def test_sharded_counts_collectives_and_checks(measure, capsys, monkeypatch):
     assert all(measurement["collectives"][name] == {"all-to-all": 2} for name in variants[1:])
     assert max(measurement["errors"].values()) < 0.02
     assert "collectives of None 2 all-to-all" in capsys.readouterr().out
-    monkeypatch.setattr(_sharded, "TOLERANCE", -1.0)
+    monkeypatch.setattr(sharded, "TOLERANCE", -1.0)
     with pytest.raises(ArithmeticError, match="tiny, None: the update of .* on one device by"):
-        _sharded.measure("tiny", "float32", {"tensor": 2})
+        sharded.measure_sharded("tiny", "float32", {"tensor": 2})
 
 
 def test_sharded_takes_any_mesh_of_its_axes():
     mesh = AbstractMesh((2, 2, 2), ("expert", "fsdp", "tensor"))
     shardings = {
-        name: _sharded.sharding(jax.ShapeDtypeStruct(shape, jnp.float32), mesh).spec
+        name: sharded.even_sharding(jax.ShapeDtypeStruct(shape, jnp.float32), mesh).spec
         for name, shape in {**TINY, "odd": (3, 4)}.items()
     }
     assert shardings == {
@@ -125,7 +125,9 @@ def test_sharded_takes_any_mesh_of_its_axes():
     ],
 )
 def test_what_is_exposed_of_exchanges(computing, exchanging, exposed):
-    times = _overlap.times_of(_overlap.union(computing), _overlap.union(exchanging))
+    times = overlap.overlap_times(
+        overlap.merge_intervals(computing), overlap.merge_intervals(exchanging)
+    )
     assert times["exposed"] == exposed
     event = collections.namedtuple("Event", "name start_ns duration_ns")
     line = collections.namedtuple("Line", "name events")
@@ -134,7 +136,7 @@ def test_what_is_exposed_of_exchanges(computing, exchanging, exposed):
     plane = collections.namedtuple("Plane", "lines")(
         [line("Stream #1", events), line("Stream #2", others), line("XLA Ops", [*events, *others])]
     )
-    assert _overlap.times_of(*_overlap.kernels(plane)) == times
+    assert overlap.overlap_times(*overlap.kernel_intervals(plane)) == times
 
 
 def test_tune_writes_the_table_that_the_dispatch_reads(tmp_path, monkeypatch):
@@ -149,7 +151,7 @@ def test_tune_writes_the_table_that_the_dispatch_reads(tmp_path, monkeypatch):
 
 
 def test_tune_fails_where_a_result_is_wrong(monkeypatch):
-    xla = _tune._candidates(jnp.ones((1, 64, 64), jnp.bfloat16), False)["xla"]
+    xla = dispatch_table._candidates(jnp.ones((1, 64, 64), jnp.bfloat16), False)["xla"]
     wrong = {
         "xla": xla,
         "half": lambda a: 0.5 * xla(a),
@@ -157,19 +159,19 @@ def test_tune_fails_where_a_result_is_wrong(monkeypatch):
     }
     for name, reason in (("half", "twice that of xla"), ("skew", "not symmetric")):
         candidates = {key: wrong[key] for key in ("xla", name)}
-        monkeypatch.setattr(_tune, "_candidates", lambda a, addend, c=candidates: c)
+        monkeypatch.setattr(dispatch_table, "_candidates", lambda a, addend, c=candidates: c)
         with pytest.raises(ArithmeticError, match=f"{name} at .*{reason}"):
-            _tune.measure((1, 64, 64), addend=False)
+            dispatch_table.measure_product((1, 64, 64), addend=False)
 
 
 def test_float32_is_checked_against_float64():
-    measurement = _measure.measure_newton_schulz((16, 16), "float32", ())
+    measurement = one_device.measure_newton_schulz((16, 16), "float32", ())
     assert 0 < measurement["errors"]["None"] < 1e-5
 
 
 def test_a_form_that_is_not_offered_is_not_timed(monkeypatch):
-    monkeypatch.setattr(_rivals, "programs", lambda x: {})
-    measurement = _measure.measure_newton_schulz((8, 24), "bfloat16", ("deepseek_v4",))
+    monkeypatch.setattr(one_device, "rival_programs", lambda x: {})
+    measurement = one_device.measure_newton_schulz((8, 24), "bfloat16", ("deepseek_v4",))
     assert [*measurement["microseconds"]] == ["jnp", "None", "deepseek_v4"]
 
 
@@ -183,49 +185,49 @@ def test_a_pause_is_before_each_turn_of_ten_runs(monkeypatch):
         def clocks(self):
             return {"wall": lambda calls: events.append(calls) or 1.0}
 
-    monkeypatch.setattr(_timing.time, "sleep", lambda seconds: events.append(f"{seconds} s"))
-    _timing.time_interleaved({"one": Recorded(), "other": Recorded()}, pause=0.2)
-    assert events == [1, 1, *["0.2 s", 10] * 2 * _timing.ROUNDS]
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: events.append(f"{seconds} s"))
+    timing.time_interleaved({"one": Recorded(), "other": Recorded()}, pause=0.2)
+    assert events == [1, 1, *["0.2 s", 10] * 2 * timing.ROUNDS]
 
 
 @pytest.mark.parametrize("wrong", [1.3, jnp.nan])
 def test_a_wrong_orthogonalization_fails(wrong, monkeypatch):
-    right = _measure.newton_schulz
-    monkeypatch.setattr(_rivals, "programs", lambda x: {})
-    monkeypatch.setattr(_measure, "newton_schulz", lambda x, **kw: wrong * right(x, **kw))
+    right = one_device.newton_schulz
+    monkeypatch.setattr(one_device, "rival_programs", lambda x: {})
+    monkeypatch.setattr(one_device, "newton_schulz", lambda x, **kw: wrong * right(x, **kw))
     with pytest.raises(ArithmeticError, match="None: the relative error .* that of jnp"):
-        _measure.measure_newton_schulz((16, 16), "bfloat16", ())
+        one_device.measure_newton_schulz((16, 16), "bfloat16", ())
 
 
 @pytest.mark.parametrize("wrong", [1.3, jnp.nan])
 def test_a_wrong_form_fails(wrong, monkeypatch):
-    right = _measure.newton_schulz
+    right = one_device.newton_schulz
     factors = {"gram": wrong}
     monkeypatch.setattr(
-        _measure,
+        one_device,
         "newton_schulz",
         lambda x, method="standard", **kw: factors.get(method, 1) * right(x, method=method, **kw),
     )
     with pytest.raises(ArithmeticError, match="dion, gram: the relative error .* more than 0.1"):
-        _measure.measure_newton_schulz((16, 32), "bfloat16", ("dion",))
+        one_device.measure_newton_schulz((16, 32), "bfloat16", ("dion",))
 
 
 def test_a_wrong_addend_fails(monkeypatch):
-    right = _measure.syrk
+    right = one_device.syrk
     monkeypatch.setattr(
-        _measure, "syrk", lambda x, c=None, beta=0.0, **kw: right(x, c, beta=1.1 * beta, **kw)
+        one_device, "syrk", lambda x, c=None, beta=0.0, **kw: right(x, c, beta=1.1 * beta, **kw)
     )
     with pytest.raises(ArithmeticError, match=r"None \+ C: the relative error .* jnp \+ C"):
-        _measure.measure_syrk((16, 16), "bfloat16")
+        one_device.measure_syrk((16, 16), "bfloat16")
 
 
 def test_a_wrong_update_fails(monkeypatch):
-    right = _measure.muon
-    monkeypatch.setattr(_measure, "muon", lambda learning_rate, **kw: right(-0.02, **kw))
+    right = one_device.muon
+    monkeypatch.setattr(one_device, "muon", lambda learning_rate, **kw: right(-0.02, **kw))
     with pytest.raises(
         ArithmeticError, match="muon tiny, None: the update of .* differs from that of optax by 2"
     ):
-        _measure.measure_muon("tiny", "float32")
+        one_device.measure_muon("tiny", "float32")
 
 
 def test_a_rival_that_fails_is_reported_and_not_timed(monkeypatch, measure, capsys):
@@ -240,10 +242,10 @@ def test_a_rival_that_fails_is_reported_and_not_timed(monkeypatch, measure, caps
     def programs(x):  # one with coefficients of its own, and one that should not have them
         for name in ("dion", "gram_newton_schulz"):
             orthogonalize = functools.partial(newton_schulz, ns_coeffs="dion", dtype=None)
-            rivals[name] = _timing.JaxProgram.compile(orthogonalize, x)
+            rivals[name] = timing.JaxProgram.compile(orthogonalize, x)
         return rivals
 
-    monkeypatch.setattr(_rivals, "programs", programs)
+    monkeypatch.setattr(one_device, "rival_programs", programs)
     monkeypatch.setitem(CASES, "newton_schulz", ["--shapes", "16x16", "--coefficients"])
     file = measure("newton_schulz")
     assert "failed: wrong at 16×16 (the relative error is 1.00e+00" in capsys.readouterr().out
@@ -266,18 +268,18 @@ def test_absent_rivals_are_named(measure, capsys):
 
 def test_the_reason_for_absence(monkeypatch):
     monkeypatch.undo()  # the fixture's
-    monkeypatch.setattr(_rivals.importlib.util, "find_spec", lambda name: None)
-    assert _rivals.absent()["gram_newton_schulz"] == "torch is not installed"
-    assert _rivals.torch_versions() == {}
+    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
+    assert rivals.absent_rivals()["gram_newton_schulz"] == "torch is not installed"
+    assert rivals.torch_versions() == {}
 
 
 def test_xla_leaves_memory_where_torch_is_installed(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(_rivals.importlib.util, "find_spec", lambda name: None)
-    _rivals.leave_memory_to_torch()
+    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
+    rivals.leave_memory_to_torch()
     assert not os.environ
-    monkeypatch.setattr(_rivals.importlib.util, "find_spec", lambda name: name)
-    _rivals.leave_memory_to_torch()
+    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: name)
+    rivals.leave_memory_to_torch()
     assert os.environ == {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
@@ -347,7 +349,7 @@ def test_polar_errors_are_plotted_against_times(capsys, tmp_path):
             for shape in shapes
         ],
     }
-    bars, *panels = _plots.figure([report]).get_axes()
+    bars, *panels = figure_of_reports([report]).get_axes()
     assert len(bars.patches) == len(shapes)
     assert [axes.get_title() for axes in panels] == ["16×32", "16×80", "2×16×40"]
     for axes in panels:
@@ -367,9 +369,9 @@ def test_polar_errors_are_plotted_against_times(capsys, tmp_path):
 
 
 def test_named_shapes():
-    assert _shapes.shapes("24x8x16") == [(24, 8, 16)]
-    for name in _shapes.SETS:
-        assert all(shape[-2] <= shape[-1] for shape in _shapes.shapes(name))
+    assert shapes("24x8x16") == [(24, 8, 16)]
+    for name in SETS:
+        assert all(shape[-2] <= shape[-1] for shape in shapes(name))
 
 
 @pytest.mark.parametrize("word", ["llama", "16", "0x16", "1x2x3x4"])
@@ -379,11 +381,11 @@ def test_shapes_that_are_none(word, capsys):
     assert "--shapes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", _models.MODELS)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_both_optimizers_take_the_models(name):
-    shapes = _models.MODELS[name]
+    shapes = models.MODELS[name]
     parameters = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()}
-    numbers = _models.dimension_numbers(shapes)
+    numbers = models.dimension_numbers(shapes)
     for make in (muon, optax.contrib.muon):
         optimizer = make(0.02, muon_weight_dimension_numbers=numbers)
         state = jax.eval_shape(optimizer.init, parameters)
@@ -400,7 +402,7 @@ def test_the_headline_shows_the_results(tmp_path, capsys):
     capsys.readouterr()
 
     reports = [json.loads(Path(path).read_text()) for path in paths]
-    iteration, updates, accuracy = _headline.figure(reports).axes
+    iteration, updates, accuracy = headline_figure(reports).axes
 
     def speedup(report, baseline, name):
         clocks = report["measurements"][0]["microseconds"]
@@ -414,5 +416,8 @@ def test_the_headline_shows_the_results(tmp_path, capsys):
     assert widths[4] == speedup(reports[0], "torch.compile", "balanced")
     names = {text.get_text() for text in accuracy.texts}
     assert {"standard", "balanced", "accurate"} < names
-    with pytest.raises(ValueError, match="needs a file of the benchmark muon or sharded"):
-        _headline.figure(reports[:1])
+    with pytest.raises(
+        ValueError,
+        match="--headline needs a file of the benchmark muon or sharded, got newton_schulz: pass",
+    ):
+        headline_figure(reports[:1])

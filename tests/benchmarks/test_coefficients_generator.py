@@ -8,7 +8,9 @@ import pytest
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax._iteration.published import NAMED
 from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks import _designs, _fit, _minimax
+from muon_jax.benchmarks._coefficients import fit
+from muon_jax.benchmarks._coefficients.designs import DESIGNS
+from muon_jax.benchmarks._coefficients.minimax import minimax_quintic, published_minimax_sets
 
 # Float64's rounding, which differs between CPUs, or units of the last published digit. The 8.20516
 # of "polar_express_nvidia" is published as 8.2051.
@@ -22,13 +24,13 @@ AS_PUBLISHED = {
 
 @pytest.mark.parametrize("name", AS_PUBLISHED)
 def test_published_sets(name):
-    rows = _minimax.published()[name]
+    rows = published_minimax_sets()[name]
     np.testing.assert_allclose(rows, NAMED[name], rtol=0, atol=AS_PUBLISHED[name])
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.001, 1), (0.3, 2.5), (0.9, 1.1)])
 def test_a_quintic_alternates_as_the_best_one_does(low, high):
-    a, b, c = _minimax.minimax_quintic(low, high)
+    a, b, c = minimax_quintic(low, high)
     sigma = np.linspace(low, high, 20_001)
     error = 1 - (a * sigma + b * sigma**3 + c * sigma**5)
     largest = np.abs(error).max()
@@ -39,17 +41,17 @@ def test_a_quintic_alternates_as_the_best_one_does(low, high):
 
 def test_quintics_of_narrow_intervals_are_the_limit():
     limit = np.array([1.875, -1.25, 0.375]) / 2.0 ** np.array([1, 3, 5])
-    np.testing.assert_allclose(_minimax.minimax_quintic(1.999999, 2), limit)
-    np.testing.assert_allclose(_minimax.minimax_quintic(1.9999, 2), limit, rtol=2e-4)
+    np.testing.assert_allclose(minimax_quintic(1.999999, 2), limit)
+    np.testing.assert_allclose(minimax_quintic(1.9999, 2), limit, rtol=2e-4)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (2, 1), (-1, 1)])
 def test_intervals_that_are_none(low, high):
     with pytest.raises(ValueError, match=f"0 < low <= high, got low={low} and high={high}"):
-        _minimax.minimax_quintic(low, high)
+        minimax_quintic(low, high)
 
 
-each_design = pytest.mark.parametrize(("name", "dtype"), _designs.DESIGNS)
+each_design = pytest.mark.parametrize(("name", "dtype"), DESIGNS)
 
 
 @pytest.mark.optimized
@@ -57,7 +59,7 @@ def test_what_is_generated_is_what_ships():
     # In one direction the objective is too flat for float64: 2e-4 on some CPUs. The other sets take
     # minutes.
     name, dtype, rtol = "fast", "float16", 3e-4
-    steps = _fit.fit(_designs.DESIGNS[name, dtype])
+    steps = fit.fit(DESIGNS[name, dtype])
     shipped = SCHEDULES[name].steps_in(dtype)
     actual, expected = ([dataclasses.astuple(step) for step in each] for each in (steps, shipped))
     chex.assert_trees_all_close(actual, expected, rtol=rtol)
@@ -65,12 +67,12 @@ def test_what_is_generated_is_what_ships():
 
 @each_design
 def test_schedules_are_at_a_minimum_of_their_objective(name, dtype):
-    design = _designs.DESIGNS[name, dtype]
+    design = DESIGNS[name, dtype]
     with jax.enable_x64(True):
-        free = _fit.free_coefficients(SCHEDULES[name].steps_in(dtype))
+        free = fit.free_coefficients(SCHEDULES[name].steps_in(dtype))
 
         def cost(free):
-            return float(np.sum(_fit.residuals(design, free, design.low) ** 2))
+            return float(np.sum(fit.objective_terms(design, free, design.low) ** 2))
 
         least = cost(free)
         for direction in np.random.default_rng(0).choice([-1, 1], (4, free.size)):
@@ -87,7 +89,7 @@ STATED = {
 
 def test_intermediates_stay_within_what_is_stated():
     sigma = np.append(np.geomspace(1e-6, 1, 4000), np.linspace(0, 1.01, 4000))
-    for name, dtype in _designs.DESIGNS:
+    for name, dtype in DESIGNS:
         most, highest = STATED.get((name, dtype), (1 + 1e-6, 38))
         x = sigma
         for step in SCHEDULES[name].steps_in(dtype):

@@ -8,17 +8,20 @@ import numpy as np
 import pytest
 
 from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks import _report, _text, _training, _training_report
-from muon_jax.benchmarks._gpt import GPT
+from muon_jax.benchmarks._records.tables import markdown, measurement_line
+from muon_jax.benchmarks._records.training_losses import verdicts
+from muon_jax.benchmarks._training import runs
+from muon_jax.benchmarks._training.gpt import GPT
+from muon_jax.benchmarks._training.stdlib_text import Text, read_text
 
 MODEL = GPT(layers=1, width=32, heads=2, context=32)
-TRAINING = _training.Training(steps=80, batch_size=8)
+TRAINING = runs.Training(steps=80, batch_size=8)
 SIZES = "--steps 80 --batch-size 8 --layers 1 --width 32 --heads 2 --context 32"
 
 
 @pytest.fixture(scope="module")
 def text():
-    return _text.read()
+    return read_text()
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def test_text_is_split_by_file_and_leaves_tests_out(tmp_path):
         (tmp_path / folder / "a.py").write_text("left out")
     (tmp_path / "pkg" / "m99.py").write_text("99;")
     (tmp_path / "notes.txt").write_text("left out")
-    text = _text.read(tmp_path)
+    text = read_text(tmp_path)
     train, validation = b"1;2;3;4;5;6;7;8;9;11;99;", b"0;10;"
     assert text.train.tobytes() == train and text.validation.tobytes() == validation
     assert text.identity() == {
@@ -55,7 +58,7 @@ def test_text_is_split_by_file_and_leaves_tests_out(tmp_path):
 
 def test_text_needs_two_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="has 0 Python files"):
-        _text.read(tmp_path)
+        read_text(tmp_path)
 
 
 def test_the_loss_falls_below_that_of_byte_frequencies(text, measured):
@@ -63,14 +66,14 @@ def test_the_loss_falls_below_that_of_byte_frequencies(text, measured):
     unigram = -np.log(counts / counts.sum())[text.validation].mean()
     for measurement in measured.values():
         curves = np.array(measurement["curves"])
-        assert curves.shape == (2, 2, _training.EVALUATIONS)
+        assert curves.shape == (2, 2, runs.EVALUATIONS)
         assert (curves[..., 0] < np.log(256)).all()
         assert (curves[1, :, -1] < unigram).all()
         assert measurement["losses"] == curves[..., -1].tolist()
 
 
 def test_a_run_alone_is_the_run_among_others(text, measured):
-    alone = _training.measure("standard", MODEL, TRAINING, text, [0.05], [1])
+    alone = runs.measure_training("standard", MODEL, TRAINING, text, [0.05], [1])
     among_others = measured["standard"]["curves"][1][1]
     np.testing.assert_allclose(alone["curves"][0][0], among_others, rtol=0.005)
 
@@ -104,7 +107,7 @@ def test_the_model_sees_no_future_byte():
     [
         (lambda: GPT(width=30, heads=4), "width a multiple of heads, got .*'width': 30"),
         (lambda: GPT(layers=0), "sizes must be at least 1"),
-        (lambda: _training.Training(steps=25), "a positive multiple of 10.* got 25"),
+        (lambda: runs.Training(steps=25), "a positive multiple of 10.* got 25"),
     ],
 )
 def test_sizes_that_are_none(make, message):
@@ -113,9 +116,9 @@ def test_sizes_that_are_none(make, message):
 
 
 def test_windows_need_text():
-    text = _text.Text(np.zeros(100, np.uint8), np.zeros(32, np.uint8), 2)
+    text = Text(np.zeros(100, np.uint8), np.zeros(32, np.uint8), 2)
     with pytest.raises(ValueError, match="context . 1 = 33 bytes .* got 100 and 32"):
-        _training.validation_windows(text, MODEL, TRAINING)
+        runs.validation_windows(text, MODEL, TRAINING)
 
 
 def test_seeds_estimate_noise():
@@ -156,7 +159,7 @@ def report():
 
 
 def test_the_table_compares_pairs_at_best_learning_rates(report):
-    lines = _report.markdown(report).splitlines()
+    lines = markdown(report).splitlines()
     assert lines[2] == (
         "layers: 6; steps: 100; train bytes: 1000; sha256: abc;"
         " learning rates: 0.01, 0.02, 0.04; seeds: 0, 1"
@@ -172,7 +175,7 @@ def test_the_table_compares_pairs_at_best_learning_rates(report):
 
 
 def test_verdicts(report):
-    assert _training_report.verdicts(report) == [
+    assert verdicts(report) == [
         "seed noise: 0.1514, 2 standard deviations over seeds",
         "holds: fast within seed noise of standard, +0.0500 ± 0.0100",
         "FAILS: aol within seed noise of standard, +0.4000 ± 0.0000",
@@ -186,7 +189,7 @@ def test_verdicts(report):
 def test_a_control_as_good_as_the_others_fails(report):
     report["measurements"][3] = measurement_of("three", [[1.9, 1.8], [1.2, 1.3], [1.9, 1.8]])
     assert "FAILS: three worse than standard beyond seed noise, +0.0000 ± 0.0000" in (
-        _training_report.verdicts(report)
+        verdicts(report)
     )
 
 
@@ -195,10 +198,10 @@ def test_divergence_is_no_agreement(diverged, report):
     for measurement in report["measurements"]:
         if measurement["name"] == diverged:
             measurement["losses"] = [[None, None]] * 3
-    verdicts = _training_report.verdicts(report)
-    assert "seed noise: nan" not in verdicts[0]
+    lines = verdicts(report)
+    assert "seed noise: nan" not in lines[0]
     expected = {"standard": "FAILS: fast", "fast": "FAILS: fast", "three": "holds: three"}
-    assert sum(verdict.startswith(expected[diverged]) for verdict in verdicts) == 1
+    assert sum(verdict.startswith(expected[diverged]) for verdict in lines) == 1
 
 
 def test_it_measures_and_reports(file, text, capsys, tmp_path):
@@ -211,7 +214,7 @@ def test_it_measures_and_reports(file, text, capsys, tmp_path):
         {"ns_coeffs": "standard"},
         {"ns_coeffs": "fast"},
     ]
-    line = _report.line(report["measurements"][1])
+    line = measurement_line(report["measurements"][1])
     assert re.fullmatch(r"fast: mean losses \d\.\d{4}, \d\.\d{4}; .* s of compilation", line)
     benchmarks.main(["report", str(file), "--png", str(tmp_path / "a.png")])
     assert re.search(r"\| standard \| 0\.05 \| \d\.\d{4} ± 0", capsys.readouterr().out)

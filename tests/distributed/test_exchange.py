@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from muon_jax import muon
-from muon_jax._distributed.exchange import _write
+from muon_jax._distributed.packing import write_units
 from muon_jax._distributed.plan import Chunk
-from muon_jax._iteration import passes as _iteration
+from muon_jax._iteration.iteration import Iteration
 
 
 @hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
@@ -29,7 +29,7 @@ def test_units_are_written_to_their_owners_slots(owners, counts, data):
     units = np.arange(1, 1 + count * size, dtype=np.float32).reshape(count, size)
     begin = 0
     for part in np.split(units, np.cumsum(counts)[:-1]):
-        packed = _write(packed, chunk, column, begin, jnp.asarray(part))
+        packed = write_units(packed, chunk, column, begin, jnp.asarray(part))
         begin += len(part)
     expected = np.zeros((owners, chunk.slots, size), np.float32)
     for q, unit in enumerate(units):
@@ -42,7 +42,7 @@ def test_units_are_written_to_their_owners_slots(owners, counts, data):
 @pytest.mark.parametrize("ns_dtype", ["float16", "bfloat16"])
 def test_matrices_come_as_they_would_be_on_one_device_bit_for_bit(ns_dtype, monkeypatch):
     """Where entries are small as well, in float16 subnormal, on a device that has no large ones."""
-    monkeypatch.setattr(_iteration, "iterate", lambda x, *args: x)
+    monkeypatch.setattr(Iteration, "iterate", lambda self, x, *args: x)
     exponents = jax.random.randint(jax.random.key(1), (2, 16, 72), -45, 0)
     x = jnp.ldexp(jax.random.normal(jax.random.key(0), exponents.shape), exponents)
     sharding = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import MuonDimensionNumbers, explain, scale_by_muon
 from muon_jax._matrices.views import Split
-from muon_jax.benchmarks._sharded import collectives
+from muon_jax.benchmarks._times.sharded import collectives
 
 MATRICES = MuonDimensionNumbers(-2, -1)
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import MuonDimensionNumbers, explain, muon, scale_by_muon
 from muon_jax._matrices.views import Split, Unfold
-from muon_jax.benchmarks._sharded import collectives
+from muon_jax.benchmarks._times.sharded import collectives
 
 MATRICES = MuonDimensionNumbers(-2, -1)
 

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from muon_jax import MuonDimensionNumbers
-from muon_jax._distributed import plan as _placement
 from muon_jax._distributed.buckets import deal
+from muon_jax._distributed.plan import leaf_of, placed
 from muon_jax._matrices.views import Split, Unfold, batch_axes
 
 MATRICES = MuonDimensionNumbers(-2, -1)
@@ -22,12 +22,12 @@ def leaves_of(parameters, mesh):
     leaves = []
     for i, (shape, spec, view) in enumerate(parameters):
         x = jax.ShapeDtypeStruct(shape, jnp.float32)
-        leaves.append(_placement.placed(_placement.leaf(i, str(i), x, view), spec, mesh))
+        leaves.append(placed(leaf_of(i, str(i), x, view), spec, mesh))
     return leaves
 
 
 def plan_of(leaves, mesh, limit, stays=lambda bucket: False):
-    return deal(leaves, mesh, [jnp.float32] * len(leaves), limit, stays)
+    return deal(leaves, mesh, limit, stays)
 
 
 def is_one_slot(bucket):

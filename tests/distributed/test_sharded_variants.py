@@ -23,7 +23,7 @@ from muon_jax import (
     with_metrics,
 )
 from muon_jax._matrices.views import Split, Unfold
-from muon_jax.benchmarks._sharded import collectives
+from muon_jax.benchmarks._times.sharded import collectives
 
 PARAMETERS = {
     "plain": ((16, 32), MuonDimensionNumbers(), P("x", "y")),

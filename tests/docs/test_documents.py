@@ -12,7 +12,8 @@ import pytest
 import muon_jax.benchmarks
 import pallas_kernels
 from muon_jax import PRESETS
-from muon_jax.benchmarks import _report, _training_report
+from muon_jax.benchmarks._records.tables import markdown
+from muon_jax.benchmarks._records.training_losses import verdicts
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -225,10 +226,10 @@ def test_accuracies_are_those_of_the_notebook():
 
 def test_losses_are_those_of_the_results():
     report = json.loads((RESULTS / "training_h100.json").read_text())
-    rows = [line for line in _report.markdown(report).splitlines() if line.startswith("| ")]
+    rows = [line for line in markdown(report).splitlines() if line.startswith("| ")]
     assert len(rows) == 2 + len(report["variants"])
     assert {*rows} <= {*LADDER.splitlines()}
-    assert all(verdict.startswith("holds: ") for verdict in _training_report.verdicts(report)[1:])
+    assert all(verdict.startswith("holds: ") for verdict in verdicts(report)[1:])
 
 
 def test_the_commands_are_found_by_ci():

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from muon_jax import muon, newton_schulz
-from muon_jax._iteration import gram as _gram
-from muon_jax._iteration import recipes as _coefficients
+from muon_jax._iteration.gram import products_of_gram_form, segments
 from muon_jax._iteration.published import DIVERGING, NAMED
-from muon_jax.benchmarks import _accuracy, _spectra
+from muon_jax._iteration.recipes import resolve_recipe
+from muon_jax.benchmarks._accuracy import polar_error
+from muon_jax.benchmarks._accuracy.spectra import hard_cases
 
 
 @functools.cache
 def cases():
-    return [case for seed in (0, 1) for case in _spectra.cases([128], [1, 4], seed)]
+    return [case for seed in (0, 1) for case in hard_cases([128], [1, 4], seed)]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMED if name not in DIVERGING])
@@ -26,7 +27,9 @@ def test_in_float64_it_equals_the_standard_form(name):
     x = np.random.default_rng(0).standard_normal((2, 12, 30))
     with jax.enable_x64(True):
         standard, gram = (
-            newton_schulz(jnp.asarray(x), dtype=None, method=m, **_accuracy.arguments(name))
+            newton_schulz(
+                jnp.asarray(x), dtype=None, method=m, **polar_error.arguments_for_coefficients(name)
+            )
             for m in ("standard", "gram")
         )
     np.testing.assert_allclose(gram, standard, rtol=0, atol=1e-10)
@@ -36,12 +39,15 @@ def test_in_float64_it_equals_the_standard_form(name):
     ("name", "dtype"),
     [
         (name, dtype)
-        for name, _, dtype in _accuracy.variants([*NAMED], ["gram"], ["float16", "bfloat16"])
+        for name, _, dtype in polar_error.offered_variants(
+            [*NAMED], ["gram"], ["float16", "bfloat16"]
+        )
     ],
 )
 def test_in_half_precision_it_is_as_accurate_and_does_not_blow_up(name, dtype):
     by_gram, by_standard = (
-        _accuracy.measure(name, method, dtype, cases())["cases"] for method in ("gram", "standard")
+        polar_error.measure_accuracy(name, method, dtype, cases())["cases"]
+        for method in ("gram", "standard")
     )
     assert not any(metrics["blow_up"] for metrics in by_gram)
     for spectrum in {case.spectrum for case in cases()}:
@@ -59,7 +65,10 @@ def test_aol_bounds_rows_too_small_for_float16(name, method, n):
     rows = np.linalg.qr(np.random.default_rng(0).standard_normal((n, 64)))[0].T
     x = np.arange(1, 65)[:, None] ** -3.0 * rows
     out = newton_schulz(
-        jnp.asarray(x, jnp.float32), dtype="float16", method=method, **_accuracy.arguments(name)
+        jnp.asarray(x, jnp.float32),
+        dtype="float16",
+        method=method,
+        **polar_error.arguments_for_coefficients(name),
     )
     norms = np.linalg.norm(out, axis=1)
     np.testing.assert_allclose(norms[:5], 1, atol=0.1)
@@ -68,7 +77,9 @@ def test_aol_bounds_rows_too_small_for_float16(name, method, n):
 
 @pytest.mark.parametrize("name", ["standard", "aol"])
 def test_scale_zero_and_nan(name):
-    function = functools.partial(newton_schulz, method="gram", **_accuracy.arguments(name))
+    function = functools.partial(
+        newton_schulz, method="gram", **polar_error.arguments_for_coefficients(name)
+    )
     x = jnp.asarray(np.random.default_rng(2).standard_normal((3, 16, 40)), jnp.float32)
     x = x.at[1].set(0).at[2, 0, 0].set(jnp.nan)
     out = function(x)
@@ -126,15 +137,15 @@ def test_none_chooses_the_faster_form(shape, name, faster):
     ],
 )
 def test_steep_steps_do_not_share_a_segment(name, dtype, expected):
-    quintics = _coefficients.resolve_recipe(name, 5)
+    quintics = resolve_recipe(name, 5)
     with jax.default_matmul_precision("highest"):
-        parts = _gram.segments(quintics, dtype)
+        parts = segments(quintics, dtype)
     assert [len(part) for part in parts] == expected
 
 
 def test_segments_are_safe_in_what_gpus_take_float32_as():
     def counts():
-        parts = _gram.segments(_coefficients.resolve_recipe("polar_express", 5), "float32")
+        parts = segments(resolve_recipe("polar_express", 5), "float32")
         return [len(part) for part in parts]
 
     with helpers.described_gpu("H200"):
@@ -145,7 +156,7 @@ def test_segments_are_safe_in_what_gpus_take_float32_as():
 
 def test_steps_that_diverge_have_segments_too():
     with warnings.catch_warnings(action="error"):
-        parts = _gram.segments(_coefficients.resolve_recipe((3.0, 3.0, 3.0), 400), "float16")
+        parts = segments(resolve_recipe((3.0, 3.0, 3.0), 400), "float16")
         assert sum(map(len, parts)) == 400
 
 
@@ -162,7 +173,7 @@ def test_errors_of_one_segment_do_not_make_the_next_diverge(name, dtype):
 
 
 def test_units_count_the_products():
-    products = _gram.products(_coefficients.resolve_recipe("polar_express", 5), "float16")
+    products = products_of_gram_form(resolve_recipe("polar_express", 5), "float16")
     assert [products.units(aspect) for aspect in (1, 2, 4, 8)] == [20, 29, 47, 83]
 
 

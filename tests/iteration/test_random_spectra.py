@@ -10,7 +10,7 @@ import pytest
 
 from muon_jax import newton_schulz
 from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax.benchmarks import _accuracy
+from muon_jax.benchmarks._accuracy import polar_error
 
 M = 48
 SPECTRA = {
@@ -66,15 +66,17 @@ def random_matrices(seed, kinds=KINDS):
 
 
 def assert_none_blows_up(name, method, dtype, matrices):
-    arguments = _accuracy.arguments(name)
+    arguments = polar_error.arguments_for_coefficients(name)
     out = np.asarray(newton_schulz(matrices, dtype=dtype, method=method, **arguments))
     assert np.isfinite(out).all()
     # Raises where a singular value exceeds the bound, and costs less than to find the largest.
-    np.linalg.cholesky(_accuracy.LARGEST_ALLOWED**2 * np.eye(M, dtype=out.dtype) - out @ out.mT)
+    np.linalg.cholesky(polar_error.LARGEST_ALLOWED**2 * np.eye(M, dtype=out.dtype) - out @ out.mT)
 
 
 def variants(*dtypes):
-    offered = _accuracy.variants(_accuracy.names(), _accuracy.METHODS, dtypes)
+    offered = polar_error.offered_variants(
+        polar_error.coefficient_names(), polar_error.METHODS, dtypes
+    )
     return pytest.mark.parametrize(("name", "method", "dtype"), [*offered])
 
 

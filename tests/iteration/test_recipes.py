@@ -7,7 +7,7 @@ import pytest
 
 from muon_jax import newton_schulz
 from muon_jax._iteration.published import NAMED
-from muon_jax.benchmarks import _accuracy
+from muon_jax.benchmarks._accuracy import polar_error
 
 # Relative errors. Those of the gram form are larger: between restarts errors of R are amplified
 # ("dion" has 0.011 in float16, "polar_express_nanogpt" 1.3e-4 in float32).
@@ -37,12 +37,13 @@ def test_every_name_is_its_polynomial(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "dtype"), [*_accuracy.variants([*NAMED], [*TOLERANCE], _accuracy.DTYPES)]
+    ("name", "method", "dtype"),
+    [*polar_error.offered_variants([*NAMED], [*TOLERANCE], polar_error.DTYPES)],
 )
 def test_every_form_in_every_dtype_is_close_to_it(name, method, dtype):
     x = np.random.default_rng(0).standard_normal((64, 64))
     with jax.default_matmul_precision("highest"):
-        arguments = _accuracy.arguments(name)
+        arguments = polar_error.arguments_for_coefficients(name)
         out = newton_schulz(jnp.asarray(x, jnp.float32), dtype=dtype, method=method, **arguments)
     is_aol = arguments["preconditioning"] == "aol"
     norm = np.abs(x @ x.T).sum(1, keepdims=True) ** 0.5 if is_aol else np.linalg.norm(x)
@@ -108,8 +109,10 @@ def test_maps_have_their_maximum_and_their_values_at_a_tenth_a_half_and_one(name
     np.testing.assert_allclose(mapped(rows_of(name), np.array([0.1, 0.5, 1])), values, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", _accuracy.DTYPES)
+@pytest.mark.parametrize("dtype", polar_error.DTYPES)
 @pytest.mark.parametrize(("name", "at_one"), [("aol", 0.9438), ("aol_nvidia", -0.9935)])
 def test_of_rank_one_aol_nvidia_is_minus_the_polar_factor(name, at_one, dtype):
-    out = newton_schulz(jnp.ones((16, 64)), dtype=dtype, **_accuracy.arguments(name))
+    out = newton_schulz(
+        jnp.ones((16, 64)), dtype=dtype, **polar_error.arguments_for_coefficients(name)
+    )
     np.testing.assert_allclose(out, np.full((16, 64), at_one / 32), rtol=3e-2)

@@ -9,8 +9,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from muon_jax import newton_schulz
 from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax.benchmarks._accuracy import metrics
-from muon_jax.benchmarks._spectra import Case
+from muon_jax.benchmarks._accuracy.polar_error import polar_metrics
+from muon_jax.benchmarks._accuracy.spectra import Case
 
 OFFERED = [(name, dtype) for name in SCHEDULES for dtype in ("float16", "bfloat16")]
 # Bounds of the polar error on σ > σ₁/100, about a tenth above what was measured.
@@ -104,7 +104,7 @@ def spectra(m):
 
 def polar_errors(case, name, dtype):
     """Polar error on σ > σ₁/100 and on σ > σ₁/1000, root mean square over directions."""
-    return metrics(case, np.asarray(newton_schulz(case.x, name, dtype=dtype)))["errors"]
+    return polar_metrics(case, np.asarray(newton_schulz(case.x, name, dtype=dtype)))["errors"]
 
 
 def test_the_polar_error_is_as_stated_and_below_that_of_standard():

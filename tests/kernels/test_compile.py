@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels._mosaic_gpu.config import CONFIGS
+from pallas_kernels._mosaic_gpu.config import MOSAIC_SYRKX_CONFIGS
 
 # Compute capability (major, minor), multiprocessors, shared memory per multiprocessor and block.
 TARGETS = {
@@ -47,7 +47,12 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from muon_jax import MuonDimensionNumbers, newton_schulz, scale_by_muon
-from pallas_kernels import _mosaic_gpu_config, _pallas_mosaic_gpu, _pallas_triton_gemm, syrk
+from pallas_kernels import syrk
+from pallas_kernels._mosaic_gpu.config import MOSAIC_SYRKX_CONFIGS
+from pallas_kernels._mosaic_gpu.gemm import MOSAIC_GEMM_CONFIGS
+from pallas_kernels._mosaic_gpu.gemm import gemm as mosaic_gpu_gemm
+from pallas_kernels._mosaic_gpu.syrkx import syrkx as mosaic_gpu_syrkx
+from pallas_kernels._triton.gemm import gemm as triton_gemm
 
 jax.devices()  # loads the plugins
 target = sys.stdin.read()
@@ -84,7 +89,7 @@ assert text.count('"__gpu$xla.gpu.triton"') == 15, text.count('"__gpu$xla.gpu.tr
 
 # Of every default config.
 for n, dtype in itertools.product((100, 512, 700, 2048), (jnp.bfloat16, jnp.float16, jnp.float32)):
-    gemm = functools.partial(_pallas_triton_gemm.gemm, out_dtype=dtype)
+    gemm = functools.partial(triton_gemm, out_dtype=dtype)
     text = compiled(gemm, (n, n), (n, n), dtype=dtype)
     assert text.count('"__gpu$xla.gpu.triton"') == 1
 print("compiled")
@@ -94,12 +99,12 @@ MOSAIC_GPU = """
 def kernel(config, has_b, residual, a, *others):
     b, cs = (others[0], others[1:]) if has_b else (None, others)
     coefficients = tuple(map(jnp.float32, (0.5, 2.0, 3.0, 4.0)))[:2 + len(cs)]
-    return _pallas_mosaic_gpu.syrkx(
+    return mosaic_gpu_syrkx(
         a, b, cs, coefficients, symmetrize_output=True, residual=residual, config=config
     )
 
 has_b, num_cs, residual = {has_b}, {num_cs}, {residual}
-for config in _mosaic_gpu_config.CONFIGS:
+for config in MOSAIC_SYRKX_CONFIGS:
     if config.block_n == 64 or not has_b:
         print(config.name, flush=True)
         function = functools.partial(kernel, config, has_b, residual)
@@ -107,11 +112,10 @@ for config in _mosaic_gpu_config.CONFIGS:
 """
 
 GEMM = """
-from pallas_kernels import _mosaic_gpu_gemm
-for config in _mosaic_gpu_gemm.CONFIGS:
+for config in MOSAIC_GEMM_CONFIGS:
     for out_dtype in (None, jnp.dtype("float32")):
         print("gemm", config.tile_n, flush=True)
-        function = lambda a, b: _mosaic_gpu_gemm.gemm(a, b, out_dtype=out_dtype, config=config)
+        function = lambda a, b: mosaic_gpu_gemm(a, b, out_dtype=out_dtype, config=config)
         compiled(function, (2048, 2048), (2048, 2048))
 """
 
@@ -226,7 +230,7 @@ def test_triton_s_kernel_and_the_iteration_compile_to_machine_code(name):
 def test_no_config_of_the_hopper_kernel_spills_registers(has_b, num_cs, residual):
     program = MOSAIC_GPU.format(has_b=has_b, num_cs=num_cs, residual=residual)
     report = output_of(program, "NVIDIA H200", MOSAIC_GPU_DUMP_PTXAS="1")
-    configs = [config for config in CONFIGS if config.block_n == 64 or not has_b]
+    configs = [config for config in MOSAIC_SYRKX_CONFIGS if config.block_n == 64 or not has_b]
     expected = [line for config in configs for line in (config.name, "0 bytes spill stores")]
     found = re.findall(r"^mosaic_gpu .+|\d+ bytes spill stores", report, re.MULTILINE)
     assert found == expected

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import _tuning, select_implementation, syrk, syrkx, unsupported_reason
+from pallas_kernels._selection import IMPLEMENTATIONS
 
 MATRIX = jnp.ones((64, 128), jnp.bfloat16)
 
@@ -60,6 +61,20 @@ def test_measured_times_decide_where_there_are_any(monkeypatch):
         assert select_implementation(operand((2, 640, 1280))).basis.startswith("modelled")
     with helpers.described_gpu("A100"):  # the fastest of those that run
         assert chosen((2, 640, 1280), addend=True) == "triton"
+
+
+def test_an_implementation_is_asked_once_for_each_shape_dtype_and_device(monkeypatch):
+    asked, triton = [], IMPLEMENTATIONS["triton"]
+    answer = triton.unsupported_reason
+    monkeypatch.setattr(triton, "unsupported_reason", lambda a: asked.append(a) or answer(a))
+    operands = [operand((7, 1234, 56)), operand((7, 1234, 56), jnp.float32), operand((1234, 56))]
+    for _ in range(2):
+        for gpu in helpers.GPUS:
+            with helpers.described_gpu(gpu):
+                for a in operands:
+                    assert unsupported_reason("triton", a) is None
+                    assert select_implementation(a) == select_implementation(a, addend=True)
+    assert len(asked) == len(operands) * len(helpers.GPUS)
 
 
 def test_every_shape_of_the_tables_has_a_choice_that_runs():

@@ -3,11 +3,13 @@ import itertools
 import numpy as np
 import pytest
 
-from pallas_kernels._mosaic_gpu import work_list as _work_list
-from pallas_kernels._mosaic_gpu.config import CONFIGS
+from pallas_kernels._mosaic_gpu.config import MOSAIC_SYRKX_CONFIGS
+from pallas_kernels._mosaic_gpu.work_list import deal_rectangles, deal_triangles
 
 BLOCK = 32  # every side of a tile is a multiple
-TILES = sorted({(config.tile_m, config.tile_n, config.narrow_tiles) for config in CONFIGS})
+TILES = sorted(
+    {(config.tile_m, config.tile_n, config.narrow_tiles) for config in MOSAIC_SYRKX_CONFIGS}
+)
 
 each_tile = pytest.mark.parametrize(("tile_m", "tile_n", "narrow_tiles"), TILES)
 
@@ -16,14 +18,14 @@ def work_lists(tile_m, tile_n, narrow_tiles):
     sizes = itertools.product((1, 3, 24), (64, 128, 320, 448, 1024, 2048), (1, 2, 5, 132))
     for batch, m, num_programs in sizes:
         if batch * m <= 10_000:
-            tiles = _work_list.deal_triangles(
+            tiles = deal_triangles(
                 batch, m, tile_m, tile_n, narrow_tiles=narrow_tiles, num_programs=num_programs
             )
             yield batch, m, num_programs, tiles
 
 
 def longest_share(batch, m, tile_m, tile_n, narrow_tiles, num_programs=132):
-    tiles = _work_list.deal_triangles(
+    tiles = deal_triangles(
         batch, m, tile_m, tile_n, narrow_tiles=narrow_tiles, num_programs=num_programs
     )
     return tiles[..., 3].sum(axis=0).max()
@@ -79,7 +81,7 @@ def test_programs_visit_matrices_in_order(tile_m, tile_n, narrow_tiles):
 def test_rectangles_are_covered_once_in_equal_shares(sizes, tile_n):
     batch, m, n = sizes
     for num_programs in (1, 5, 132):
-        tiles = _work_list.deal_rectangles(batch, m, n, 128, tile_n, num_programs=num_programs)
+        tiles = deal_rectangles(batch, m, n, 128, tile_n, num_programs=num_programs)
         times = np.zeros((batch, m // 64 + 1, n // 64 + 4), int)
         for image, row, col, width in tiles.reshape(-1, 4) // [1, 64, 64, 64]:
             times[image, row : row + 2, col : col + width] += width > 0

@@ -243,7 +243,7 @@ def test_roles(name, shape, expected):
         ("layers/kernel", (3, 4)),  # a matrix or stacked vectors
         ("attn/qkv/kernel", (8, 12)),  # how wide are keys?
         ("attn/qkvg/kernel", (8, 32)),
-        ("mlp/gate/kernel", (8, 4)),  # of experts or of a perceptron
+        ("mlp/gate/kernel", (8, 4)),  # a router, or the gate of an MLP
         ("ffn/wg/kernel", (8, 4)),  # likewise
         ("lora_a/kernel", (8, 4)),
         ("attn/q_lora_b", (8, 4)),

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from muon_jax import MuonDimensionNumbers, Split, Unfold, muon, newton_schulz
-from muon_jax._matrices import views as _views
-from muon_jax._matrices.views import MATRICES
+from muon_jax._matrices.views import MATRICES, stacks_of_tree, to_stacks
 
 HEADS = MuonDimensionNumbers(-3, -1)  # (…, rows, heads, cols): a matrix for each head
 VIEWS = {
@@ -45,7 +44,7 @@ VIEWS = {
 @pytest.mark.parametrize(("shape", "view", "expected"), VIEWS.values(), ids=VIEWS)
 def test_a_view_and_its_inverse(shape, view, expected):
     x = jnp.arange(math.prod(shape)).reshape(shape)
-    stacks, unflatten = _views.stacks_of_tree({"x": view}, {"x": x})
+    stacks, unflatten = stacks_of_tree({"x": view}, {"x": x})
     assert [stack.shape for stack in stacks] == expected
     assert sorted(np.concatenate([s.ravel() for s in stacks])) == [*range(x.size)]
     chex.assert_trees_all_equal(unflatten(stacks), {"x": x})
@@ -55,9 +54,9 @@ def test_a_view_and_its_inverse(shape, view, expected):
 
 def test_matrices_are_those_of_the_unfused_projections():
     q, k, v = (np.random.default_rng(i).standard_normal((6, n)) for i, n in enumerate((8, 4, 4)))
-    stacks = _views.to_stacks(jnp.concatenate([q, k, v], 1), Split(1, (8, 4, 4)))
+    stacks = to_stacks(jnp.concatenate([q, k, v], 1), Split(1, (8, 4, 4)))
     chex.assert_trees_all_equal(stacks, [jnp.asarray(x)[None] for x in (q, k, v)])
-    per_head = _views.to_stacks(jnp.asarray(q), VIEWS["heads"][1])[0]
+    per_head = to_stacks(jnp.asarray(q), VIEWS["heads"][1])[0]
     chex.assert_trees_all_equal(per_head, jnp.stack([q[:, :4], q[:, 4:]]))
 
 
@@ -75,18 +74,39 @@ def test_muon_updates_each_part_by_itself_with_its_own_scale():
 @pytest.mark.parametrize(
     ("view", "message"),
     [
-        (Split(1, (8, 9)), r"\['w'\] of shape \(6, 16\): Split.*sizes that add up to 16"),
-        (Split(1, (-8, 24)), r"Split.*sizes that add up to 16"),
+        (
+            Split(1, (8, 9)),
+            r"\['w'\] of shape \(6, 16\): Split.*add up to 17: .*add up to 16, the size of axis 1",
+        ),
+        (Split(1, (-8, 24)), r"Split.*sizes of at least 0 that add up to 16, the size of axis 1"),
         (Split(1, (8, 8), (MATRICES, None)), r"\['w'\].*a view must be .*, got None: AdamW"),
-        (Unfold(1, (-4, -4), HEADS), r"needs axes whose sizes multiply to 16"),
-        (Split(1, (8, 8), [MATRICES]), r"as many views as sizes"),
-        (Unfold(1, (3, 5), HEADS), r"needs axes whose sizes multiply to 16"),
-        (Unfold(1, (3, -1), HEADS), r"needs axes whose sizes multiply to 16"),
-        (Unfold(2, (4, 4), HEADS), r"axis that an array of rank 2 does not have"),
-        (Split(-3, (4, 4)), r"axis that an array of rank 2 does not have"),
-        (MuonDimensionNumbers(0, 2), r"\['w'\].*must name axes of an array of rank 2"),
+        (
+            Unfold(1, (-4, -4), HEADS),
+            r"cannot unfold axis 1 of shape \(6, 16\): give it sizes that multiply to 16, of which",
+        ),
+        (
+            Split(1, (8, 8), [MATRICES]),
+            r"needs one view for all sizes, or as many views as sizes: got 1 for 2",
+        ),
+        (
+            Unfold(1, (3, 5), HEADS),
+            r"cannot unfold axis 1 of shape \(6, 16\): give it sizes that multiply to 16, of which",
+        ),
+        (
+            Unfold(1, (3, -1), HEADS),
+            r"cannot unfold axis 1 of shape \(6, 16\): give it sizes that multiply to 16, of which",
+        ),
+        (
+            Unfold(2, (4, 4), HEADS),
+            r"axis 2, which is out of range for shape \(6, 16\): .*in \[-2, 2\)",
+        ),
+        (Split(-3, (4, 4)), r"axis -3, which is out of range for shape \(6, 16\): .*in \[-2, 2\)"),
+        (
+            MuonDimensionNumbers(0, 2),
+            r"\['w'\].*names axis 2, which is out of range for an array of rank 2",
+        ),
     ],
 )
 def test_views_that_do_not_fit_say_so(view, message):
     with pytest.raises(ValueError, match=message):
-        _views.stacks_of_tree({"w": view}, {"w": jnp.zeros((6, 16))})
+        stacks_of_tree({"w": view}, {"w": jnp.zeros((6, 16))})

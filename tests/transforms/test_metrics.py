@@ -160,12 +160,12 @@ def test_metrics_pass_on_parameters_and_extra_arguments():
 
 def test_errors_say_how_many_states_there_are():
     params = {"w": jnp.ones((2, 3))}
-    with pytest.raises(ValueError, match="must hold one MuonState, got 0"):
+    with pytest.raises(ValueError, match="with_metrics must wrap one MuonState, got 0"):
         with_metrics(optax.sgd(0.1)).init(params)
-    with pytest.raises(ValueError, match="must hold one MetricsState, got 0"):
+    with pytest.raises(ValueError, match="opt_state must hold one MetricsState, got 0"):
         metrics(muon(0.1).init(params))
     state = with_metrics(scale_by_muon()).init(params)
-    with pytest.raises(ValueError, match="must hold one MetricsState, got 2"):
+    with pytest.raises(ValueError, match="opt_state must hold one MetricsState, got 2"):
         metrics((state, state))
 
 

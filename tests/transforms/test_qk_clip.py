@@ -227,21 +227,54 @@ def test_at_the_end_of_a_chain(dtype):
         (
             {"query": QueryHeads(HALF), "kye": KeyHeads(HALF)},
             np.ones(4),
-            r"\['kye'\] match the .*'query'",
+            r"heads has patterns that match no parameter, \['kye'\]: .*'query'",
         ),
-        ({"query": QueryHeads(HALF), "que": QueryHeads(HALF)}, np.ones(4), "one pattern of heads"),
-        ({"query": QueryHeads(HALF)}, {"key": np.ones(4)}, r"query needs one .* and 0$"),
+        (
+            {"query": QueryHeads(HALF), "que": QueryHeads(HALF)},
+            np.ones(4),
+            r"heads must have one pattern for the parameter query, got \['query', 'que'\]",
+        ),
+        (
+            {"query": QueryHeads(HALF)},
+            {"key": np.ones(4)},
+            r"one array at or above the parameter query, got 0 of its arrays at \['key'\]",
+        ),
         (
             {"query": QueryHeads(HALF)},
             np.ones(3),
-            r"query of shape \(10, 12\): .* of 3 query heads",
+            r"query of shape \(10, 12\): max_logits must be of 4 query heads, .* got 3: pass",
         ),
-        ({"key": KeyHeads(((5, 0.5),))}, np.ones(4), "does not fit it"),
-        ({"key": KeyHeads(HALF, axis=(0, 1))}, np.ones(4), "does not fit it"),
-        ({"query": QueryHeads(HALF, 3)}, np.ones(4), "does not fit it"),
-        ({"query": QueryHeads(HALF)}, np.ones((2, 4)), "has not the 2 layers"),
+        (
+            {"key": KeyHeads(((5, 0.5),))},
+            np.ones(4),
+            r"size of axis -1 must be a multiple of 5, the sum of the parts of KeyHeads.*, got 12",
+        ),
+        (
+            {"key": KeyHeads(HALF, axis=(0, 1))},
+            np.ones(4),
+            r"size of axis 1 must be 3, the sum of the parts of KeyHeads.*, got 12",
+        ),
+        (
+            {"query": QueryHeads(HALF, 3)},
+            np.ones(4),
+            r"a multiple of 3 query heads, the key heads of QueryHeads.*, got 4",
+        ),
+        (
+            {"key": KeyHeads(((4, 0.5),))},
+            np.ones(4),
+            r"a multiple of 3 query heads, the key heads of KeyHeads.*, got 4",
+        ),
+        (
+            {"query": QueryHeads(HALF)},
+            np.ones((2, 4)),
+            r"max_logits must be of 10 layers, the size of axis 0, got 2: set layer_axis",
+        ),
         ({"query": QueryHeads(HALF)}, np.ones((1, 1, 4)), r"got \(1, 1, 4\)"),
-        ({"key": KeyHeads(HALF, axis=2)}, np.ones(4), r"key of shape .* an axis that it lacks"),
+        (
+            {"key": KeyHeads(HALF, axis=2)},
+            np.ones(4),
+            r"key of shape .* KeyHeads.* names axis 2, .*: name axes in \[-2, 2\)",
+        ),
     ],
 )
 def test_errors_name_what_does_not_fit(heads, max_logits, message):
@@ -265,7 +298,10 @@ def test_wrong_calls_say_what_was_wrong(call, message):
         call()
 
 
-@pytest.mark.parametrize("given", [{"max_logits": {}}, {"params": {}}])
-def test_parameters_and_logits_are_needed(given):
-    with pytest.raises(ValueError, match=r"qk_clip needs .* call update\(.*max_logits=\.\.\.\)"):
+@pytest.mark.parametrize(
+    ("given", "missing"), [({"max_logits": {}}, "params"), ({"params": {}}, "max_logits")]
+)
+def test_parameters_and_logits_are_needed(given, missing):
+    message = rf"qk_clip needs .* got {missing}=None: call update\(.*max_logits=\.\.\.\)"
+    with pytest.raises(ValueError, match=message):
         qk_clip(1.0, {}).update({}, optax.EmptyState(), **given)

@@ -1,0 +1,133 @@
+"""Automatic mesh axes: an operation that runs its plan once the compiler has decided on shardings.
+
+The plan is made when the compiler asks how to partition the operation (`custom_partitioning`).
+"""
+
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from muon_jax._distributed import sources
+from muon_jax._distributed.sharding import axes_of_entry
+
+# A function of shards, and of the arrays of an iteration, that runs a plan.
+type Planned = Callable[[Sequence[jax.Array], Sequence[jax.Array]], list[jax.Array]]
+
+
+def run_when_partitioned(
+    planned: Callable[[Sequence[PartitionSpec], Mapping[str, int]], Planned],
+    of_stacks: Planned,
+    leaves: Sequence[jax.Array],
+    arrays: Sequence[jax.Array],
+    settings: str,
+) -> list[jax.Array]:
+    """Returns the results of the plan for the shardings that the compiler has arrived at.
+
+    Under `vmap` there are two cases. Where `arrays` are not mapped, all leaves become stacks, and
+    `of_stacks` runs once. Else there is one run after the other.
+
+    JAX's cache of compiled programs knows operations of this kind by their operands alone. So a
+    digest of all that decides what is compiled is an operand.
+
+    Args:
+        planned: makes the plan for specs on a mesh.
+        of_stacks: runs on leaves with one more axis in front.
+        leaves: whole arrays.
+        arrays: of the iteration.
+        settings: what else decides what is compiled, beside the library and JAX's settings.
+    """
+    operation = _operation(planned)
+    run = jax.custom_batching.custom_vmap(operation)
+
+    @run.def_vmap
+    def _(
+        axis_size: int,
+        in_batched: Sequence[Any],
+        leaves: Sequence[jax.Array],
+        arrays: Sequence[jax.Array],
+        digest: jax.Array,
+    ) -> tuple[list[jax.Array], list[bool]]:
+        mapped_leaves, mapped_arrays, _ = in_batched
+        if any(mapped_arrays):
+            in_axes = jax.tree.map(lambda mapped: 0 if mapped else None, tuple(in_batched))
+            sequential = jax.custom_batching.sequential_vmap(operation)
+            results = jax.vmap(sequential, in_axes)(leaves, arrays, digest)
+        else:
+            stacks = [
+                x if mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+                for x, mapped in zip(leaves, mapped_leaves, strict=True)
+            ]
+            results = of_stacks(stacks, arrays)
+        return results, [True] * len(results)
+
+    precision = jax.config.jax_default_matmul_precision
+    digest = zlib.crc32(repr((sources.digest(), precision, settings)).encode())
+    return jax.jit(run)(leaves, arrays, np.uint32(digest))
+
+
+def _operation(
+    planned: Callable[[Sequence[PartitionSpec], Mapping[str, int]], Planned],
+) -> Callable[..., list[jax.Array]]:
+    """The operation `(leaves, arrays, digest) -> results` that the compiler partitions."""
+
+    @custom_partitioning
+    def operation(
+        leaves: Sequence[jax.Array], arrays: Sequence[jax.Array], _: jax.Array
+    ) -> list[jax.Array]:
+        return planned([PartitionSpec()] * len(leaves), {})(leaves, arrays)
+
+    def partition(mesh: jax.sharding.Mesh, operands: Any, results: Any) -> tuple[Any, ...]:
+        del results
+        leaves, arrays, _ = operands
+        shardings = [NamedSharding(mesh, _even_spec(x, mesh)) for x in leaves]
+        replicated = NamedSharding(mesh, PartitionSpec())
+        run = planned([s.spec for s in shardings], mesh.shape)
+
+        def of_shards(
+            leaves: Sequence[jax.Array], arrays: Sequence[jax.Array], _: jax.Array
+        ) -> list[jax.Array]:
+            in_force = jax.sharding.get_abstract_mesh()  # its explicit axes would be in all types
+            types = dict.fromkeys(in_force.axis_names, AxisType.Auto)
+            with jax.sharding.use_abstract_mesh(in_force.update_axis_types(types)):
+                return run(leaves, arrays)
+
+        return mesh, of_shards, shardings, (shardings, [replicated] * len(arrays), replicated)
+
+    def rule(mesh: jax.sharding.Mesh, operands: Any, results: Any) -> SdyShardingRule:
+        """Each result is sharded like its leaf, whatever the others."""
+        del mesh
+        names = (f"i{i}" for i in itertools.count())
+        mappings = [ArrayMapping(*itertools.islice(names, len(x.shape))) for x in operands]
+        return SdyShardingRule(tuple(mappings), tuple(mappings[: len(results)]))
+
+    operation.def_partition(partition, sharding_rule=rule)
+    return operation
+
+
+def _even_spec(x: Any, mesh: jax.sharding.Mesh) -> PartitionSpec:
+    """The spec of an operand, without the mesh axes that would shard it unevenly."""
+    if x.sharding.is_fully_replicated:  # and of no mesh, perhaps, where no argument is on one
+        return PartitionSpec()
+    if not isinstance(x.sharding, NamedSharding):
+        raise ValueError(
+            f"the mesh that a parameter of shape {x.shape} is sharded over, {x.sharding}, cannot be"
+            " known, as no argument of the program is on it: pass shardings=, or put one there"
+        )
+
+    def cuts(entry: Any) -> int:
+        return math.prod(mesh.shape[name] for name in axes_of_entry(entry))
+
+    entries = zip(x.sharding.spec, x.shape, strict=True)
+    return PartitionSpec(*(None if size % cuts(entry) else entry for entry, size in entries))

@@ -1,0 +1,225 @@
+"""`Iteration`: a Newton–Schulz iteration, resolved once, that runs stacks of matrices."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from muon_jax._iteration.composed import run_composed
+from muon_jax._iteration.form import (
+    GROUP,
+    Form,
+    Method,
+    ProductsDType,
+    fastest_form,
+    implementation_of_group,
+    offered_form,
+)
+from muon_jax._iteration.gram import run_gram_form
+from muon_jax._iteration.normalization import (
+    EpsMode,
+    Normalization,
+    Preconditioning,
+    gram_gain,
+    largest_entries,
+)
+from muon_jax._iteration.operand import WholeMatrices
+from muon_jax._iteration.passes import cut, is_tall, join, pad, scale_down, split, transposed_back
+from muon_jax._iteration.precision import Backend, backend_in_force, matmul_precision
+from muon_jax._iteration.quintic import run_quintics
+from muon_jax._iteration.recipes import NSCoeffs, Recipe, resolve_recipe
+from muon_jax._iteration.steps import Schedule
+from pallas_kernels import _device
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Iteration:
+    """A Newton–Schulz iteration.
+
+    As a pytree its leaves are what a trace may not know: `eps`, and traced coefficients or steps.
+    Everything else is static.
+
+    Attributes:
+        recipe: the steps.
+        eps, eps_mode, preconditioning, dtype: as for `newton_schulz`.
+        method: `"standard"`, `"gram"`, or None for the faster form.
+        implementation: of all products; None for the fastest.
+    """
+
+    recipe: Recipe
+    eps: float | jax.Array
+    eps_mode: EpsMode = "add"
+    preconditioning: Preconditioning = "frobenius"
+    dtype: ProductsDType = "auto"
+    method: Method | None = None
+    implementation: str | None = None
+
+    @classmethod
+    def resolve(
+        cls,
+        ns_coeffs: NSCoeffs | jax.Array,
+        ns_steps: int | jax.Array,
+        eps: float | jax.Array,
+        *,
+        preconditioning: Preconditioning,
+        **attributes: Any,
+    ) -> Self:
+        """Returns the iteration with the steps that `ns_coeffs` and `ns_steps` stand for.
+
+        Raises:
+            ValueError: as `resolve_recipe`.
+        """
+        recipe = resolve_recipe(ns_coeffs, ns_steps, preconditioning)
+        return cls(recipe, eps, preconditioning=preconditioning, **attributes)
+
+    def form(self, shape: tuple[int, int], in_dtype: jnp.dtype) -> Form:
+        """Returns the form of an optimizer's matrices `(m, n)` of `in_dtype`, m ≤ n.
+
+        It is the form of a stack of 16, so an update never depends on its group.
+
+        Raises:
+            ValueError: as `fastest_form`.
+        """
+        form = self.form_of_stack((GROUP, *shape), in_dtype)
+        named = form.implementation
+        return form._replace(implementation=named or implementation_of_group(shape, form.dtype))
+
+    def form_of_stack(self, shape: tuple[int, ...], in_dtype: jnp.dtype) -> Form:
+        """Returns the form of one stack `(..., m, n)` of `in_dtype`, m ≤ n.
+
+        Raises:
+            ValueError: as `fastest_form`.
+        """
+        return _form_of_stack(self._static, shape, jnp.dtype(in_dtype), backend_in_force())
+
+    def form_in_pieces(self, in_dtype: jnp.dtype) -> Form | str:
+        """Returns the gram form, which matrices in pieces run in, or why there is none."""
+        if self.method == "standard":
+            return "the standard form was asked for, where every step multiplies with X"
+        return _gram_form(self._static, jnp.dtype(in_dtype), backend_in_force())
+
+    def __call__(self, stacks: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the polar factors of an optimizer's matrices, whatever stacks they are in.
+
+        Args:
+            stacks: shapes `(batch, m, n)` or `(batch, n, m)`, of one dtype. They become one stack
+                in the dtype of the products.
+        """
+        return _orthogonalize(self, [*stacks])
+
+    def run(
+        self, stacks: Sequence[jax.Array], form: Form, operand: WholeMatrices
+    ) -> list[jax.Array]:
+        """Returns the polar factors of all stacks, as one stack, in that form.
+
+        Args:
+            stacks: as for `__call__`.
+            form: of their matrices.
+            operand: the matrices, whole.
+        """
+        n = max(stacks[0].shape[-2:])
+        scaled, scale = scale_down(stacks, largest_entries(stacks), n, form.dtype, operand)
+        x = self.iterate(join(scaled), form, scale, n, operand)
+        return [
+            (transposed_back(part) if is_tall(given) else part).astype(given.dtype)
+            for part, given in zip(split(x, stacks), stacks, strict=True)
+        ]
+
+    def iterate(
+        self, x: jax.Array, form: Form, scale: jax.Array, n: int, operand: WholeMatrices
+    ) -> jax.Array:
+        """Returns the result of the steps.
+
+        Args:
+            x: wide matrices `(..., m, n)` that `scale_down` has made, or pieces of such.
+            form: of the matrices.
+            scale: of each matrix that `operand` gives the Gram matrix of, from `scale_down`.
+            n: the number of columns of whole matrices.
+            operand: the matrices whole or, in the gram form, in pieces.
+        """
+        recipe, (rows, cols) = self.recipe, x.shape[-2:]
+        normalization = Normalization(
+            self.preconditioning, self.eps, self.eps_mode, scale, gram_gain(n)
+        )
+        if _device.platform() == "cpu":  # where XLA cannot run a product merged with a transpose
+            x = jax.lax.optimization_barrier(x)
+        x = pad(x, operand)
+        full = isinstance(recipe, Schedule) or recipe.diverging
+        with matmul_precision(x.dtype, full=full):
+            if isinstance(recipe, Schedule):
+                x = run_composed(x, recipe.steps_in(x.dtype), normalization, operand)
+            elif form.method == "gram":
+                x = run_gram_form(x, recipe, normalization, operand)
+            else:
+                x = run_quintics(x, recipe, normalization, operand)
+        return cut(x, rows, cols, operand)
+
+    @property
+    def _static(self) -> "Iteration":
+        """What is known while tracing, which hashes."""
+        recipe = self.recipe
+        if not isinstance(recipe, Schedule):
+            recipe = recipe.without_arrays()
+        return dataclasses.replace(self, recipe=recipe, eps=0.0)
+
+    def tree_flatten(self) -> tuple[list[Any], tuple[Any, ...]]:
+        """Returns the leaves, and all else."""
+        leaves, treedef = jax.tree.flatten(self.recipe)
+        is_array = tuple(isinstance(leaf, jax.Array) for leaf in leaves)
+        arrays = [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic]
+        known = tuple(
+            None if dynamic else leaf for leaf, dynamic in zip(leaves, is_array, strict=True)
+        )
+        others = (self.eps_mode, self.preconditioning, self.dtype, self.method, self.implementation)
+        return [self.eps, *arrays], (treedef, is_array, known, others)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, ...], leaves: Sequence[Any]) -> Self:
+        """The inverse of `tree_flatten`."""
+        treedef, is_array, known, others = static
+        eps, *rest = leaves
+        arrays = iter(rest)
+        merged = [
+            next(arrays) if dynamic else leaf for leaf, dynamic in zip(known, is_array, strict=True)
+        ]
+        return cls(treedef.unflatten(merged), eps, *others)
+
+
+# Jitted, so that groups of equal shapes are traced and lowered once.
+@jax.jit
+def _orthogonalize(iteration: Iteration, stacks: list[jax.Array]) -> list[jax.Array]:
+    """`Iteration.__call__`."""
+    m, n = sorted(stacks[0].shape[-2:])
+    form = iteration.form((m, n), stacks[0].dtype)
+    return iteration.run(stacks, form, WholeMatrices(implementation=form.implementation))
+
+
+@functools.lru_cache(maxsize=1024)
+def _form_of_stack(
+    iteration: Iteration, shape: tuple[int, ...], in_dtype: jnp.dtype, backend: Backend
+) -> Form:
+    del backend  # what the choice asks of the surroundings: a part of the key
+    form = fastest_form(
+        iteration.recipe,
+        iteration.method,
+        iteration.preconditioning,
+        iteration.dtype,
+        shape,
+        in_dtype,
+    )
+    return form._replace(implementation=iteration.implementation)
+
+
+@functools.lru_cache(maxsize=1024)
+def _gram_form(iteration: Iteration, in_dtype: jnp.dtype, backend: Backend) -> Form | str:
+    del backend
+    form = offered_form(
+        iteration.recipe, "gram", iteration.preconditioning, iteration.dtype, in_dtype
+    )
+    if isinstance(form, Form):
+        form = form._replace(implementation=iteration.implementation)
+    return form

@@ -1,0 +1,1 @@
+"""How far results are from the polar factor, and at how many FLOPs."""

@@ -1,0 +1,1 @@
+"""Computes coefficients anew: fitted composed schedules, and compositions of minimax quintics."""

@@ -1,0 +1,1 @@
+"""Files of measurements: how they are written, read, printed and plotted."""

@@ -1,0 +1,125 @@
+"""Plots speed, beside other packages, and accuracy in one figure; needs matplotlib."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from muon_jax._iteration.fitted import SCHEDULES
+from muon_jax.benchmarks._records.plots import arrange_names
+from muon_jax.benchmarks._records.reading import (
+    Measurement,
+    Report,
+    case_label,
+    common_clock,
+    median_times,
+    metric_values,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class Bar(NamedTuple):
+    """A color, and the variants of which the bar shows the fastest."""
+
+    color: str
+    variants: tuple[str, ...]
+
+
+_UPDATE_BARS = {
+    "five steps": Bar("C0", ("None",)),
+    '"balanced"': Bar("C3", ("balanced",)),
+}
+# Five steps by others, and by ours. Others run their fastest form, and so does ours here;
+# torch.compile has one form.
+_ITERATION_BARS = {
+    "jnp": Bar("0.9", ("jnp",)),
+    "Dion": Bar("0.7", ("dion",)),
+    "gram_newton_schulz": Bar("0.45", ("gram_newton_schulz", "gram_newton_schulz, standard")),
+    "five steps": Bar("C0", ("None", "standard, gram")),
+    '"balanced"': _UPDATE_BARS['"balanced"'],
+}
+_ASPECT = 4  # n/m of most MLPs
+_SETS = ("standard", "polar_express", "dion", "aol", "deepseek_v4", "fast", "balanced", "accurate")
+
+
+def headline_figure(reports: Sequence[Report]) -> "Figure":
+    """Returns a matplotlib figure of the iteration, whole updates, and accuracy.
+
+    Raises:
+        ValueError: no report is of `newton_schulz`, none of `muon` or `sharded`, or none of
+            `accuracy`.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    def measured(*benchmarks: str) -> list[Measurement]:
+        chosen = [report for report in reports if report["benchmark"] in benchmarks]
+        if found := [m for report in chosen for m in report["measurements"]]:
+            return found
+        given = ", ".join(report["benchmark"] for report in reports)
+        raise ValueError(
+            f"--headline needs a file of the benchmark {' or '.join(benchmarks)}, got {given}: pass"
+            f" one that `python -m muon_jax.benchmarks {benchmarks[0]} --json FILE.json` wrote"
+        )
+
+    result = Figure(figsize=(13.5, 10), layout="constrained")
+    axes = result.subplot_mosaic([["iteration", "update"], ["iteration", "accuracy"]])
+    iteration, update, accuracy = (axes[name] for name in ("iteration", "update", "accuracy"))
+    _draw_fastest(iteration, measured("newton_schulz"), _ITERATION_BARS, "torch.compile")
+    _draw_fastest(update, measured("muon", "sharded"), _UPDATE_BARS, "optax")
+    _draw_accuracy_of_sets(accuracy, measured("accuracy"))
+    iteration.set_title("newton_schulz, over five steps by torch.compile", fontsize=10)
+    update.set_title("whole update, over optax.contrib.muon", fontsize=10)
+    accuracy.set_title(f"distance to the polar factor, n = {_ASPECT}m", fontsize=10)
+    handles = [Patch(color=bar.color, label=label) for label, bar in _ITERATION_BARS.items()]
+    result.legend(handles=handles, loc="outside lower left", ncols=len(handles))
+    result.draw_without_rendering()  # lays the figure out, which decides what overlaps
+    arrange_names(accuracy)
+    return result
+
+
+def _draw_fastest(
+    axes: "Axes", measurements: Sequence[Measurement], bars: Mapping[str, Bar], baseline: str
+) -> None:
+    """How many times faster than the baseline the fastest variant of each bar is."""
+    labels, height = [], 0.8 / len(bars)
+    for i, measurement in enumerate(measurements):
+        times = median_times(measurement, common_clock([measurement]))
+        for j, bar in enumerate(bars.values()):
+            if found := [times[name] for name in bar.variants if name in times]:
+                place = i + height * (j + 0.5) - 0.4
+                drawn = axes.barh(place, times[baseline] / min(found), height, color=bar.color)
+                axes.bar_label(drawn, fmt="%.1f×", padding=2, fontsize=7)
+        labels.append(case_label(measurement).replace(", ", "\n"))
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
+    axes.set_xlabel("times faster")
+
+
+def _draw_accuracy_of_sets(axes: "Axes", measurements: Sequence[Measurement]) -> None:
+    """The median error to the polar factor against FLOPs, in the standard form.
+
+    Each set has the dtype that it runs in by default. Our coefficients are in color.
+    """
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    for name in _SETS:
+        color, dtype = ("C3", "float16") if name in SCHEDULES else ("black", "bfloat16")
+        key = (name, "standard", dtype)
+        (m,) = (m for m in measurements if (m["name"], m["method"], m["dtype"]) == key)
+        cases = [c for c in m["cases"] if c["shape"][1] == _ASPECT * c["shape"][0]]
+        error = float(np.median(metric_values(cases, "errors")[:, 0]))
+        units = m["units"][str(_ASPECT)]
+        axes.plot(units, error, marker="o", color=color)
+        axes.annotate(
+            name, (units, error), (0, 0), textcoords="offset points", color=color, fontsize=8
+        )
+    axes.set(yscale="log", xlabel="FLOPs/m³", ylabel="median error on σ > 0.01σ₁")
+    axes.margins(x=0.2, y=0.1)
+    axes.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")

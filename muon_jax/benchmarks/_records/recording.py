@@ -1,0 +1,49 @@
+"""Writes a report while its measurements are made."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from muon_jax.benchmarks._records.tables import measurement_line
+
+
+def environment() -> dict[str, str]:
+    """Returns what somebody needs to repeat a measurement: device, versions, commit, XLA flags."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    packages = ("jax", "jaxlib", "optax")
+    return {
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        **{package: importlib.metadata.version(package) for package in packages},
+        "commit": commit or "unknown",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def record(
+    report: dict[str, Any],
+    measurements: Iterable[dict[str, Any]],
+    path: Path | None,
+    indent: int | None = None,
+) -> None:
+    """Makes the measurements one by one, prints each and appends it to the report.
+
+    Args:
+        report: its list `"measurements"` grows.
+        measurements: an iterator that measures when it is advanced.
+        path: the JSON file that is written anew after each measurement; pass None for no file.
+        indent: of the JSON.
+    """
+    for measurement in measurements:
+        print(measurement_line(measurement), flush=True)
+        report["measurements"].append(measurement)
+        if path:
+            path.write_text(json.dumps(report, indent=indent) + "\n")

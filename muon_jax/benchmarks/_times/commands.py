@@ -1,0 +1,177 @@
+"""The commands `syrk`, `newton_schulz`, `muon`, `sharded` and `tune`."""
+
+import argparse
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from muon_jax.benchmarks._accuracy.polar_error import coefficient_names
+from muon_jax.benchmarks._records.recording import environment, record
+from muon_jax.benchmarks._records.tables import absence_lines, heading
+from muon_jax.benchmarks._times import rivals
+from muon_jax.benchmarks._times.dispatch_table import measure_product, products_of_steps
+from muon_jax.benchmarks._times.models import MODELS
+from muon_jax.benchmarks._times.one_device import (
+    DEFAULT_COEFFICIENTS,
+    measure_muon,
+    measure_newton_schulz,
+    measure_syrk,
+)
+from muon_jax.benchmarks._times.shapes import SETS, shapes
+from muon_jax.benchmarks._times.sharded import SHARDED_AXES, measure_sharded
+from pallas_kernels import _tuning
+
+
+def add_syrk_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the flags of `syrk`."""
+    _add_dtype_and_json(command, "bfloat16")
+    _add_shapes(command)
+
+
+def run_syrk(arguments: argparse.Namespace) -> None:
+    """Times XXᵀ and XXᵀ + C/2, shape by shape."""
+    cases = _distinct_shapes(arguments)
+    _measure_cases(arguments, cases, functools.partial(measure_syrk, dtype=arguments.dtype))
+
+
+def add_newton_schulz_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the flags of `newton_schulz`."""
+    _add_dtype_and_json(command, "bfloat16")
+    _add_shapes(command)
+    command.add_argument(
+        "--coefficients",
+        nargs="*",
+        choices=coefficient_names(),
+        default=DEFAULT_COEFFICIENTS,
+        help="timed beside the defaults",
+    )
+    command.add_argument(
+        "--pause",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="before each turn of ten runs, so that the GPU does not reach its power limit",
+    )
+
+
+def run_newton_schulz(arguments: argparse.Namespace) -> None:
+    """Times the iteration beside its rivals and other coefficients, shape by shape."""
+    rivals.leave_memory_to_torch()
+    facts = {"absent": rivals.absent_rivals(), **rivals.torch_versions()}
+    facts["pause"] = f"{arguments.pause:g} s"
+    measure = functools.partial(
+        measure_newton_schulz,
+        dtype=arguments.dtype,
+        coefficients=arguments.coefficients,
+        pause=arguments.pause,
+    )
+    _measure_cases(arguments, _distinct_shapes(arguments), measure, facts)
+
+
+def add_muon_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the flags of `muon`."""
+    _add_dtype_and_json(command, "float32")
+    command.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+
+
+def run_muon(arguments: argparse.Namespace) -> None:
+    """Times whole updates on one device, model by model."""
+    measure = functools.partial(measure_muon, dtype=arguments.dtype)
+    _measure_cases(arguments, arguments.models, measure)
+
+
+def add_sharded_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the flags of `sharded`."""
+    _add_dtype_and_json(command, "float32")
+    command.add_argument("--models", nargs="+", choices=MODELS, default=["24-layers"])
+    command.add_argument(
+        "--mesh",
+        nargs="+",
+        type=_mesh_axis,
+        metavar="AXIS=SIZE",
+        help=f"sizes of the mesh axes {', '.join(SHARDED_AXES)} (default: fsdp, all devices)",
+    )
+
+
+def run_sharded(arguments: argparse.Namespace) -> None:
+    """Times whole updates on several devices, model by model."""
+    mesh_shape: dict[str, int] = dict(arguments.mesh or [("fsdp", jax.device_count())])
+    measure = functools.partial(measure_sharded, dtype=arguments.dtype, mesh_shape=mesh_shape)
+    _measure_cases(arguments, arguments.models, measure)
+
+
+def add_tune_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the flags of `tune`."""
+    _add_shapes(command)
+    command.add_argument(
+        "--json",
+        type=Path,
+        help="write the table to this file (default: to the file that the dispatch reads)",
+    )
+
+
+def run_tune(arguments: argparse.Namespace) -> None:
+    """Measures the candidates of each product, and writes the table anew after each product."""
+    path = arguments.json or _tuning.table_path(jax.devices()[0].device_kind)
+    table: dict[str, Any] = {"version": 1, **environment(), "dtype": "bfloat16"}
+    table |= {"input": "standard normal", "entries": []}
+    for shape, addend in products_of_steps(itertools.chain.from_iterable(arguments.shapes)):
+        entry = measure_product(shape, addend)
+        times = ", ".join(f"{name} {time:.1f}" for name, time in entry["microseconds"].items())
+        print(f"{'×'.join(map(str, shape))}{' + C' * addend}: {times} µs", flush=True)
+        table["entries"].append(entry)
+        path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def _measure_cases(
+    arguments: argparse.Namespace,
+    cases: Iterable[Any],
+    measure: Callable[[Any], dict[str, Any]],
+    facts: dict[str, Any] | None = None,
+) -> None:
+    """Prints the heading of a report, then measures case by case.
+
+    Args:
+        arguments: of the command line.
+        cases: shapes or models.
+        measure: returns the measurement of one case.
+        facts: further entries of the report.
+    """
+    report: dict[str, Any] = {"benchmark": arguments.command, **(facts or {}), **environment()}
+    report |= {"dtype": arguments.dtype, "input": "standard normal", "measurements": []}
+    print("\n".join([heading(report), *absence_lines(report)]))
+    record(report, map(measure, cases), arguments.json, indent=1)
+
+
+def _distinct_shapes(arguments: argparse.Namespace) -> Iterable[tuple[int, ...]]:
+    return dict.fromkeys(itertools.chain.from_iterable(arguments.shapes))
+
+
+def _add_dtype_and_json(command: argparse.ArgumentParser, dtype: str) -> None:
+    command.add_argument("--dtype", default=dtype, choices=["bfloat16", "float16", "float32"])
+    command.add_argument("--json", type=Path, help="also write the measurements to this file")
+
+
+def _add_shapes(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--shapes",
+        nargs="+",
+        type=shapes,
+        default=[shapes(name) for name in SETS],
+        help=f"MxN, BATCHxMxN, or a set: {', '.join(SETS)} (default: all sets)",
+    )
+
+
+def _mesh_axis(text: str) -> tuple[str, int]:
+    """An axis of a mesh, as in fsdp=4."""
+    name, _, size = text.partition("=")
+    if name not in SHARDED_AXES or not size.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be AXIS=SIZE, AXIS one of {', '.join(SHARDED_AXES)}"
+        )
+    return name, int(size)

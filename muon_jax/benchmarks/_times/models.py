@@ -1,0 +1,62 @@
+"""Models for whole updates: the shapes of their parameters, by name."""
+
+from optax.contrib import MuonDimensionNumbers
+
+type Shapes = dict[str, tuple[int, ...]]
+
+
+def _repeated_layers(count: int, layer: Shapes) -> Shapes:
+    return {f"layer_{i}/{name}": shape for i in range(count) for name, shape in layer.items()}
+
+
+MODELS: dict[str, Shapes] = {
+    # Each parameter on its own, 124M in all. The output head is the token embedding.
+    "gpt2-small": {
+        "embedding/token": (50257, 768),
+        "embedding/position": (1024, 768),
+        **_repeated_layers(
+            12,
+            {
+                "norm_1/scale": (768,),
+                "norm_1/bias": (768,),
+                "attention/qkv": (768, 2304),
+                "attention/qkv_bias": (2304,),
+                "attention/out": (768, 768),
+                "attention/out_bias": (768,),
+                "norm_2/scale": (768,),
+                "norm_2/bias": (768,),
+                "mlp/up": (768, 3072),
+                "mlp/up_bias": (3072,),
+                "mlp/down": (3072, 768),
+                "mlp/down_bias": (768,),
+            },
+        ),
+        "norm/scale": (768,),
+        "norm/bias": (768,),
+    },
+    # The matrices of 24 layers of width 2048, 1.2B in all.
+    "24-layers": _repeated_layers(
+        24,
+        {
+            **{name: (2048, 2048) for name in ("q", "k", "v", "o")},
+            "up": (2048, 8192),
+            "down": (8192, 2048),
+        },
+    ),
+    # The experts of one layer, stacked, 604M in all.
+    "qwen3-30b-a3b-experts": {
+        "gate": (128, 2048, 768),
+        "up": (128, 2048, 768),
+        "down": (128, 768, 2048),
+    },
+}
+
+
+def dimension_numbers(shapes: Shapes) -> dict[str, MuonDimensionNumbers | None]:
+    """Returns the last two axes of each parameter, and None (AdamW) for embeddings and vectors."""
+    return {
+        name: None
+        if len(shape) == 1 or name.startswith("embedding")
+        else MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+        for name, shape in shapes.items()
+    }

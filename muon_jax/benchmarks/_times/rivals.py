@@ -1,0 +1,89 @@
+"""Newton–Schulz as others write it: in jnp, in optax, and in torch where that is installed."""
+
+import importlib.metadata
+import importlib.util
+import os
+
+import jax
+import jax.numpy as jnp
+from optax.contrib import _muon as optax_muon
+
+from muon_jax._iteration.published import NAMED
+from muon_jax.benchmarks._times.timing import JaxProgram, Timeable
+
+# The rivals in torch, and the package that each comes from.
+_IN_TORCH = {
+    "torch.compile": "torch",
+    "gram_newton_schulz": "gram_newton_schulz",
+    "gram_newton_schulz, standard": "gram_newton_schulz",
+    "dion": "dion",
+    "dion, aol": "dion",
+}
+# The coefficients of rivals that have their own. The others compute `newton_schulz_in_jnp`.
+OWN_COEFFICIENTS = {"dion": "dion", "dion, aol": "aol"}
+
+
+def newton_schulz_in_jnp(x: jax.Array) -> jax.Array:
+    """Runs Keller Jordan's five steps on `(..., m, n)` as everybody writes them, in its dtype."""
+    ((a, b, c),) = NAMED["standard"]
+    x /= jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def newton_schulz_in_optax(x: jax.Array) -> jax.Array:
+    """Runs the iteration of `optax.contrib.muon` on `(..., m, n)`, in its dtype."""
+    (triple,) = NAMED["standard"]
+    last_two_axes = optax_muon.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+    return optax_muon.orthogonalize_via_newton_schulz(
+        x, jnp.asarray(triple), dimension_numbers=last_two_axes
+    )
+
+
+def rival_programs(x: jax.Array) -> dict[str, Timeable]:
+    """Returns the rivals that can run here on `x`, all but `newton_schulz_in_jnp`."""
+    rivals: dict[str, Timeable] = {
+        f"optax {name}": JaxProgram.compile(newton_schulz_in_optax, x.astype(dtype))
+        for name, dtype in {"f32": jnp.float32, "bf16": jnp.bfloat16}.items()
+    }
+    if names := [name for name in _IN_TORCH if name not in absent_rivals()]:
+        from muon_jax.benchmarks._times.rivals_in_torch import torch_programs
+
+        rivals |= torch_programs(x, names)
+    return rivals
+
+
+def absent_rivals() -> dict[str, str]:
+    """Returns the rivals that cannot run here, with the reason."""
+    reasons = {name: _reason_missing(package) for name, package in _IN_TORCH.items()}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def torch_versions() -> dict[str, str]:
+    """Returns the versions of the packages of the rivals in torch that can run here."""
+    absent = absent_rivals()
+    packages = {package for name, package in _IN_TORCH.items() if name not in absent}
+    return {package: importlib.metadata.version(package) for package in sorted(packages)}
+
+
+def leave_memory_to_torch() -> None:
+    """Makes XLA allocate memory as it needs it, if torch is installed.
+
+    Call this before the first use of a device.
+    """
+    if importlib.util.find_spec("torch"):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def _reason_missing(package: str) -> str | None:
+    """The reason why rivals of a package cannot run here, or None."""
+    for needed in ("torch", package):
+        if importlib.util.find_spec(needed) is None:
+            return f"{needed} is not installed"
+    import torch  # pyright: ignore[reportMissingImports] (optional)
+
+    if jax.default_backend() != "gpu" or not torch.cuda.is_available():
+        return "jax and torch do not share a GPU"
+    return None

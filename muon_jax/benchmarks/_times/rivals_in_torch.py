@@ -1,0 +1,102 @@
+"""Newton–Schulz in torch on CUDA: by Keller Jordan, by gram_newton_schulz and by dion."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable
+
+import jax
+import jax.numpy as jnp
+import torch  # pyright: ignore[reportMissingImports] (optional)
+
+from muon_jax._iteration.published import NAMED
+from muon_jax.benchmarks._times.timing import Clock
+
+type TorchFunction = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchProgram:
+    """A tensor, and a function that makes the function of it.
+
+    Its clocks:
+
+    - `wall` is the wall clock of calls that are enqueued together.
+    - `device` is the time between CUDA events around these calls. It includes the gaps in which the
+      GPU waits for launches.
+    """
+
+    make: Callable[[], TorchFunction]
+    argument: torch.Tensor
+
+    @functools.cached_property
+    def function(self) -> TorchFunction:
+        """The function, made at its first run: a failure to make it is a failure to run."""
+        return self.make()
+
+    def result(self) -> jax.Array:
+        """Runs once and returns the result, as an array of JAX."""
+        result = self.function(self.argument)
+        return jnp.from_dlpack(result.clone(memory_format=torch.contiguous_format))
+
+    def clocks(self) -> dict[str, Clock]:
+        """Returns `wall` and `device`."""
+        return {"wall": self._wall, "device": self._device}
+
+    def _wall(self, calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            self.function(self.argument)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / calls
+
+    def _device(self, calls: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            self.function(self.argument)
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e-3 / calls
+
+
+def newton_schulz_in_torch(x: torch.Tensor) -> torch.Tensor:
+    """Runs Keller Jordan's five steps on `(..., m, n)` in bfloat16, on the smaller side."""
+    ((a, b, c),) = NAMED["standard"]
+    transposed = x.size(-2) > x.size(-1)
+    x = x.bfloat16()
+    x = x.mT if transposed else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if transposed else x
+
+
+def _of_gram_newton_schulz(name: str) -> TorchFunction:
+    """A class of the package, made a function; it compiles with CUDA graphs."""
+    import gram_newton_schulz  # pyright: ignore[reportMissingImports] (optional)
+
+    make = getattr(gram_newton_schulz, name)
+    return make(ns_coefficients=[*NAMED["standard"]] * 5)
+
+
+def _of_dion(name: str) -> TorchFunction:
+    from dion import newton_schulz_triton  # pyright: ignore[reportMissingImports] (optional)
+
+    return getattr(newton_schulz_triton, name)
+
+
+_MAKE = {
+    "torch.compile": lambda: torch.compile(newton_schulz_in_torch, fullgraph=True, dynamic=False),
+    "gram_newton_schulz": lambda: _of_gram_newton_schulz("GramNewtonSchulz"),
+    "gram_newton_schulz, standard": lambda: _of_gram_newton_schulz("StandardNewtonSchulz"),
+    "dion": lambda: _of_dion("newton_schulz_triton"),
+    "dion, aol": lambda: _of_dion("newton_schulz_triton_fast"),
+}
+
+
+def torch_programs(x: jax.Array, names: Iterable[str]) -> dict[str, TorchProgram]:
+    """Returns the rivals `names`, each on its own copy of `x`, which it may overwrite."""
+    torch.compiler.reset()  # torch stops compiling a function after eight shapes
+    return {name: TorchProgram(_MAKE[name], torch.from_dlpack(x).clone()) for name in names}

@@ -1,0 +1,1 @@
+"""The validation loss that a small GPT reaches under Muon, by coefficients."""

@@ -1,0 +1,56 @@
+"""The command `training`."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from muon_jax.benchmarks._records.recording import environment, record
+from muon_jax.benchmarks._records.tables import heading, markdown
+from muon_jax.benchmarks._training.gpt import GPT
+from muon_jax.benchmarks._training.runs import CONTROL, VARIANTS, Training, measure_training
+from muon_jax.benchmarks._training.stdlib_text import read_text
+
+
+def add_training_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the flags of `training`."""
+    command.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=[name for name in VARIANTS if "optax" not in name],
+        help="the others are compared with the first one",
+    )
+    command.add_argument(
+        "--learning-rates", nargs="+", type=float, default=[0.01, 0.02, 0.04, 0.08]
+    )
+    command.add_argument("--seeds", type=int, default=3, help="the number of seeds, at least 2")
+    command.add_argument("--steps", type=int, default=Training.steps)
+    command.add_argument("--batch-size", type=int, default=Training.batch_size)
+    for field in dataclasses.fields(GPT):
+        command.add_argument(f"--{field.name}", type=int, default=field.default)
+    command.add_argument("--json", type=Path, help="also write the losses to this file")
+
+
+def run_training(arguments: argparse.Namespace) -> None:
+    """Trains each variant, and prints a table and verdicts.
+
+    Raises:
+        ValueError: there is one seed only.
+    """
+    if arguments.seeds < 2:
+        raise ValueError(f"--seeds must be at least 2, to estimate noise, got {arguments.seeds}")
+    sizes = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(GPT)}
+    model, text = GPT(**sizes), read_text()
+    training = Training(arguments.steps, arguments.batch_size)
+    rates, seeds = arguments.learning_rates, [*range(arguments.seeds)]
+    report: dict[str, Any] = {"benchmark": "training", **environment()}
+    report |= {"text": text.identity(), "model": sizes, "training": dataclasses.asdict(training)}
+    report |= {"learning_rates": rates, "seeds": seeds, "control": CONTROL}
+    report |= {"variants": arguments.variants, "measurements": []}
+    print(heading(report), flush=True)
+    measurements = (
+        measure_training(name, model, training, text, rates, seeds) for name in arguments.variants
+    )
+    record(report, measurements, arguments.json)
+    print(f"\n{markdown(report)}")
