@@ -51,3 +51,8 @@ __all__ = [
     "scale_to_param_norm",
     "with_metrics",
 ]
+
+# Pickles and error messages name public classes by this package, not by the room they lie in.
+for _public in (globals()[name] for name in __all__):
+    if isinstance(_public, type) and _public.__module__.startswith(f"{__name__}."):
+        _public.__module__ = __name__

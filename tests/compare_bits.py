@@ -34,7 +34,7 @@ DIGESTS = "compare_bits: "  # begins the line with the results of a process
 
 def main() -> int:
     """Runs this script on both trees and prints where their digests differ."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("trees", nargs="+", help="two checkouts or commits")
     parser.add_argument("--only", default="", help="a regular expression of names")
     parser.add_argument("--optimized", action="store_true", help="compile with all optimizations")
@@ -424,7 +424,7 @@ def define_updates() -> None:
     def viewed() -> Any:
         return {name: normal(i, shape) for i, (name, shape) in enumerate(shapes.items())}
 
-    by_views = {"weight_dimension_numbers": views}
+    by_views: dict[str, Any] = {"weight_dimension_numbers": views}
     of("views", viewed, scale_by_muon, **by_views)
     of("views, adaptive", viewed, scale_by_muon, **by_views, adaptive=True, nesterov=False)
     of("views, cans", viewed, scale_by_muon, **by_views, ns_coeffs="cans", ns_dtype="auto")

@@ -8,12 +8,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     ["--xla_cpu_parallel_codegen_split_count=1", os.environ.get("XLA_FLAGS", "")]
 )
 
-import hypothesis
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-
-hypothesis.settings.register_profile("thorough")  # where a test can draw more, it does
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -64,10 +64,20 @@ def trajectory(optimizer, steps, names=tuple(DIMENSION_NUMBERS)):
         {},
         {"nesterov": False, "weight_decay": 0.1, "consistent_rms": 0.2},
         {"adaptive": True, "ns_coeffs": "dion", "adam_learning_rate": 1e-3},
-        {"preconditioning": "schatten", "ns_coeffs": (2.0, -1.5, 0.5), "ns_steps": 8},
-        {"preconditioning": "aol"},
-        {"preconditioning": "spectral", "beta": 0.8, "adam_b1": 0.8, "adam_weight_decay": 0.1},
-        {"weight_decay": FADING, "adam_weight_decay": FADING},
+        *(
+            pytest.param(kwargs, marks=helpers.slow)
+            for kwargs in (
+                {"preconditioning": "schatten", "ns_coeffs": (2.0, -1.5, 0.5), "ns_steps": 8},
+                {"preconditioning": "aol"},
+                {
+                    "preconditioning": "spectral",
+                    "beta": 0.8,
+                    "adam_b1": 0.8,
+                    "adam_weight_decay": 0.1,
+                },
+                {"weight_decay": FADING, "adam_weight_decay": FADING},
+            )
+        ),
     ],
     ids=lambda kwargs: " ".join(kwargs) or "defaults",
 )
@@ -134,7 +144,9 @@ def test_parameters_and_their_order_are_those_of_optax(name):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("mu_dtype", [None, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    "mu_dtype", helpers.mostly_slow([None, jnp.bfloat16, jnp.float32], [jnp.bfloat16])
+)
 def test_updates_and_state_keep_dtype_and_structure(dtype, mu_dtype):
     params = {"w": tree(dtype=dtype)["wide"]}
     optimizer = muon(1e-2, mu_dtype=mu_dtype, consistent_rms=0.2, weight_decay=0.1)
@@ -174,11 +186,11 @@ def test_the_state_with_a_mask_is_that_of_optax(weight_decay):
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"weight_decay_form": "palm"},
         {"weight_decay_form": "scaled_palm"},
-        {"weight_decay_form": "l2"},
-        {"weight_decay_form": "independent"},
         {"weight_decay_form": "independent", "cautious_weight_decay": True},
+        pytest.param({"weight_decay_form": "palm"}, marks=helpers.slow),
+        pytest.param({"weight_decay_form": "l2"}, marks=helpers.slow),
+        pytest.param({"weight_decay_form": "independent"}, marks=helpers.slow),
     ],
     ids=lambda kwargs: " ".join(map(str, kwargs.values())),
 )
@@ -206,7 +218,11 @@ def test_init_takes_shapes():
     )
 
 
-@pytest.mark.parametrize("spec", [("x", None), (None, "x"), (None, None)], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    helpers.mostly_slow([("x", None), (None, "x"), (None, None)], [("x", None)]),
+    ids=str,
+)
 def test_updates_and_state_keep_their_sharding(spec):
     mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -243,7 +259,13 @@ def test_donated_state_and_schedules():
     chex.assert_trees_all_close(last, jax.tree.map(jnp.zeros_like, last))  # the rate has reached 0
 
 
-@pytest.mark.parametrize("ns_coeffs", ["standard", "dion", (3.0, -3.0, 1.0), "accurate"], ids=str)
+@pytest.mark.parametrize(
+    "ns_coeffs",
+    helpers.mostly_slow(
+        ["standard", "dion", (3.0, -3.0, 1.0), "accurate"], [(3.0, -3.0, 1.0), "accurate"]
+    ),
+    ids=str,
+)
 def test_inject_hyperparams(ns_coeffs):
     names = ("wide", "bias")
     injected = optax.inject_hyperparams(muon)(learning_rate=1e-2, ns_coeffs=ns_coeffs, ns_steps=2)
@@ -258,7 +280,9 @@ def test_inject_hyperparams(ns_coeffs):
     chex.assert_trees_all_close(doubled, jax.tree.map(lambda u: 2 * u, once), rtol=1e-5)
 
 
-@pytest.mark.parametrize("ns_coeffs", ["balanced", "aol", "deepseek_v4"])
+@pytest.mark.parametrize(
+    "ns_coeffs", helpers.mostly_slow(["balanced", "aol", "deepseek_v4"], ["deepseek_v4"])
+)
 def test_injected_defaults_leave_a_name_its_own_steps(ns_coeffs):
     names = ("wide", "bias")
     injected = optax.inject_hyperparams(muon)(learning_rate=1e-2, ns_coeffs=ns_coeffs)

@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import chex
@@ -82,12 +83,16 @@ def test_it_does_so_over_every_implementation(run, implementation, dtype, shape)
     assert helpers.relative_error(out, expected) < TOLERANCE[dtype]
 
 
-@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
-@hypothesis.given(m=st.integers(1, 40), n=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
-def test_any_shape(m, n, seed):
-    x = normal((m, n), seed=seed)
-    expected = helpers.exact_newton_schulz(x, [STANDARD] * 5)
-    assert helpers.relative_error(newton_schulz(x, dtype="float32"), expected) < 1e-4
+@pytest.mark.parametrize("examples", helpers.mostly_slow([6, 20], [6]))
+def test_any_shape(examples):
+    @hypothesis.settings(max_examples=examples, deadline=None, derandomize=True)
+    @hypothesis.given(m=st.integers(1, 40), n=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
+    def check(m, n, seed):
+        x = normal((m, n), seed=seed)
+        expected = helpers.exact_newton_schulz(x, [STANDARD] * 5)
+        assert helpers.relative_error(newton_schulz(x, dtype="float32"), expected) < 1e-4
+
+    check()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +134,7 @@ def test_the_result_does_not_depend_on_scale(dtype, magnitude):
 
 @pytest.mark.parametrize("name", ["standard", "balanced"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("in_dtype", TOLERANCE)
+@pytest.mark.parametrize("in_dtype", helpers.mostly_slow(TOLERANCE, ["float32"]))
 def test_the_largest_numbers_are_not_rounded_to_infinities(in_dtype, dtype, name):
     x = normal((24, 40))
     x /= jnp.max(jnp.abs(x))
@@ -159,15 +164,22 @@ def test_eps_of_zero_is_zero_beside_the_smallest_numbers(eps_mode):
         assert jnp.max(jnp.abs(newton_schulz(x, eps=jnp.float32(0), **kwargs))) > 0.1
 
 
+@functools.cache
+def with_one_large_entry():
+    x = np.ones((512, 2048), np.float32)
+    x[0, 0] = 2400
+    return x, *np.linalg.svd(x, full_matrices=False)
+
+
 @pytest.mark.parametrize("name", ["standard", "polar_express", "balanced"])
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_one_large_entry_does_not_hide_the_others_in_float16(name, method):
     """Entries of XXᵀ that are rounded to 0 would add up to σ₂²; of rank 2, with σ₁ = 2400."""
-    x = jnp.ones((512, 2048)).at[0, 0].set(2400)
-    u, sigma, vt = np.linalg.svd(np.asarray(x), full_matrices=False)
-    out = newton_schulz(x, name, dtype="float16", method=method)
-    along = u[:, :2].T @ np.asarray(out) @ vt[:2].T
-    assert sigma[2] < 1e-3 * sigma[1] and np.linalg.norm(out, 2) < 1.25
+    x, u, sigma, vt = with_one_large_entry()
+    out = np.asarray(newton_schulz(jnp.asarray(x), name, dtype="float16", method=method))
+    along = u[:, :2].T @ out @ vt[:2].T
+    largest = np.sqrt(np.linalg.eigvalsh(np.float64(out) @ np.float64(out).T)[-1])
+    assert sigma[2] < 1e-3 * sigma[1] and largest < 1.25
     np.testing.assert_allclose(along, np.eye(2), atol=0.35)
 
 
@@ -187,7 +199,7 @@ def test_preconditionings_do_not_depend_on_scale(preconditioning, scale):
         *itertools.product(["frobenius", "aol", "schatten"], ["standard", "gram"]),
     ],
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", helpers.mostly_slow(TOLERANCE, ["float16"]))
 def test_a_matrix_of_rank_one(preconditioning, method, dtype):
     u, v = (y / jnp.linalg.norm(y) for y in (normal((24,)), normal((40,), seed=1)))
     x = 3 * jnp.outer(u, v)
@@ -222,7 +234,7 @@ def test_eps_is_added_to_the_norm():
     chex.assert_trees_all_close(out, x / (2 * norm), rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", helpers.mostly_slow(TOLERANCE, ["float16"]))
 @pytest.mark.parametrize("preconditioning", ["frobenius", "spectral", "aol", "schatten"])
 @pytest.mark.parametrize("eps", [0.0, 1e-8])
 def test_zero_gives_zero(dtype, preconditioning, eps):
@@ -257,13 +269,14 @@ def test_one_row_and_one_column_are_normalized():
 
 
 @each_implementation
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
 @pytest.mark.parametrize("shape", [(24, 40), (40, 23)], ids=str)
-def test_a_bad_element_makes_its_whole_matrix_nan_and_no_other(run, implementation, bad, shape):
-    x = normal((2, *shape)).at[1, 3, 4].set(bad)
-    out = run(x, ns_steps=1, implementation=implementation)
-    assert bool(jnp.isfinite(out[0]).all())
-    assert bool(jnp.isnan(out[1]).all())
+def test_a_bad_element_makes_its_whole_matrix_nan_and_no_other(run, implementation, shape):
+    bad = (np.nan, np.inf, -np.inf)
+    x = normal((2 * len(bad), *shape)).at[1::2, 3, 4].set(jnp.array(bad))
+    out = np.asarray(run(x, ns_steps=1, implementation=implementation))
+    assert np.isfinite(out[::2]).all()
+    for element, matrix in zip(bad, out[1::2], strict=True):
+        assert np.isnan(matrix).all(), element
 
 
 def test_tall_is_the_transpose_of_wide():
@@ -288,7 +301,8 @@ def test_a_stack_and_vmap_are_each_matrix_alone(run, implementation):
 @pytest.mark.parametrize("in_dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", None])
 def test_the_dtype_of_the_input_is_returned(in_dtype, dtype):
-    chex.assert_type(newton_schulz(normal((8, 8), in_dtype), dtype=dtype), jnp.dtype(in_dtype))
+    out = jax.eval_shape(functools.partial(newton_schulz, dtype=dtype), normal((8, 8), in_dtype))
+    assert out.dtype == in_dtype
 
 
 def test_the_last_product_is_not_rounded_to_16_bits_for_32():
@@ -311,13 +325,15 @@ def test_float64_and_complex():
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("preconditioning", ["frobenius", "schatten", "aol"])
+@pytest.mark.parametrize(
+    "preconditioning", helpers.mostly_slow(["frobenius", "schatten", "aol"], ["frobenius"])
+)
 def test_the_derivative_at_zeros_is_finite(preconditioning, method):
     def loss(x):
         return newton_schulz(x, preconditioning=preconditioning, method=method).sum()
 
     x = jnp.zeros((2, 3, 5)).at[1, 0, 0].set(1.0)  # beside another matrix
-    gradient = jax.grad(loss)(x)
+    gradient = jax.jit(jax.grad(loss))(x)
     assert jnp.isfinite(gradient).all() and not gradient[0].any() and gradient[1].any()
 
 
@@ -372,7 +388,7 @@ def test_a_transpose_and_the_iteration_compile_together(shape):
     np.testing.assert_array_equal(jax.jit(lambda x: newton_schulz(x.T))(x), newton_schulz(x.T))
 
 
-def test_only_kernels_takepacked(monkeypatch):
+def test_only_kernels_take_packed_numbers(monkeypatch):
     """They have no derivative."""
     elementwise, used = packed.elementwise, []
     monkeypatch.setattr(packed, "elementwise", lambda *args: used.append(1) or elementwise(*args))

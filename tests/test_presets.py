@@ -100,7 +100,12 @@ def expected(preset):
 @pytest.mark.parametrize(
     ("preset", "ns_dtype"),
     [
-        pytest.param(preset, dtype, id=f"{preset}-{dtype}")
+        pytest.param(
+            preset,
+            dtype,
+            id=f"{preset}-{dtype}",
+            marks=[] if dtype == "float32" else [helpers.slow],
+        )
         for preset, kwargs in PRESETS.items()
         for dtype in {"float32": None, kwargs.get("ns_dtype") or "float32": None}
     ],
@@ -139,8 +144,10 @@ each_variant_of_pytorch = pytest.mark.parametrize(
     ("variant", "kwargs"),
     [
         ("default", {}),
-        ("match_rms_adamw", {"consistent_rms": 0.2}),
-        ("without_nesterov", {"nesterov": False, "weight_decay": 0.0}),
+        pytest.param("match_rms_adamw", {"consistent_rms": 0.2}, marks=helpers.slow),
+        pytest.param(
+            "without_nesterov", {"nesterov": False, "weight_decay": 0.0}, marks=helpers.slow
+        ),
     ],
 )
 
@@ -315,14 +322,14 @@ def test_shape_scale(shape_scale, shape, factor):
         ),
         (
             lambda: muon(0.1, weight_decay_form="l2", cautious_weight_decay=True),
-            r"cautious_weight_decay compares.*'l2'.*another form",
+            r"cautious_weight_decay compares.*'l2'.*pass another form, such as 'decoupled'",
         ),
         (
             lambda: muon(0.1, normuon_b2=0.9, normuon_averaged="rows"),
             r"averaged must be one of.*got 'rows'",
         ),
-        (lambda: convert({}), r"no MuonState"),
-        (lambda: convert(beta=lambda count: 0.9), r"got a schedule: .*only where β is constant"),
+        (lambda: convert({}), r"state must have a MuonState in it, got dict with none"),
+        (lambda: convert(beta=lambda count: 0.9), r"got the schedule .* only where β is constant"),
         (lambda: convert(beta=1.0), r"beta must be a number in \[0, 1\), got 1.0"),
         (lambda: convert(target="nesterov"), r"target must be one of.*got 'nesterov'"),
     ],

@@ -1,17 +1,21 @@
-"""Imports run muon_jax -> pallas_kernels -> jax, and never back."""
+"""The order of the house: who may import whom, and that a name means one thing.
+
+`tests/house.py` reads the sources; run it to see the numbers.
+"""
 
 import ast
 import sys
 from pathlib import Path
 
+import house
 import pytest
 
-import muon_jax
 import pallas_kernels
 
+TREE = Path(__file__).parents[1]
 ALLOWED = {
-    pallas_kernels: {"jax", "numpy", "pallas_kernels"},
-    muon_jax: {
+    "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
+    "muon_jax": {
         "jax",
         "matplotlib",
         "muon_jax",
@@ -23,22 +27,131 @@ ALLOWED = {
     }
     | {"torch", "gram_newton_schulz", "dion"},  # rivals in the benchmarks, where installed
 }
+# The rooms, the lowest first. A room imports from lower rooms alone.
+ORDER = {
+    "pallas_kernels": (
+        "_device",
+        "_tuning",
+        "_stacked",
+        "_reference",
+        "_triton",
+        "_mosaic_gpu",
+        "_selection",
+        "_syrk",
+        "_gemm",
+        "__init__",
+    ),
+    "muon_jax": (
+        "_checks",
+        "_numerics",
+        "_trees",
+        "_matrices",
+        "_iteration",
+        "_distributed",
+        "_transforms",
+        "_newton_schulz",
+        "_scale_by_muon",
+        "_presets",
+        "_muon",
+        "_reports",
+        "__init__",
+        "benchmarks",
+    ),
+}
+# The iteration knows stacks of matrices alone.
+NOT_FOR_ITERATION = {"_trees", "_matrices"}
+# What muon_jax takes from pallas_kernels besides its public names.
+SURFACE = ("_device", "_selection.check_supported")
+SURFACE_OF_BENCHMARKS = (*SURFACE, "_tuning", "_mosaic_gpu", "_triton")
+# One interface that each implementation has under the same name.
+INTERFACE = {"gemm", "syrkx", "unsupported_reason"}
+MOST_LINES = 300
+
+MODULES = {package: house.modules_of(TREE, package, ["docs"]) for package in house.PACKAGES}
+EVERY = [module for modules in MODULES.values() for module in modules]
+packages = pytest.mark.parametrize("package", house.PACKAGES)
 
 
-def imported_packages(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"relative import in {path}"
-            names.add(node.module)
-    return {name.split(".")[0] for name in names}
+def sentence_of(module: house.Module) -> str:
+    return ast.get_docstring(module.tree) or ""
 
 
-@pytest.mark.parametrize("package", ALLOWED, ids=lambda package: package.__name__)
-def test_imports(package):
-    modules = list(Path(package.__file__).parent.rglob("*.py"))
-    assert len(modules) > 3
-    for path in modules:
-        assert imported_packages(path) - sys.stdlib_module_names <= ALLOWED[package], path
+@packages
+def test_other_packages(package):
+    assert len(MODULES[package]) > 3
+    for module in MODULES[package]:
+        found = {name.split(".")[0] for name in house.imports_of(module)}
+        assert found - sys.stdlib_module_names <= ALLOWED[package], module.name
+
+
+@packages
+def test_every_room_has_its_place(package):
+    assert {module.room for module in MODULES[package]} == {*ORDER[package]}
+
+
+@packages
+def test_rooms_import_from_lower_rooms(package):
+    place = {room: i for i, room in enumerate(ORDER[package])}
+    upward = [
+        f"{room} imports {target}"
+        for room, targets in house.room_arrows(MODULES[package]).items()
+        for target in targets
+        if place.get(target, -1) >= place.get(room, len(place))
+    ]
+    assert not upward
+
+
+def test_the_iteration_knows_neither_parameters_nor_trees_nor_meshes():
+    assert not house.room_arrows(MODULES["muon_jax"])["_iteration"] & NOT_FOR_ITERATION
+
+
+def test_no_module_reaches_itself():
+    assert house.circles(house.arrows(EVERY)) == []
+
+
+def test_what_is_taken_from_the_kernels():
+    public = {f"pallas_kernels.{name}" for name in pallas_kernels.__all__} | {"pallas_kernels"}
+    taken = [
+        f"{module.name} imports {name}"
+        for module in MODULES["muon_jax"]
+        for name in house.imports_of(module)
+        if name.split(".")[0] == "pallas_kernels" and name not in public
+        if not any(
+            f"{name}.".startswith(f"pallas_kernels.{known}.")
+            for known in (SURFACE_OF_BENCHMARKS if module.room == "benchmarks" else SURFACE)
+        )
+    ]
+    assert not taken
+
+
+def test_a_room_says_in_a_sentence_what_it_is():
+    roots = {*house.PACKAGES, "muon_jax.benchmarks"}  # their docstrings are longer
+    rooms = [m for m in EVERY if m.path.name == "__init__.py" and m.name not in roots]
+    assert len(rooms) > 5
+    for room in rooms:
+        sentence = sentence_of(room)
+        assert sentence.endswith(".") and "\n" not in sentence and sentence.count(". ") == 0, room
+
+
+def test_every_module_says_what_it_is():
+    assert not [module.name for module in EVERY if not sentence_of(module)]
+
+
+def test_modules_are_short():
+    lines = {module.name: len(module.source.splitlines()) for module in EVERY}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_a_name_means_one_thing():
+    repeated = {name: where for name, where in house.definitions(EVERY).items() if len(where) > 1}
+    assert {name: where for name, where in repeated.items() if name not in INTERFACE} == {}
+
+
+def test_every_parameter_and_result_has_a_type():
+    assert [place for module in EVERY for place in house.unannotated(module)] == []
+
+
+def test_the_length_of_the_longest_path():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+    assert house.circles(graph) == [["b", "c"]]
+    assert house.count_levels(graph) == 3

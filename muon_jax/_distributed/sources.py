@@ -4,9 +4,9 @@ import functools
 import hashlib
 from pathlib import Path
 
-import muon_jax
 import pallas_kernels
 
+_PACKAGES = (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent)
 _NO_PART_OF_PROGRAMS = {"benchmarks", "docs"}
 
 
@@ -14,8 +14,7 @@ _NO_PART_OF_PROGRAMS = {"benchmarks", "docs"}
 def digest() -> str:
     """Returns a digest of all that decides a program: sources, and tables of measured times."""
     found = hashlib.sha256()
-    for package in (muon_jax, pallas_kernels):
-        root = Path(str(package.__file__)).parent
+    for root in _PACKAGES:
         for path in sorted([*root.rglob("*.py"), *root.glob("tuned/*.json")]):
             if path.relative_to(root).parts[0] not in _NO_PART_OF_PROGRAMS:
                 found.update(path.read_bytes())

@@ -27,7 +27,15 @@ from muon_jax._iteration.normalization import (
     largest_entries,
 )
 from muon_jax._iteration.operand import WholeMatrices
-from muon_jax._iteration.passes import cut, is_tall, join, pad, scale_down, split, transposed_back
+from muon_jax._iteration.passes import (
+    cut_padding,
+    is_tall,
+    join,
+    pad_for_kernels,
+    scale_down,
+    split,
+    transposed_back,
+)
 from muon_jax._iteration.precision import Backend, backend_in_force, matmul_precision
 from muon_jax._iteration.quintic import run_quintics
 from muon_jax._iteration.recipes import NSCoeffs, Recipe, resolve_recipe
@@ -147,7 +155,7 @@ class Iteration:
         )
         if _device.platform() == "cpu":  # where XLA cannot run a product merged with a transpose
             x = jax.lax.optimization_barrier(x)
-        x = pad(x, operand)
+        x = pad_for_kernels(x, operand)
         full = isinstance(recipe, Schedule) or recipe.diverging
         with matmul_precision(x.dtype, full=full):
             if isinstance(recipe, Schedule):
@@ -156,7 +164,7 @@ class Iteration:
                 x = run_gram_form(x, recipe, normalization, operand)
             else:
                 x = run_quintics(x, recipe, normalization, operand)
-        return cut(x, rows, cols, operand)
+        return cut_padding(x, rows, cols, operand)
 
     @property
     def _static(self) -> "Iteration":

@@ -148,7 +148,7 @@ def _rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, jnp.finfo(dtype).nmant)
 
 
-def pad(x: jax.Array, operand: WholeMatrices) -> jax.Array:
+def pad_for_kernels(x: jax.Array, operand: WholeMatrices) -> jax.Array:
     """Returns matrices `(..., m, n)` with rows and columns of zeros, which no step changes.
 
     Sizes become multiples of
@@ -169,8 +169,8 @@ def pad(x: jax.Array, operand: WholeMatrices) -> jax.Array:
     return x.reshape(*x.shape[:-2], n)
 
 
-def cut(x: jax.Array, rows: int, cols: int, operand: WholeMatrices) -> jax.Array:
-    """Returns the first rows and columns of matrices `(..., m, n)`: the inverse of `pad`."""
+def cut_padding(x: jax.Array, rows: int, cols: int, operand: WholeMatrices) -> jax.Array:
+    """Returns the first rows and columns of `(..., m, n)`: the inverse of `pad_for_kernels`."""
     if _is_packed(x, x.dtype, operand):
         return packed.cut(x, rows, cols)
     return x[..., :rows, :cols]

@@ -1,1 +1,1 @@
-"""Each file is one optax transformation, or one part of the optimizer state."""
+"""Each file is one optax transformation, or a part of one."""

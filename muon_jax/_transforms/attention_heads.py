@@ -137,9 +137,9 @@ def _head_axes(spec: KeyHeads | QueryHeads) -> tuple[int, ...]:
 def _factors_of_parts(spec: KeyHeads | QueryHeads, gammas: jax.Array, num_keys: int) -> jax.Array:
     """The factor of each part of a head, `(heads, parts)` or `(layers, heads, parts)`.
 
-    spec        heads   factor of a part of power p
-    KeyHeads    keys    γ_gᵖ, with γ_g the least γ_h of the query heads that share key head g
-    QueryHeads  queries γ_h·γ_g⁻ᵖ, with γ_g of the key head that query head h shares
+    spec        head          factor of a part of power p
+    KeyHeads    key head g    γ_gᵖ, with γ_g the least γ_h of the query heads that share g
+    QueryHeads  query head h  γ_h·γ_g⁻ᵖ, with the key head g that h uses
     """
     of_keys = gammas.reshape(*gammas.shape[:-1], num_keys, -1).min(-1)
     if isinstance(spec, KeyHeads):

@@ -20,9 +20,9 @@ class NorMuonState(NamedTuple):
     """State of `scale_by_normuon`.
 
     Attributes:
-        nu: the tree of parameters, with the second moments (float32) of its neurons at each. They
-            are a list of arrays, one for each part of a `Split`. An array has the shape of the
-            part, unfolded by an `Unfold`, where averaged axes have the size 1.
+        nu: a tree like the parameters. In the place of each parameter it holds the second moments
+            (float32) of the neurons: a list with one array for each part of a `Split`. An array has
+            the shape of the part, unfolded by an `Unfold`, but the averaged axes have the size 1.
     """
 
     nu: Any

@@ -26,7 +26,7 @@ def qk_clip(
         updates, state = optimizer.update(gradients, state, params, max_logits=max_logits)
 
     Query head h has γ_h = min(1, threshold/S_h). Key head g has γ_g, the least γ_h of the query
-    heads that share it. A part of power p changes the weights W = params + updates to
+    heads that share it. The weights W = params + updates of a part of power p become
 
         KeyHeads    W <- γ_gᵖ·W
         QueryHeads  W <- γ_h·γ_g⁻ᵖ·W

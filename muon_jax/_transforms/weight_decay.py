@@ -22,15 +22,15 @@ def chain_with_weight_decay(
     form: DecayForm,
     cautious: bool,
 ) -> optax.GradientTransformation:
-    """Returns an optimizer whose update of p is -η·s·O, and weight decay λ.
+    """Returns an optimizer whose update of p is -η·s·O plus a term of the weight decay λ.
 
-    The update is -η·s·O plus, by `form`,
+    The term is, by `form`,
 
         "decoupled"    -ηλp,
         "independent"  -λp,
         "palm"         -λη²p,
         "scaled_palm"  -λη²·s·p,
-        "l2"           0: the gradient is that of the loss plus λp.
+        "l2"           0, with λp added to the gradient.
 
     Args:
         direction: makes O of the gradient.
@@ -60,26 +60,20 @@ def chain_with_weight_decay(
             return nothing if mask is None else optax.masked(nothing, mask)
         return _add_decayed(rate, mask, cautious)
 
-    decay_of_palm = decay(_product_of_rates(weight_decay, learning_rate))
+    independent_decay = decay(_product_of_rates(-1, weight_decay), cautious=False)
+    palm_decay = decay(_product_of_rates(weight_decay, learning_rate))
     descend = optax.scale_by_learning_rate(learning_rate)
     parts = {
         "decoupled": (direction, scale, decay(weight_decay), descend),
-        "independent": (
-            direction,
-            scale,
-            descend,
-            decay(_product_of_rates(-1, weight_decay), cautious=False),
-        ),
-        "palm": (direction, scale, decay_of_palm, descend),
-        "scaled_palm": (direction, decay_of_palm, scale, descend),
+        "independent": (direction, scale, descend, independent_decay),
+        "palm": (direction, scale, palm_decay, descend),
+        "scaled_palm": (direction, palm_decay, scale, descend),
         "l2": (decay(weight_decay), direction, scale, descend),
     }
     chained = [part for part in parts[form] if part is not None]
-    return (
-        _cautious_by_direction(chained)
-        if cautious and form == "independent"
-        else optax.chain(*chained)
-    )
+    if cautious and form == "independent":
+        return _cautious_by_direction(chained)
+    return optax.chain(*chained)
 
 
 def _product_of_rates(*factors: Any) -> optax.ScalarOrSchedule:

@@ -1,6 +1,7 @@
 """A state saved on one mesh goes on, on another and on one device, as if nothing had happened."""
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +49,7 @@ def train(params, state, steps, where):
     return params, state
 
 
-@pytest.mark.parametrize("other", ["8", "1"])
+@pytest.mark.parametrize("other", helpers.mostly_slow(["8", "1"], ["8"]))
 def test_restored_on_another_mesh(other, tmp_path):
     here, there = shardings("4×2"), shardings(other)
     params = drawn(0, here)

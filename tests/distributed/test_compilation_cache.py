@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import helpers
 import pytest
 
 PROGRAM = """
@@ -37,7 +38,7 @@ print(*(events[f"/jax/compilation_cache/cache_{what}"] for what in ("hits", "mis
 """
 
 
-@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+@pytest.mark.parametrize("kind", helpers.mostly_slow(["Explicit", "Auto"], ["Auto"]))
 def test_a_second_process_compiles_no_update_again(tmp_path, kind):
     def hits_and_misses(ns_coeffs):
         command = [sys.executable, "-c", PROGRAM, str(tmp_path), kind, ns_coeffs]

@@ -110,7 +110,7 @@ def test_the_whole_update_of_muon_exchanges_twice(axis_type):
         assert updates[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", helpers.mostly_slow([True, False], [True]))
 def test_inside_the_caller_s_shard_map(check_vma):
     """The scale by shape is that of the whole matrices, part by part."""
     mesh = mesh_of(AxisType.Auto)
@@ -131,9 +131,11 @@ def test_inside_the_caller_s_shard_map(check_vma):
 @pytest.mark.parametrize(
     "specs",
     [
-        {"q": (), "e": ("ep",), "up": ("ep",)},
         {"q": ("fsdp",), "e": ("ep", "fsdp"), "up": ("ep", None, "fsdp")},
-        {"q": (None, "fsdp"), "e": ("ep",), "up": (None, "ep", "fsdp")},
+        pytest.param({"q": (), "e": ("ep",), "up": ("ep",)}, marks=helpers.slow),
+        pytest.param(
+            {"q": (None, "fsdp"), "e": ("ep",), "up": (None, "ep", "fsdp")}, marks=helpers.slow
+        ),
     ],
 )
 def test_a_shard_map_that_tracks_what_varies_keeps_replicas(specs):
@@ -156,7 +158,9 @@ def test_a_shard_map_that_tracks_what_varies_keeps_replicas(specs):
     chex.assert_trees_all_close(run(params), update(params), atol=1e-5)
 
 
-@pytest.mark.parametrize("spec", [("fsdp",), (None, "fsdp"), ()])
+@pytest.mark.parametrize(
+    "spec", helpers.mostly_slow([("fsdp",), (None, "fsdp"), ()], [(None, "fsdp")])
+)
 def test_dual_norms_are_those_of_whole_parameters(spec):
     spec, params = PartitionSpec(*spec), {"out": parameters()["out"]}
     transform = scale_by_muon(adaptive=True, ns_dtype="float32", shardings=spec)
@@ -234,7 +238,9 @@ def test_an_injected_number_of_steps_of_a_named_set():
     chex.assert_trees_all_close(jax.device_get(updates), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    "axis_type", helpers.mostly_slow([AxisType.Explicit, AxisType.Auto], [AxisType.Explicit])
+)
 def test_vmap(axis_type):
     mesh = mesh_of(axis_type)
     x = np.random.default_rng(0).standard_normal((3, 16, 32)).astype(np.float32)
@@ -246,7 +252,9 @@ def test_vmap(axis_type):
     np.testing.assert_allclose(compiled(sharded), updates(jnp.asarray(x)), atol=2e-6)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    "axis_type", helpers.mostly_slow([AxisType.Explicit, AxisType.Auto], [AxisType.Auto])
+)
 def test_an_ensemble_whose_members_are_on_devices_of_their_own(axis_type):
     """Tall, wide and split matrices of each, and stacks of members in stacks."""
     rng = np.random.default_rng(0)
@@ -362,7 +370,9 @@ def test_in_a_shard_map_shards_are_rounded_by_random_bits_of_their_own():
         assert (x == y).all() == (i == j)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "axis_type", helpers.mostly_slow([AxisType.Auto, AxisType.Explicit], [AxisType.Auto])
+)
 @pytest.mark.parametrize(("dtype", "mu_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_the_momentum_is_computed_in_the_wider_dtype_on_any_mesh(dtype, mu_dtype, axis_type):
     transform = scale_by_muon(mu_dtype=mu_dtype)
@@ -378,7 +388,10 @@ def test_the_momentum_is_computed_in_the_wider_dtype_on_any_mesh(dtype, mu_dtype
     chex.assert_trees_all_equal(momentum(jax.device_put(x, sharding)), momentum(x))
 
 
-@pytest.mark.parametrize("spec", [("fsdp",), (None, "fsdp"), (None, ("fsdp", "tensor"))])
+@pytest.mark.parametrize(
+    "spec",
+    helpers.mostly_slow([("fsdp",), (None, "fsdp"), (None, ("fsdp", "tensor"))], [("fsdp",)]),
+)
 def test_explicit_axes_of_one_device(spec):
     """They are part of the types of arrays that nothing divides."""
     mesh = jax.make_mesh(
@@ -546,7 +559,7 @@ for name, update in updates.items():
 """
 
 
-@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+@pytest.mark.parametrize("kind", helpers.mostly_slow(["Explicit", "Auto"], ["Auto"]))
 def test_two_processes_are_one(tmp_path, kind):
     with socket.socket() as free:
         free.bind(("localhost", 0))

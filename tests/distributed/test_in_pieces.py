@@ -35,8 +35,9 @@ def sharded(axis_type, sizes, **parameters):
 @pytest.mark.parametrize(
     ("sizes", "shape", "spec", "exchanges"),
     [
-        ((8,), (16, 104), (None, "x"), 0),
-        ((4, 2), (16, 100), (("x", "y"),), 2),  # columns that 8 does not divide
+        pytest.param((8,), (16, 104), (None, "x"), 0, marks=helpers.slow),
+        # columns that 8 does not divide
+        pytest.param((4, 2), (16, 100), (("x", "y"),), 2, marks=helpers.slow),
         ((4, 2), (104, 24), ("x", "y"), 2),
     ],
     ids=["columns", "rows", "both, tall"],
@@ -125,10 +126,10 @@ def test_inside_the_caller_s_shard_map(check_vma):
     ("kwargs", "sums"),
     [
         ({}, 2),  # in float16 the five steps restart once
-        ({"ns_coeffs": "fast"}, 1),  # one step
         ({"ns_coeffs": "balanced"}, 1),  # one step, with the residual of XXᵀ
-        ({"ns_coeffs": "accurate"}, 2),
-        ({"ns_coeffs": "aol", "preconditioning": "aol"}, 2),
+        pytest.param({"ns_coeffs": "fast"}, 1, marks=helpers.slow),  # one step
+        pytest.param({"ns_coeffs": "accurate"}, 2, marks=helpers.slow),
+        pytest.param({"ns_coeffs": "aol", "preconditioning": "aol"}, 2, marks=helpers.slow),
     ],
 )
 def test_half_precision_of_any_scale(kwargs, sums):

@@ -137,7 +137,11 @@ def exchanged(compiled):
 REMATERIALIZATION = "Involuntary full rematerialization"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+QUICK = ("DDP", "HSDP", "TP + FSDP", "EP + FSDP", "TP + EP + FSDP", "layers stacked")
+
+
+@pytest.mark.uncached
+@pytest.mark.parametrize("name", helpers.mostly_slow(LAYOUTS, QUICK))
 def test_layouts(name, capfd):
     grads, specs, views = problem(name, AxisType.Auto)
     expected = helpers.on_one_device(grads, weight_dimension_numbers=views)
@@ -161,6 +165,7 @@ def test_layouts(name, capfd):
     assert 1e6 * megabytes == pytest.approx(sum(sum(others) for _, *others in parts))
 
 
+@pytest.mark.uncached
 def test_xla_says_what_it_rematerializes(capfd):
     """Left to it, stacked matrices go to their owners that way."""
     sizes, parameters, _ = LAYOUTS["layers stacked"]
@@ -171,7 +176,10 @@ def test_xla_says_what_it_rematerializes(capfd):
     assert REMATERIALIZATION in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("max_group_bytes", "buckets"), [(4 * 16 * (16 + 24), 3), (1, 4)])
+@pytest.mark.parametrize(
+    ("max_group_bytes", "buckets"),
+    [(4 * 16 * (16 + 24), 3), pytest.param(1, 4, marks=helpers.slow)],
+)
 def test_buckets(max_group_bytes, buckets):
     """9 matrices in 2 slots for each owner, and 11 in 2."""
     grads, _, views = problem("uneven counts", AxisType.Explicit)
@@ -187,8 +195,13 @@ def test_buckets(max_group_bytes, buckets):
     ("kwargs", "wire", "atol"),
     [
         ({"ns_dtype": "auto"}, "bf16", 2e-2),
-        ({"ns_dtype": "auto", "ns_coeffs": "balanced", "ns_steps": 5}, "f16", 1e-2),
-        ({"ns_dtype": None}, "f32", 2e-6),
+        pytest.param(
+            {"ns_dtype": "auto", "ns_coeffs": "balanced", "ns_steps": 5},
+            "f16",
+            1e-2,
+            marks=helpers.slow,
+        ),
+        pytest.param({"ns_dtype": None}, "f32", 2e-6, marks=helpers.slow),
     ],
 )
 def test_what_is_on_the_wire(kwargs, wire, atol):
@@ -205,20 +218,22 @@ def test_what_is_on_the_wire(kwargs, wire, atol):
     )
 
 
-def test_a_nan_stays_in_its_matrix():
+@pytest.mark.parametrize(
+    "coefficients", helpers.mostly_slow(["standard", "balanced"], ["standard"])
+)
+def test_a_nan_stays_in_its_matrix(coefficients):
     grads, _, views = problem("uneven counts", AxisType.Auto)
     grads["up 1"] = grads["up 1"].at[3, 3].set(jnp.nan)
-    for coefficients in ("standard", "balanced"):
-        _, updates = helpers.compiled_update(
-            grads,
-            weight_dimension_numbers=views,
-            ns_dtype="auto",
-            ns_steps=5,
-            ns_coeffs=coefficients,
-        )
-        bad = {name: np.isnan(update) for name, update in updates.items()}
-        assert bad.pop("up 1").all()
-        assert not any(b.any() for b in bad.values())
+    _, updates = helpers.compiled_update(
+        grads,
+        weight_dimension_numbers=views,
+        ns_dtype="auto",
+        ns_steps=5,
+        ns_coeffs=coefficients,
+    )
+    bad = {name: np.isnan(update) for name, update in updates.items()}
+    assert bad.pop("up 1").all()
+    assert not any(b.any() for b in bad.values())
 
 
 MESHES = [
@@ -248,14 +263,17 @@ def layouts(draw, sizes):
     return shape, spec, draw(st.sampled_from(views))
 
 
-# `pytest --hypothesis-profile thorough -k random_layouts` draws 60, in a few minutes.
-EXAMPLES = 60 if hypothesis.settings.get_current_profile_name() == "thorough" else 6
-
-
 @pytest.mark.timeout(1800)
-@hypothesis.settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
-@hypothesis.given(st.data())
-def test_random_layouts(data):
+@pytest.mark.parametrize(
+    "examples",
+    [2, pytest.param(6, marks=helpers.slow), pytest.param(60, marks=pytest.mark.nightly)],
+)
+def test_random_layouts(examples):
+    settings = hypothesis.settings(max_examples=examples, deadline=None, derandomize=True)
+    settings(hypothesis.given(st.data())(assert_a_random_layout_is_right))()
+
+
+def assert_a_random_layout_is_right(data):
     sizes = data.draw(st.sampled_from(MESHES))
     drawn = data.draw(st.lists(layouts(sizes), min_size=1, max_size=5))
     parameters = {str(i): layout for i, layout in enumerate(drawn)}

@@ -15,6 +15,7 @@ def run(*arguments, cwd):
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_it_trains_and_reports(tmp_path):
     process = run("--epochs", "2", "--seeds", "2", cwd=tmp_path)
     assert process.returncode == 0, process.stderr[-2000:]
@@ -27,7 +28,13 @@ def test_it_trains_and_reports(tmp_path):
     assert (tmp_path / "quickstart.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("arguments", [("--epochs", "0"), ("--output", "no/such/folder/a.png")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--epochs", "0"),
+        pytest.param(("--output", "no/such/folder/a.png"), marks=pytest.mark.slow),
+    ],
+)
 def test_wrong_arguments_are_refused(arguments, tmp_path):
     process = run(*arguments, cwd=tmp_path)
     assert process.returncode == 2

@@ -62,10 +62,10 @@ def assert_same_alone(m, n, dtype=jnp.float32, **kwargs):
     ("m", "n", "kwargs"),
     [
         (16, 40, {}),
-        (33, 70, {"ns_dtype": "float32", "dtype": jnp.bfloat16}),
-        (128, 300, {"ns_method": "gram"}),
-        (33, 70, {"ns_coeffs": "balanced"}),
-        (128, 300, {"ns_coeffs": "aol", "preconditioning": "aol"}),
+        pytest.param(33, 70, {"ns_dtype": "float32", "dtype": jnp.bfloat16}, marks=helpers.slow),
+        pytest.param(128, 300, {"ns_method": "gram"}, marks=helpers.slow),
+        pytest.param(33, 70, {"ns_coeffs": "balanced"}, marks=helpers.slow),
+        pytest.param(128, 300, {"ns_coeffs": "aol", "preconditioning": "aol"}, marks=helpers.slow),
     ],
     ids=str,
 )

@@ -184,6 +184,8 @@ def ptxas_folder() -> str | None:
     return None
 
 
+pytestmark = pytest.mark.slow
+
 needs_compiler = pytest.mark.skipif(
     not importlib.util.find_spec("jax_cuda12_plugin") or not ptxas_folder(),
     reason="needs the dependency group `compile`",

@@ -45,9 +45,7 @@ def matrices(shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-@pytest.mark.parametrize(
-    "config", helpers.mostly_slow(MOSAIC_SYRKX_CONFIGS, QUICK), ids=names
-)
+@pytest.mark.parametrize("config", helpers.mostly_slow(MOSAIC_SYRKX_CONFIGS, QUICK), ids=names)
 def test_every_config_is_exact_and_free_of_races(config):
     """Ragged strips and tiles, several for each program, and more steps than the ring has slots."""
     rng = np.random.default_rng(0)
