@@ -1,13 +1,15 @@
 """Shows that two versions of the library compute the same bits on this machine.
 
-    python tests/compare_bits.py TREE_A TREE_B [--only REGEX] [--verbose]
+    python tests/compare_bits.py TREE_A TREE_B [--only REGEX] [--optimized] [--verbose]
 
 A tree is the path of a checkout, or a commit of this repository. Each tree computes every
-configuration in a process of its own, on eight simulated devices or on the GPUs of this machine;
-both run at once.
+configuration in a process of its own, on eight simulated devices or on the GPUs of this machine.
+Both processes run at once.
+
 A configuration's digest is the SHA-256 of all arrays that it returns: paths, dtypes, shapes, and
-the bytes of every shard. The script exits with status 1 when a digest differs, or when only one of
-the trees has the configuration. It uses public names alone, so that it runs on any version.
+the bytes of every shard. The script exits with status 1 when a digest differs, when a configuration
+raises an error of another type, or when only one of the trees has it. It uses public names alone,
+so it runs on any version.
 """
 
 import argparse
