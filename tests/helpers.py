@@ -50,6 +50,11 @@ def random_tree(shapes: dict[str, tuple[int, ...]], seed: int, dtype=jnp.float32
     }
 
 
+def count_of_programs(jitted: Any) -> int:
+    """How many programs a jitted function has compiled."""
+    return jitted._cache_size()
+
+
 def compiled_update(grads, **kwargs):
     """An update of `scale_by_muon`, by default of two steps in float32: compiled; its result."""
     optimizer = scale_by_muon(**{"ns_steps": 2, "ns_dtype": "float32", **kwargs})

@@ -13,6 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import muon_jax
 from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
+from muon_jax._iteration.published import NAMED
+from muon_jax._transforms.shape_scale import scale_by_shape
 
 DIMENSION_NUMBERS = {
     "wide": MuonDimensionNumbers(),
@@ -54,7 +56,7 @@ def trajectory(optimizer, steps, names=tuple(DIMENSION_NUMBERS)):
     state = optimizer.init(params)
     for seed in range(steps):
         params, state, updates = step(params, state, tree(seed + 1, names=names))
-    assert step._cache_size() == 1  # nothing is compiled a second time
+    assert helpers.count_of_programs(step) == 1  # nothing is compiled a second time
     return updates, params, state
 
 
@@ -139,7 +141,7 @@ def test_parameters_and_their_order_are_those_of_optax(name):
         assert ours[key].kind == parameter.kind
         if key != "ns_coeffs":
             assert ours[key].default == parameter.default, key
-    coefficients = muon_jax._iteration.recipes.NAMED[ours["ns_coeffs"].default]
+    coefficients = NAMED[ours["ns_coeffs"].default]
     assert coefficients == (theirs["ns_coeffs"].default,)
 
 
@@ -337,7 +339,7 @@ def test_a_chain_with_clipping():
 )
 def test_scale_by_shape(shape, numbers, consistent_rms, factor):
     update = jnp.ones(shape)
-    transform = muon_jax._transforms.shape_scale.scale_by_shape(numbers, consistent_rms)
+    transform = scale_by_shape(numbers, consistent_rms)
     scaled, _ = transform.update(update, transform.init(update))
     chex.assert_trees_all_close(scaled, factor * update, rtol=1e-6)
 
@@ -470,7 +472,7 @@ def test_without_parameters_arrays_of_numpy_are_gradients_and_none_is_refused():
 
 def test_a_list_of_coefficients_is_taken_too():
     params = {"w": tree()["wide"]}
-    table = muon_jax._iteration.recipes.NAMED["dion"]
+    table = NAMED["dion"]
     expected, _ = muon(1e-2, "dion").update(params, muon(1e-2).init(params), params)
     for ns_coeffs in (list(table), np.array(table), jnp.array(table)):
         updates, _ = muon(1e-2, ns_coeffs).update(params, muon(1e-2).init(params), params)

@@ -17,6 +17,7 @@ import pytest
 import muon_jax
 from muon_jax import PRESETS, MuonDimensionNumbers, MuonState, muon, scale_by_muon
 from muon_jax._presets import takes_preset
+from muon_jax._transforms.shape_scale import scale_by_shape
 
 FIXTURE = Path(__file__).parent / "fixtures" / "torch_muon.npz"
 
@@ -303,7 +304,7 @@ def test_eps_is_added_or_the_least_norm(order, kwargs):
     ],
 )
 def test_shape_scale(shape_scale, shape, factor):
-    transform = muon_jax._transforms.shape_scale.scale_by_shape(shape_scale=shape_scale)
+    transform = scale_by_shape(shape_scale=shape_scale)
     scaled, _ = transform.update(jnp.ones(shape), transform.init(None))
     chex.assert_trees_all_close(scaled, jnp.full(shape, factor), rtol=1e-6)
 

@@ -497,7 +497,7 @@ def in_shard_map(names, sizes=(4, 2), **kwargs):
                 shardings=PartitionSpec("x", PartitionSpec.UNCONSTRAINED),
             ),
             ValueError,
-            r"shardings must say how every axis is divided",
+            r"shardings must say how every axis is sharded",
         ),
         (
             lambda: update(matrix(AxisType.Auto, AxisType.Auto), shardings=PartitionSpec("embed")),

@@ -73,7 +73,7 @@ def trajectory(transform, steps, dtype=jnp.float32):
         chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
         yield updates, params
         params, state = new_params, new_state
-    assert step._cache_size() == 1  # nothing is compiled a second time
+    assert helpers.count_of_programs(step) == 1  # nothing is compiled a second time
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -251,7 +251,7 @@ def test_a_stochastically_rounded_momentum_is_right_on_average(dtype):
         chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
         chex.assert_trees_all_equal_shapes_and_dtypes(updates, gradient)
         state = new_state
-    assert update._cache_size() == 1  # nothing is compiled a second time
+    assert helpers.count_of_programs(update) == 1  # nothing is compiled a second time
     momentum = np.asarray(state.mu["w"], np.float64)
     # Five standard deviations of the mean of its entries.
     np.testing.assert_allclose(momentum.mean(), 0.5 + 0.5 * 0.998**200, atol=6e-3)
