@@ -117,7 +117,7 @@ class Iteration:
             stacks: shapes `(batch, m, n)` or `(batch, n, m)`, of one dtype. They become one stack
                 in the dtype of the products.
         """
-        return _orthogonalize(self, [*stacks])
+        return orthogonalize(self, [*stacks])
 
     def run(
         self, stacks: Sequence[jax.Array], form: Form, operand: WholeMatrices
@@ -199,7 +199,7 @@ class Iteration:
 
 # Jitted, so that groups of equal shapes are traced and lowered once.
 @jax.jit
-def _orthogonalize(iteration: Iteration, stacks: list[jax.Array]) -> list[jax.Array]:
+def orthogonalize(iteration: Iteration, stacks: list[jax.Array]) -> list[jax.Array]:
     """`Iteration.__call__`."""
     m, n = sorted(stacks[0].shape[-2:])
     form = iteration.form((m, n), stacks[0].dtype)
