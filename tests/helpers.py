@@ -141,7 +141,7 @@ def by_name(implementation: str):
     return function
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": by_name("xla"),
     "triton, interpreted": interpreted_triton,
     "triton": by_name("triton"),

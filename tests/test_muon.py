@@ -1,5 +1,6 @@
 import inspect
 import math
+from typing import Any
 
 import chex
 import helpers
@@ -54,6 +55,7 @@ def trajectory(optimizer, steps, names=tuple(DIMENSION_NUMBERS)):
         return optax.apply_updates(params, updates), state, updates
 
     state = optimizer.init(params)
+    updates: Any = None  # of the last step
     for seed in range(steps):
         params, state, updates = step(params, state, tree(seed + 1, names=names))
     assert helpers.count_of_programs(step) == 1  # nothing is compiled a second time

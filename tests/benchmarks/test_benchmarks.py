@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax.contrib
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -356,7 +357,7 @@ def test_polar_errors_are_plotted_against_times(capsys, tmp_path):
     for axes in panels:
         front, *points = sorted(axes.lines, key=lambda line: line.get_marker() == "o")
         assert list(zip(*front.get_data(), strict=True)) == [(120, 0.1), (130, 0.04)]
-        drawn = {(*line.get_xdata(), *line.get_ydata()) for line in points}
+        drawn = {(*np.ravel(line.get_xdata()), *np.ravel(line.get_ydata())) for line in points}
         assert drawn == {(microseconds[name], error) for name, error in errors.items()}
         filled = [line.get_xdata()[0] for line in points if line.get_fillstyle() == "full"]
         assert filled == [microseconds["fast, gram"]]

@@ -184,7 +184,9 @@ def test_it_takes_fewer_operations_than_five_quintics(name, most):
 
     def flops(ns_coeffs):
         lowered = newton_schulz.lower(x, ns_coeffs, implementation="xla")
-        return lowered.compile().cost_analysis()["flops"]
+        analysis = lowered.compile().cost_analysis()
+        assert analysis is not None
+        return analysis["flops"]
 
     assert flops(name) <= most * flops("standard")
 
