@@ -35,7 +35,11 @@ def test_the_suite_is_there():
     assert len(names) >= 20
 
 
-@pytest.mark.parametrize("name", names)
+# With "aol" updates outside of jit compile many operations one by one.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if "_aol" in name else []) for name in names],
+)
 def test_optax(name):
     result = unittest.TestResult()
     _muon_test.MuonTest(name).run(result)

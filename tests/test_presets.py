@@ -35,6 +35,7 @@ SHAPES = {
     "conv": (3, 3, 4, 24),
     "bias": (11,),
 }
+QUICK = ("keller", "torch", "moonlight", "dion", "gram", "turbo", "nanogpt")
 STEPS = 20
 TOLERANCE = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 2e-2}
 
@@ -105,7 +106,7 @@ def expected(preset):
             preset,
             dtype,
             id=f"{preset}-{dtype}",
-            marks=[] if dtype == "float32" else [helpers.slow],
+            marks=[] if dtype == "float32" and preset in QUICK else [helpers.slow],
         )
         for preset, kwargs in PRESETS.items()
         for dtype in {"float32": None, kwargs.get("ns_dtype") or "float32": None}

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 
-import helpers
 import pytest
 
 PROGRAM = """
@@ -38,7 +37,8 @@ print(*(events[f"/jax/compilation_cache/cache_{what}"] for what in ("hits", "mis
 """
 
 
-@pytest.mark.parametrize("kind", helpers.mostly_slow(["Explicit", "Auto"], ["Auto"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 def test_a_second_process_compiles_no_update_again(tmp_path, kind):
     def hits_and_misses(ns_coeffs):
         command = [sys.executable, "-c", PROGRAM, str(tmp_path), kind, ns_coeffs]

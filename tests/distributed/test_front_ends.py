@@ -559,7 +559,8 @@ for name, update in updates.items():
 """
 
 
-@pytest.mark.parametrize("kind", helpers.mostly_slow(["Explicit", "Auto"], ["Auto"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 def test_two_processes_are_one(tmp_path, kind):
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -137,7 +137,7 @@ def exchanged(compiled):
 REMATERIALIZATION = "Involuntary full rematerialization"
 
 
-QUICK = ("DDP", "HSDP", "TP + FSDP", "EP + FSDP", "TP + EP + FSDP", "layers stacked")
+QUICK = ("DDP", "TP + FSDP", "TP + EP + FSDP", "layers stacked")
 
 
 @pytest.mark.uncached

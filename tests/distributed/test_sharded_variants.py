@@ -93,10 +93,11 @@ def compile_updates(make, kind, mesh, specs, gradients, params):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *((AxisType.Auto, name) for name in ("normuon", "to norm", "keep norm", "muon")),
+        *((AxisType.Auto, name) for name in ("normuon", "to norm", "keep norm")),
         (AxisType.Explicit, "keep norm"),
         *((AxisType.Manual, name) for name in ("normuon", "to norm")),
         pytest.param(AxisType.Auto, "shorter", marks=helpers.slow),
+        pytest.param(AxisType.Auto, "muon", marks=helpers.slow),
         pytest.param(AxisType.Auto, "nanogpt", marks=helpers.slow),
         pytest.param(AxisType.Explicit, "shorter", marks=helpers.slow),
         pytest.param(AxisType.Explicit, "nanogpt", marks=helpers.slow),

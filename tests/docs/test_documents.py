@@ -30,7 +30,12 @@ DOCUMENTS = {
 @pytest.mark.parametrize(
     ("name", "code", "printed"),
     [
-        pytest.param(name, *match.groups(), id=f"{name}-{index}")
+        pytest.param(
+            name,
+            *match.groups(),
+            id=f"{name}-{index}",
+            marks=pytest.mark.slow if name.endswith("NUMERICS.md") else [],
+        )
         for name, text in DOCUMENTS.items()
         for index, match in enumerate(
             re.finditer(

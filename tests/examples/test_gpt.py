@@ -55,6 +55,7 @@ def straight(tmp_path_factory):
     return folder, run(folder, "--tensorboard", "--checkpoint", str(folder / "checkpoints"))
 
 
+@pytest.mark.slow
 def test_it_learns_and_reports(straight):
     folder, printed = straight
     steps, train, held_out = losses(folder).T
@@ -97,6 +98,7 @@ def test_killed_it_goes_on_bit_for_bit(straight, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, leaves, expected)
 
 
+@pytest.mark.slow
 def test_other_settings_do_not_go_on(straight, tmp_path):
     arguments = ("--checkpoint", str(straight[0] / "checkpoints"))
     differing = "learning_rate is 0.01 there and 0.1 here, width is 32 there and 64 here"

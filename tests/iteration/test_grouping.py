@@ -56,16 +56,17 @@ def assert_same_alone(m, n, dtype=jnp.float32, **kwargs):
         chex.assert_trees_all_equal(update, together[stack][int(index)])
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's products on CPUs")
 @pytest.mark.parametrize(
     ("m", "n", "kwargs"),
     [
         (16, 40, {}),
-        pytest.param(33, 70, {"ns_dtype": "float32", "dtype": jnp.bfloat16}, marks=helpers.slow),
-        pytest.param(128, 300, {"ns_method": "gram"}, marks=helpers.slow),
-        pytest.param(33, 70, {"ns_coeffs": "balanced"}, marks=helpers.slow),
-        pytest.param(128, 300, {"ns_coeffs": "aol", "preconditioning": "aol"}, marks=helpers.slow),
+        (33, 70, {"ns_dtype": "float32", "dtype": jnp.bfloat16}),
+        (128, 300, {"ns_method": "gram"}),
+        (33, 70, {"ns_coeffs": "balanced"}),
+        (128, 300, {"ns_coeffs": "aol", "preconditioning": "aol"}),
     ],
     ids=str,
 )
