@@ -36,7 +36,8 @@ def is_hopper() -> bool:
 
 def cache_key() -> Hashable:
     """Returns a value that is equal wherever all questions about the device have equal answers."""
-    device, abstract = _current(), _abstract()
+    abstract = _abstract()
+    device = abstract or backend.get_default_device()
     cores = abstract.num_cores if abstract else getattr(device, "core_count", None)
     # Pallas asks the default device for the compute capability of a described GPU that it does not
     # know by name. A string, because a cached device would keep its backend alive.

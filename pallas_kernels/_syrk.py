@@ -142,7 +142,8 @@ def _symmetric_product(
         implementation, _ = select_implementation(
             a_matrix, addend=bool(c_matrices), symmetrize_output=symmetrize_output
         )
-    check_supported(implementation, unsupported_reason(implementation, a_matrix))
+    else:
+        check_supported(implementation, unsupported_reason(implementation, a_matrix))
     return IMPLEMENTATIONS[implementation].syrkx(
         a_matrix,
         b_matrix,

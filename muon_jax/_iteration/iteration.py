@@ -176,24 +176,20 @@ class Iteration:
 
     def tree_flatten(self) -> tuple[list[Any], tuple[Any, ...]]:
         """Returns the leaves, and all else."""
-        leaves, treedef = jax.tree.flatten(self.recipe)
-        is_array = tuple(isinstance(leaf, jax.Array) for leaf in leaves)
-        arrays = [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic]
-        known = tuple(
-            None if dynamic else leaf for leaf, dynamic in zip(leaves, is_array, strict=True)
-        )
+        is_known = isinstance(self.recipe, Schedule) or not self.recipe.traced
+        leaves, treedef = jax.tree.flatten(self.recipe, is_leaf=lambda _: is_known)
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        known = tuple([None if isinstance(leaf, jax.Array) else leaf for leaf in leaves])
         others = (self.eps_mode, self.preconditioning, self.dtype, self.method, self.implementation)
-        return [self.eps, *arrays], (treedef, is_array, known, others)
+        return [self.eps, *arrays], (treedef, known, others)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: Sequence[Any]) -> Self:
         """The inverse of `tree_flatten`."""
-        treedef, is_array, known, others = static
+        treedef, known, others = static
         eps, *rest = leaves
         arrays = iter(rest)
-        merged = [
-            next(arrays) if dynamic else leaf for leaf, dynamic in zip(known, is_array, strict=True)
-        ]
+        merged = [next(arrays) if leaf is None else leaf for leaf in known]
         return cls(treedef.unflatten(merged), eps, *others)
 
 
