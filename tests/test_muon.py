@@ -67,10 +67,10 @@ def trajectory(optimizer, steps, names=tuple(DIMENSION_NUMBERS)):
     [
         {},
         {"nesterov": False, "weight_decay": 0.1, "consistent_rms": 0.2},
-        {"adaptive": True, "ns_coeffs": "dion", "adam_learning_rate": 1e-3},
         *(
             pytest.param(kwargs, marks=helpers.slow)
             for kwargs in (
+                {"adaptive": True, "ns_coeffs": "dion", "adam_learning_rate": 1e-3},
                 {"preconditioning": "schatten", "ns_coeffs": (2.0, -1.5, 0.5), "ns_steps": 8},
                 {"preconditioning": "aol"},
                 {

@@ -35,7 +35,7 @@ SHAPES = {
     "conv": (3, 3, 4, 24),
     "bias": (11,),
 }
-QUICK = ("keller", "torch", "moonlight", "dion", "gram", "turbo", "nanogpt")
+SLOW = {"optax", "dion", "gram", "levanter", "turbo", "fused_muon", "moe_fp16", "megatron"}
 STEPS = 20
 TOLERANCE = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 2e-2}
 
@@ -106,7 +106,7 @@ def expected(preset):
             preset,
             dtype,
             id=f"{preset}-{dtype}",
-            marks=[] if dtype == "float32" and preset in QUICK else [helpers.slow],
+            marks=[] if dtype == "float32" and preset not in SLOW else [helpers.slow],
         )
         for preset, kwargs in PRESETS.items()
         for dtype in {"float32": None, kwargs.get("ns_dtype") or "float32": None}
@@ -275,9 +275,9 @@ def test_weight_decay_keeps_the_dtype_and_spares_what_the_mask_spares(form):
     ("order", "kwargs"),
     [
         pytest.param(2, {"ns_steps": 1}, id="frobenius"),
-        pytest.param(2, {"ns_steps": 2, "method": "gram"}, id="gram"),
+        pytest.param(2, {"ns_steps": 2, "method": "gram"}, id="gram", marks=helpers.slow),
         pytest.param(np.inf, {"ns_steps": 1, "preconditioning": "spectral"}, id="spectral"),
-        pytest.param(4, {"ns_coeffs": "fast"}, id="composed"),
+        pytest.param(4, {"ns_coeffs": "fast"}, id="composed", marks=helpers.slow),
     ],
 )
 def test_eps_is_added_or_the_least_norm(order, kwargs):
@@ -437,7 +437,9 @@ def test_a_state_loads_under_other_presets():
         optimizer = muon(0.1, preset=preset, muon_weight_dimension_numbers=NUMBERS)
         return jax.eval_shape(optimizer.init, tree(0))
 
-    for preset in PRESETS.keys() - {"nanogpt"}:
+    for preset, kwargs in PRESETS.items():
+        if "normuon_b2" in kwargs:  # the state has moments of neurons
+            continue
         chex.assert_trees_all_equal_shapes_and_dtypes(structure(preset), structure("optax"))
 
 

@@ -73,7 +73,9 @@ def test_it_has_a_derivative():
     np.testing.assert_allclose(derivative["w"], expected, atol=1e-5 * jnp.abs(expected).max())
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    "axis_type", helpers.mostly_slow([AxisType.Explicit, AxisType.Auto], [AxisType.Auto])
+)
 def test_several_matrices_have_owners(axis_type):
     """Three, of which one comes with its short axis divided."""
     both = ("x", "y")
@@ -92,6 +94,7 @@ def test_several_matrices_have_owners(axis_type):
     helpers.assert_close(updates, helpers.on_one_device(grads, ns_method="gram", **kwargs))
 
 
+@helpers.slow
 def test_more_matrices_than_owners_go_in_rounds():
     """Three and one, of 16 rows, which 3 does not divide."""
     grads = sharded(AxisType.Explicit, (3,), w=((4, 16, 96), (None, None, "x")))
@@ -125,7 +128,7 @@ def test_inside_the_caller_s_shard_map(check_vma):
 @pytest.mark.parametrize(
     ("kwargs", "sums"),
     [
-        ({}, 2),  # in float16 the five steps restart once
+        pytest.param({}, 2, marks=helpers.slow),  # in float16 the five steps restart once
         ({"ns_coeffs": "balanced"}, 1),  # one step, with the residual of XXᵀ
         pytest.param({"ns_coeffs": "fast"}, 1, marks=helpers.slow),  # one step
         pytest.param({"ns_coeffs": "accurate"}, 2, marks=helpers.slow),

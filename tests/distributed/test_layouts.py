@@ -137,7 +137,7 @@ def exchanged(compiled):
 REMATERIALIZATION = "Involuntary full rematerialization"
 
 
-QUICK = ("DDP", "TP + FSDP", "TP + EP + FSDP", "layers stacked")
+QUICK = ("TP + FSDP", "layers stacked")
 
 
 @pytest.mark.uncached
@@ -180,6 +180,7 @@ def test_xla_says_what_it_rematerializes(capfd):
     ("max_group_bytes", "buckets"),
     [(4 * 16 * (16 + 24), 3), pytest.param(1, 4, marks=helpers.slow)],
 )
+@helpers.slow
 def test_buckets(max_group_bytes, buckets):
     """9 matrices in 2 slots for each owner, and 11 in 2."""
     grads, _, views = problem("uneven counts", AxisType.Explicit)
@@ -221,6 +222,7 @@ def test_what_is_on_the_wire(kwargs, wire, atol):
 @pytest.mark.parametrize(
     "coefficients", helpers.mostly_slow(["standard", "balanced"], ["standard"])
 )
+@helpers.slow
 def test_a_nan_stays_in_its_matrix(coefficients):
     grads, _, views = problem("uneven counts", AxisType.Auto)
     grads["up 1"] = grads["up 1"].at[3, 3].set(jnp.nan)
@@ -268,6 +270,7 @@ def layouts(draw, sizes):
     "examples",
     [2, pytest.param(6, marks=helpers.slow), pytest.param(60, marks=pytest.mark.nightly)],
 )
+@helpers.slow
 def test_random_layouts(examples):
     settings = hypothesis.settings(max_examples=examples, deadline=None, derandomize=True)
     settings(hypothesis.given(st.data())(assert_a_random_layout_is_right))()

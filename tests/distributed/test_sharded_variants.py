@@ -93,9 +93,12 @@ def compile_updates(make, kind, mesh, specs, gradients, params):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *((AxisType.Auto, name) for name in ("normuon", "to norm", "keep norm")),
-        (AxisType.Explicit, "keep norm"),
-        *((AxisType.Manual, name) for name in ("normuon", "to norm")),
+        (AxisType.Auto, "to norm"),
+        (AxisType.Auto, "normuon"),
+        (AxisType.Manual, "normuon"),
+        pytest.param(AxisType.Auto, "keep norm", marks=helpers.slow),
+        pytest.param(AxisType.Explicit, "keep norm", marks=helpers.slow),
+        pytest.param(AxisType.Manual, "to norm", marks=helpers.slow),
         pytest.param(AxisType.Auto, "shorter", marks=helpers.slow),
         pytest.param(AxisType.Auto, "muon", marks=helpers.slow),
         pytest.param(AxisType.Auto, "nanogpt", marks=helpers.slow),
@@ -114,7 +117,9 @@ def test_updates_are_those_of_one_device_and_sums_alone_are_exchanged(kind, name
         assert update.sharding.is_equivalent_to(NamedSharding(mesh, SPECS[name]), update.ndim), name
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "kind", helpers.mostly_slow([AxisType.Auto, AxisType.Explicit], [AxisType.Auto])
+)
 def test_moments_are_sharded_like_their_neurons(kind):
     mesh = mesh_of(kind)
     state = scale_by_normuon(0.9, 1e-8, VIEWS).init(shard(arrays(0), mesh, SPECS))
@@ -180,6 +185,7 @@ def test_metrics_of_sharded_parameters(kind, specs, allowed):
 @pytest.mark.parametrize(
     "kind", helpers.mostly_slow([AxisType.Auto, AxisType.Explicit], [AxisType.Auto])
 )
+@helpers.slow
 def test_metrics_of_equal_layers_are_one_loop(kind):
     specs = {f"layer {i}": P(None, "x") for i in range(4)} | {"other": P("y")}
     rng = np.random.default_rng(0)
@@ -212,6 +218,7 @@ def test_metrics_in_a_shard_map_are_of_whole_parameters():
         run(P())
 
 
+@helpers.slow
 def test_metrics_in_a_shard_map_over_axes_of_one_device():
     spec = P("x", "y")
     transform = with_metrics(scale_by_muon(shardings=spec), shardings=spec)
@@ -237,7 +244,9 @@ def test_norms_of_any_size_of_matrices_in_pieces():
     np.testing.assert_allclose(updates["plain"], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Manual])
+@pytest.mark.parametrize(
+    "kind", helpers.mostly_slow([AxisType.Explicit, AxisType.Manual], [AxisType.Manual])
+)
 @pytest.mark.parametrize(
     "view", [Split(-1, (18, 14)), Unfold(-1, (2, 16), MuonDimensionNumbers(-3, -1))]
 )
@@ -253,6 +262,7 @@ def test_an_axis_is_not_taken_apart_where_its_sharding_does_not(kind, view):
 
 
 @pytest.mark.parametrize("make", [scale_by_normuon, keep_param_norm])
+@helpers.slow
 def test_a_part_of_size_one_on_explicit_axes_of_one_device(make):
     view = Split(-1, (8, 1), Unfold(-1, (-1, 1), MuonDimensionNumbers(-3, -2)))
     transform, x = make(weight_dimension_numbers=view), np.arange(72, dtype="f").reshape(8, 9)

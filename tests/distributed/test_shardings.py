@@ -48,6 +48,7 @@ def test_what_is_stated_is_what_the_type_says():
         helpers.compiled_update(grads, shardings=PartitionSpec("x"))
 
 
+@helpers.slow
 def test_automatic_axes_of_an_explicit_mesh():
     grads = helpers.random_tree({"a": (16, 32), "b": (32, 64)}, 0)
     optimizer = scale_by_muon(ns_steps=2, ns_dtype="float32")
@@ -78,6 +79,7 @@ def test_matrices_without_elements():
     assert group.matrices == ((1, 16, 32),)
 
 
+@helpers.slow
 def test_in_a_shard_map_roles_are_those_of_whole_parameters():
     """A shard of the convolution looks depthwise, the others are too narrow or no multiples."""
     shapes = {

@@ -62,6 +62,7 @@ def test_experts_go_to_muon_and_are_exchanged_over_fsdp_only(model):
     assert {g.mode for g in explanation.groups} == {"exchange over fsdp"}
 
 
+@pytest.mark.slow
 def test_no_byte_depends_on_a_later_one(model):
     text = np.arange(16)[None]
     changed = text.copy()

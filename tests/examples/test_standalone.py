@@ -20,6 +20,7 @@ def test_it_trains(capsys):
     assert float(accuracies[-1]) > 96
 
 
+@pytest.mark.slow
 def test_it_is_muon(monkeypatch):
     exact = functools.partial(newton_schulz, dtype="float32")
     monkeypatch.setattr(standalone, "newton_schulz", exact)

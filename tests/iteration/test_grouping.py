@@ -183,10 +183,11 @@ def test_muon_groups_what_it_gets_beside_adamw():
     ("shape", "implementation"),
     [
         ((64, 576), "triton"),
-        ((100, 64, 576), "triton"),
         ((256, 256), "mosaic_gpu"),
-        ((2048, 8192), "mosaic_gpu"),
-        ((64, 65536), "mosaic_gpu"),  # of which XLA would split the sums
+        pytest.param((100, 64, 576), "triton", marks=helpers.slow),
+        pytest.param((2048, 8192), "mosaic_gpu", marks=helpers.slow),
+        # Of this one XLA would split the sums.
+        pytest.param((64, 65536), "mosaic_gpu", marks=helpers.slow),
     ],
     ids=str,
 )

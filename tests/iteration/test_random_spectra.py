@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import helpers
 import hypothesis
 import hypothesis.strategies as st
 import jax.numpy as jnp
@@ -91,7 +92,9 @@ each_name = pytest.mark.parametrize("name", polar_error.coefficient_names())
 
 
 @pytest.mark.optimized
-@each_name
+@pytest.mark.parametrize(
+    "name", helpers.mostly_slow(polar_error.coefficient_names(), ["standard", "balanced"])
+)
 @drawn(1000)
 def test_no_spectrum_blows_up(name, seed):
     for method, dtype in offered(name, "auto"):

@@ -90,6 +90,7 @@ def test_metrics_are_their_formulas(dtype, then):
     assert helpers.count_of_programs(update) == 1  # nothing is compiled a second time
 
 
+@helpers.slow
 def test_a_gradient_that_is_none_counts_as_zeros():
     params = {"a": jnp.eye(16, 24), "b": jnp.eye(24, 16)}
     transform = with_metrics(scale_by_muon())
@@ -101,6 +102,7 @@ def test_a_gradient_that_is_none_counts_as_zeros():
     assert metrics(with_none)["16x24/gradient_norm"] == 0
 
 
+@helpers.slow
 def test_matrices_without_rows_have_zeros():
     params = {"a": jnp.zeros((0, 4))}
     transform = with_metrics(scale_by_muon())
@@ -108,6 +110,7 @@ def test_matrices_without_rows_have_zeros():
     assert [*map(float, metrics(state).values())] == [0.0] * 4
 
 
+@helpers.slow
 def test_stable_ranks_that_are_known():
     gradient = {
         "one": jnp.outer(jnp.arange(1.0, 5), jnp.ones(7)),
@@ -141,7 +144,9 @@ def inside_multi_transform(views):
     )
 
 
-@pytest.mark.parametrize("optimizer", [wrapped_muon, inside_multi_transform])
+@pytest.mark.parametrize(
+    "optimizer", helpers.mostly_slow([wrapped_muon, inside_multi_transform], [wrapped_muon])
+)
 def test_metrics_are_found_in_nested_states_for_muons_parameters_alone(optimizer):
     optimizer = optimizer({"w": MuonDimensionNumbers(), "embedding": None, "bias": None})
     params = {"w": jnp.eye(4, 8), "embedding": jnp.ones((7, 3)), "bias": jnp.ones(5)}

@@ -99,6 +99,7 @@ def test_normuon_keeps_zeros_and_norms():
     assert (updates["part"][:, 4:] == 0).all()  # neurons without an update
 
 
+@helpers.slow
 def test_normuon_evens_out_the_neurons_of_muon():
     transform = optax.chain(scale_by_muon("dion"), scale_by_normuon())
     gradient = {"w": jnp.geomspace(1, 100, 12) * jax.random.normal(jax.random.key(0), (6, 12))}
