@@ -52,7 +52,8 @@ __all__ = [
     "with_metrics",
 ]
 
-# Pickles and error messages name public classes by this package, not by the room they lie in.
+# Pickles and error messages name what is public by this package, not by the room it lies in.
 for _public in (globals()[name] for name in __all__):
-    if isinstance(_public, type) and _public.__module__.startswith(f"{__name__}."):
+    if getattr(_public, "__module__", "").startswith(f"{__name__}."):
         _public.__module__ = __name__
+del _public

@@ -254,8 +254,8 @@ def _by_tree(
 ) -> Callable[[Any], optax.GradientTransformation]:
     """Returns a function from a tree to the optimizer for it.
 
-    Views that are a callable are made from the whole tree, and once for all trees of equal
-    structure, shapes and dtypes.
+    Views that are a callable are made from the whole tree. An optimizer is made anew only where the
+    views differ from the latest.
 
     Args:
         with_views: makes the optimizer.
@@ -265,16 +265,17 @@ def _by_tree(
     optimizer = with_views(views)
     if not callable(views):
         return lambda tree: optimizer
-    latest: list[tuple[Any, optax.GradientTransformation]] = []
+    latest: tuple[Any, optax.GradientTransformation] = None, optimizer
 
     def of_tree(tree: Any) -> optax.GradientTransformation:
-        whole = whole_tree(tree, shardings)
-        leaves, structure = jax.tree.flatten(whole)
-        key = structure, [(x.shape, x.dtype) for x in leaves]
-        if not latest or latest[0][0] != key:
-            made = views(whole)
+        nonlocal latest
+        made = views(whole_tree(tree, shardings))
+        key = jax.tree.flatten(made)
+        known, found = latest
+        if key != known:
             # A callable, because None as a tree would stand for matrices.
-            latest[:] = [(key, with_views(lambda _: made))]
-        return latest[0][1]
+            found = with_views(lambda _: made)
+            latest = key, found
+        return found
 
     return of_tree

@@ -19,7 +19,7 @@ from muon_jax._iteration.steps import Schedule
 from muon_jax._matrices.views import Views
 from muon_jax._transforms.momentum import Momentum, MuonState, accumulate_momentum
 from muon_jax._transforms.rounding import Rounding, cast_like, widen
-from muon_jax._trees import any_missing, fill_missing
+from muon_jax._trees import fill_missing
 
 
 def scale_by_muon(
@@ -152,8 +152,7 @@ def scale_by_muon(
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MuonState]:
-        if any_missing(updates):
-            updates = fill_missing(updates, state.mu if params is None else params)
+        updates = fill_missing(updates, state.mu if params is None else params)
         count = jnp.asarray(optax.safe_increment(state.count))
         wide, old_mu = widen(updates, state.mu, mu_rounding)
         u, mu = accumulate_momentum(momentum, wide, old_mu, beta, count, nesterov)

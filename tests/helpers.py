@@ -29,12 +29,20 @@ GPUS = {
 }
 
 
-slow = pytest.mark.slow
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 
 def mostly_slow(cases: Iterable, quick: Container) -> list:
     """Cases of `parametrize`, of which all but the quick ones are marked slow."""
     return [case if case in quick else pytest.param(case, marks=slow) for case in cases]
+
+
+def mostly_nightly(cases: Iterable, quick: Container, slower: Container) -> list:
+    """Cases of `parametrize`: quick ones, those marked slow, and others, marked nightly."""
+    return [
+        case if case in quick else pytest.param(case, marks=slow if case in slower else nightly)
+        for case in cases
+    ]
 
 
 def described_gpu(name: str):

@@ -420,6 +420,12 @@ def test_eps_reaches_every_preconditioning(preconditioning):
         (lambda: muon(0.1, ns_coeffs="fast", ns_steps=3), r"'fast' is a whole of 1 .*ns_steps=3"),
         (lambda: muon(0.1, "fast", preconditioning="aol"), r"'fast'.*preconditioning='aol'"),
         (lambda: muon(0.1, "fast", ns_dtype="float8_e4m3fn"), r"'fast' is unsafe in float8_e4m3fn"),
+        (lambda: muon(0.1, ns_method=["gram"]), r"method must be .*got \['gram'\]"),
+        (lambda: muon(0.1, implementation=["xla"]), r"implementation must be .*got \['xla'\]"),
+        (
+            lambda: scale_by_muon().update(BIAS, scale_by_muon().init(BIAS), {"b": jnp.ones(3)}),
+            r"[Kk]ey",
+        ),
         (lambda: muon(0.1, ns_dtype="int8"), "ns_dtype must be a float dtype, got int8"),
         (lambda: muon(0.1, mu_dtype="int8"), "mu_dtype must be a float dtype, got int8"),
         (lambda: muon(0.1, max_group_bytes=-1), "max_group_bytes must be .* at least 0, got -1"),

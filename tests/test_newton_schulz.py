@@ -90,7 +90,7 @@ def test_it_does_so_over_every_implementation(run, implementation, dtype, shape)
     assert helpers.relative_error(out, expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("examples", helpers.mostly_slow([6, 20], [6]))
+@pytest.mark.parametrize("examples", helpers.mostly_nightly([6, 20], (), [6]))
 def test_any_shape(examples):
     @hypothesis.settings(max_examples=examples, deadline=None, derandomize=True)
     @hypothesis.given(m=st.integers(1, 40), n=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))

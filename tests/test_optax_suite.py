@@ -38,7 +38,7 @@ def test_the_suite_is_there():
 # With "aol" updates outside of jit compile many operations one by one.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if "_aol" in name else []) for name in names],
+    [pytest.param(name, marks=pytest.mark.nightly if "_aol" in name else []) for name in names],
 )
 def test_optax(name):
     result = unittest.TestResult()

@@ -106,7 +106,7 @@ def expected(preset):
             preset,
             dtype,
             id=f"{preset}-{dtype}",
-            marks=[] if dtype == "float32" and preset not in SLOW else [helpers.slow],
+            marks=helpers.nightly if dtype != "float32" else helpers.slow if preset in SLOW else [],
         )
         for preset, kwargs in PRESETS.items()
         for dtype in {"float32": None, kwargs.get("ns_dtype") or "float32": None}

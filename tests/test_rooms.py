@@ -4,12 +4,15 @@
 """
 
 import ast
+import pickle
 import sys
+import typing
 from pathlib import Path
 
 import house
 import pytest
 
+import muon_jax
 import pallas_kernels
 
 TREE = Path(__file__).parents[1]
@@ -107,6 +110,16 @@ def test_the_iteration_knows_neither_parameters_nor_trees_nor_meshes():
 
 def test_no_module_reaches_itself():
     assert house.circles(house.arrows(EVERY)) == []
+
+
+def test_what_is_public_is_pickled_by_its_public_name():
+    for name in {*muon_jax.__all__} - {"PRESETS", "MuonDimensionNumbers"}:
+        public = getattr(muon_jax, name)
+        assert public.__module__ == "muon_jax"
+        if public is not muon_jax.newton_schulz:  # a jitted function has no pickle
+            assert pickle.loads(pickle.dumps(public)) is public
+    for view in (muon_jax.Split, muon_jax.Unfold):
+        assert "view" in typing.get_type_hints(view)
 
 
 def test_what_is_taken_from_the_kernels():

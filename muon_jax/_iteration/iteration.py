@@ -74,15 +74,22 @@ class Iteration:
         eps: float | jax.Array,
         *,
         preconditioning: Preconditioning,
+        method: Method | None,
+        implementation: str | None,
         **attributes: Any,
     ) -> Self:
         """Returns the iteration with the steps that `ns_coeffs` and `ns_steps` stand for.
 
         Raises:
-            ValueError: as `resolve_recipe`.
+            ValueError: as `resolve_recipe`, or `method` or `implementation` is no name.
         """
+        if method not in (None, "standard", "gram"):
+            raise ValueError(f"method must be 'standard', 'gram' or None, got {method!r}")
+        if not isinstance(implementation, str | None):
+            raise ValueError(f"implementation must be a name or None, got {implementation!r}")
         recipe = resolve_recipe(ns_coeffs, ns_steps, preconditioning)
-        return cls(recipe, eps, preconditioning=preconditioning, **attributes)
+        names = {"method": method, "implementation": implementation}
+        return cls(recipe, eps, preconditioning=preconditioning, **names, **attributes)
 
     def form(self, shape: tuple[int, int], in_dtype: jnp.dtype) -> Form:
         """Returns the form of an optimizer's matrices `(m, n)` of `in_dtype`, m ≤ n.

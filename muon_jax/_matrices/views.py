@@ -27,6 +27,7 @@ from muon_jax._matrices.axes import from_matrices, matrix_axes, to_matrices
 from muon_jax._trees import broadcast_prefix, errors_naming
 
 MATRICES = MuonDimensionNumbers(-2, -1)  # the last two axes
+type View = MuonDimensionNumbers | Split | Unfold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +42,16 @@ class Split:
 
     axis: int
     sizes: tuple[int, ...]
-    view: "View | list[View] | tuple[View, ...]" = MATRICES
+    view: View | list[View] | tuple[View, ...] = MATRICES
 
     @property
-    def views(self) -> "list[View]":
+    def views(self) -> list[View]:
         """The view of each part."""
         if isinstance(self.view, list | tuple) and not isinstance(self.view, MuonDimensionNumbers):
             return [*self.view]
         return [self.view] * len(self.sizes)
 
-    def parts(self, shape: tuple[int, ...]) -> "list[tuple[slice, View]]":
+    def parts(self, shape: tuple[int, ...]) -> list[tuple[slice, View]]:
         """Returns the slice of each part on the split axis of an array of `shape`, and its view.
 
         Raises:
@@ -85,7 +86,7 @@ class Unfold:
 
     axis: int
     sizes: tuple[int, ...]
-    view: "View" = MATRICES
+    view: View = MATRICES
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape that an array of the given shape has once it is unfolded.
@@ -104,7 +105,6 @@ class Unfold:
         return (*shape[:axis], *sizes, *shape[axis + 1 :])
 
 
-type View = MuonDimensionNumbers | Split | Unfold
 # A prefix of the parameters' tree whose leaves are views or None.
 type ViewTree = Any
 # The argument of optimizers: a tree of views, a callable that makes one from the parameters, None.

@@ -54,13 +54,16 @@ def test_intervals_that_are_none(low, high):
 each_design = pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param(*design, marks=[] if design == ("accurate", "bfloat16") else pytest.mark.slow)
+        pytest.param(
+            *design,
+            marks=pytest.mark.slow if design == ("accurate", "bfloat16") else pytest.mark.nightly,
+        )
         for design in DESIGNS
     ],
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.optimized
 def test_what_is_generated_is_what_ships():

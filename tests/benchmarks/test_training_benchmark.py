@@ -61,7 +61,7 @@ def test_text_needs_two_files(tmp_path):
         read_text(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_loss_falls_below_that_of_byte_frequencies(text, measured):
     counts = np.bincount(text.train, minlength=256) + 1
     unigram = -np.log(counts / counts.sum())[text.validation].mean()
@@ -73,14 +73,14 @@ def test_the_loss_falls_below_that_of_byte_frequencies(text, measured):
         assert measurement["losses"] == curves[..., -1].tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_alone_is_the_run_among_others(text, measured):
     alone = runs.measure_training("standard", MODEL, TRAINING, text, [0.05], [1])
     among_others = measured["standard"]["curves"][1][1]
     np.testing.assert_allclose(alone["curves"][0][0], among_others, rtol=0.005)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_of_a_seed_share_all_but_the_matrices(measured):
     # At learning rate 0 what is left of a variant is its seed.
     standard, fast = (np.array(measured[name]["curves"]) for name in ("standard", "fast"))
@@ -88,7 +88,7 @@ def test_runs_of_a_seed_share_all_but_the_matrices(measured):
     assert np.abs(standard[0, 0] - standard[0, 1]).max() > 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_learning_rates_and_coefficients_differ(measured):
     standard, fast = (np.array(measured[name]["losses"]) for name in ("standard", "fast"))
     assert (standard[1] < standard[0] - 0.05).all()
@@ -208,7 +208,7 @@ def test_divergence_is_no_agreement(diverged, report):
     assert sum(verdict.startswith(expected[diverged]) for verdict in lines) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_measures_and_reports(file, text, capsys, tmp_path):
     report = json.loads(file.read_text())
     assert {"device", "commit", "python", "jax"} <= set(report)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers import mostly_nightly
 
 PROGRAM = """
 import sys
@@ -37,8 +38,7 @@ print(*(events[f"/jax/compilation_cache/cache_{what}"] for what in ("hits", "mis
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+@pytest.mark.parametrize("kind", mostly_nightly(["Explicit", "Auto"], (), ["Auto"]))
 def test_a_second_process_compiles_no_update_again(tmp_path, kind):
     def hits_and_misses(ns_coeffs):
         command = [sys.executable, "-c", PROGRAM, str(tmp_path), kind, ns_coeffs]

@@ -138,10 +138,11 @@ REMATERIALIZATION = "Involuntary full rematerialization"
 
 
 QUICK = ("TP + FSDP", "layers stacked")
+SLOW = ("DDP", "TP + EP + FSDP", "views")
 
 
 @pytest.mark.uncached
-@pytest.mark.parametrize("name", helpers.mostly_slow(LAYOUTS, QUICK))
+@pytest.mark.parametrize("name", helpers.mostly_nightly(LAYOUTS, QUICK, SLOW))
 def test_layouts(name, capfd):
     grads, specs, views = problem(name, AxisType.Auto)
     expected = helpers.on_one_device(grads, weight_dimension_numbers=views)
@@ -266,11 +267,7 @@ def layouts(draw, sizes):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "examples",
-    [2, pytest.param(6, marks=helpers.slow), pytest.param(60, marks=pytest.mark.nightly)],
-)
-@helpers.slow
+@pytest.mark.parametrize("examples", helpers.mostly_nightly([2, 60], (), [2]))
 def test_random_layouts(examples):
     settings = hypothesis.settings(max_examples=examples, deadline=None, derandomize=True)
     settings(hypothesis.given(st.data())(assert_a_random_layout_is_right))()

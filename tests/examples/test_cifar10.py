@@ -250,7 +250,7 @@ def test_a_wrong_checksum_deletes_nothing(name, server, tmp_path):
     assert (tmp_path / name).stat().st_size == len(server.content) + 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_notebook_runs(binary, monkeypatch):
     settings = {"EPOCHS": 2, "SEEDS": 2, "BATCH_SIZE": 10, "WIDTH": 1 / 32, "TUNE": 1}
     for name, value in (settings | {"CIFAR10_DIR": binary, "JAX_PLATFORMS": "cpu"}).items():

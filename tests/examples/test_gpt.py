@@ -70,7 +70,7 @@ def test_it_learns_and_reports(straight):
     assert re.search(r"optimizer +[\d.]+ ms, [\d.]+% of a step", printed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_it_goes_on_bit_for_bit(straight, tmp_path):
     checkpoints = tmp_path / "checkpoints"
     arguments = ["--output", str(tmp_path), "--checkpoint", str(checkpoints)]
@@ -129,7 +129,7 @@ def test_moments_are_sharded_like_parameters():
     assert found["step"] == P()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sharded_with_the_preset_it_has_the_curve_of_optax_on_one_device(straight, tmp_path):
     run(tmp_path / "optax", "--optimizer", "optax")
     run(tmp_path / "sharded", "--preset", "optax", "--mesh", "fsdp=2,tensor=2")

@@ -30,7 +30,7 @@ def mesh_of(*sizes):
     return jax.make_mesh(sizes, moe.AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_learns_the_same_on_four_devices_as_on_one(model, capsys):
     optimizer = moe.make_optimizer("muon", 0.02, None, moe.specs_of(nnx.state(model)))
     alone, _ = moe.train(model, optimizer, mesh_of(1, 1), 30)

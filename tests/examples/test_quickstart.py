@@ -15,7 +15,7 @@ def run(*arguments, cwd):
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_trains_and_reports(tmp_path):
     process = run("--epochs", "2", "--seeds", "2", cwd=tmp_path)
     assert process.returncode == 0, process.stderr[-2000:]

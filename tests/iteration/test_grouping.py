@@ -63,10 +63,15 @@ def assert_same_alone(m, n, dtype=jnp.float32, **kwargs):
     ("m", "n", "kwargs"),
     [
         (16, 40, {}),
-        (33, 70, {"ns_dtype": "float32", "dtype": jnp.bfloat16}),
-        (128, 300, {"ns_method": "gram"}),
         (33, 70, {"ns_coeffs": "balanced"}),
-        (128, 300, {"ns_coeffs": "aol", "preconditioning": "aol"}),
+        *(
+            pytest.param(*case, marks=helpers.nightly)
+            for case in (
+                (33, 70, {"ns_dtype": "float32", "dtype": jnp.bfloat16}),
+                (128, 300, {"ns_method": "gram"}),
+                (128, 300, {"ns_coeffs": "aol", "preconditioning": "aol"}),
+            )
+        ),
     ],
     ids=str,
 )

@@ -101,7 +101,7 @@ def test_no_spectrum_blows_up(name, seed):
         assert_none_blows_up(name, method, dtype, random_matrices(seed))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.optimized
 @each_name
 @drawn(10_000)
@@ -110,7 +110,7 @@ def test_no_spectrum_of_ten_thousand_blows_up(name, seed):
         assert_none_blows_up(name, method, dtype, random_matrices(seed))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.optimized
 @each_name
 @drawn(1000)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import mostly_nightly
 
 from pallas_kernels._mosaic_gpu.config import MOSAIC_SYRKX_CONFIGS
 
@@ -213,7 +214,7 @@ def output_of(program: str, name: str, **environment: str) -> str:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", mostly_nightly(TARGETS, (), ["NVIDIA H200", "NVIDIA A100"]))
 def test_triton_s_kernel_and_the_iteration_compile_to_machine_code(name):
     assert output_of(TRITON, name).strip() == "compiled"
 
@@ -229,6 +230,7 @@ def test_triton_s_kernel_and_the_iteration_compile_to_machine_code(name):
     ],
     ids=["A", "A, B, 2 C", "A, 6 C", "A, 2 C, residual"],
 )
+@pytest.mark.nightly
 def test_no_config_of_the_hopper_kernel_spills_registers(has_b, num_cs, residual):
     program = MOSAIC_GPU.format(has_b=has_b, num_cs=num_cs, residual=residual)
     report = output_of(program, "NVIDIA H200", MOSAIC_GPU_DUMP_PTXAS="1")
@@ -292,6 +294,7 @@ def test_composed_steps_on_hopper_are_their_products():
 
 
 @needs_compiler
+@pytest.mark.nightly
 def test_matrices_of_a_group_are_written_where_they_go():
     """Three groups of eight, of tall ones, four of each, wide ones, one after the other.
 

@@ -25,7 +25,7 @@ each_triton_config = pytest.mark.parametrize(
     "config", helpers.mostly_slow(TRITON_GEMM_CONFIGS, TRITON_GEMM_CONFIGS[:2]), ids=str
 )
 each_config = pytest.mark.parametrize(
-    "config", helpers.mostly_slow(MOSAIC_GEMM_CONFIGS, MOSAIC_GEMM_CONFIGS[:1]), ids=str
+    "config", helpers.mostly_nightly(MOSAIC_GEMM_CONFIGS, MOSAIC_GEMM_CONFIGS[:1], ()), ids=str
 )
 
 

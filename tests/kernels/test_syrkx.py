@@ -87,7 +87,7 @@ def test_two_operands_whose_product_is_symmetric(implementation, dtype):
 
 
 @each_implementation
-@pytest.mark.parametrize("examples", helpers.mostly_slow([2, 6], [2]))  # each takes seconds
+@pytest.mark.parametrize("examples", helpers.mostly_nightly([2, 6], [2], ()))  # each takes seconds
 def test_error_is_at_most_twice_that_of_xlas_product(implementation, examples):
     @hypothesis.settings(max_examples=examples, deadline=None, derandomize=True)
     @hypothesis.given(

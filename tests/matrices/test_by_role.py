@@ -9,6 +9,7 @@ import chex
 import flax_models
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
@@ -406,6 +407,18 @@ def test_an_update_has_the_views_of_the_whole_tree():
         optimizer = muon(1.0, muon_weight_dimension_numbers=views, normuon_b2=0.9)
         updates.append(optimizer.update(params, optimizer.init(params), params)[0])
     chex.assert_trees_all_equal(*updates)
+
+
+def test_a_callable_sees_every_tree():
+    def unless_zero(tree):
+        return jax.tree.map(lambda x: MATRICES if np.any(x) else None, tree)
+
+    optimizer = muon(0.1, muon_weight_dimension_numbers=unless_zero)
+    for value in (1.0, 0.0, 1.0):
+        params = {"w": jnp.full((4, 4), value), "scalar": 0.0}
+        state = optimizer.init(params)
+        expected = muon(0.1, muon_weight_dimension_numbers=unless_zero(params)).init(params)
+        chex.assert_trees_all_equal_structs(state, expected)
 
 
 @pytest.mark.parametrize("routes", [by_role, functools.partial(by_role, rules={"up": MATRICES})])
