@@ -205,6 +205,7 @@ def test_every_weight_decay_takes_a_schedule(kwargs):
     chex.assert_trees_all_close(last(lambda _: 0.1), last(0.1), atol=1e-6)
 
 
+@helpers.slow
 def test_ranks_need_not_be_promoted():
     stack = {"w": jnp.ones((3, 8, 16)), "v": jnp.ones((16, 8)), "b": jnp.ones(3)}
     views = {"w": MuonDimensionNumbers(-2, -1), "v": MuonDimensionNumbers(), "b": None}

@@ -256,6 +256,7 @@ def test_nothing_gives_nothing(ns_coeffs, shape):
     assert newton_schulz(jnp.zeros(shape), ns_coeffs).shape == shape
 
 
+@helpers.slow
 def test_nan_is_not_computed_on_the_way():
     with jax.debug_nans(True), jax.disable_jit():
         assert newton_schulz(normal((8, 12))).shape == (8, 12)

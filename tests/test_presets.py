@@ -35,7 +35,17 @@ SHAPES = {
     "conv": (3, 3, 4, 24),
     "bias": (11,),
 }
-SLOW = {"optax", "dion", "gram", "levanter", "turbo", "fused_muon", "moe_fp16", "megatron"}
+SLOW = {
+    "nanogpt",
+    "optax",
+    "dion",
+    "gram",
+    "levanter",
+    "turbo",
+    "fused_muon",
+    "moe_fp16",
+    "megatron",
+}
 STEPS = 20
 TOLERANCE = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 2e-2}
 

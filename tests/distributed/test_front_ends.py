@@ -402,6 +402,7 @@ def test_the_momentum_is_computed_in_the_wider_dtype_on_any_mesh(dtype, mu_dtype
     "spec",
     helpers.mostly_slow([("fsdp",), (None, "fsdp"), (None, ("fsdp", "tensor"))], [("fsdp",)]),
 )
+@helpers.slow
 def test_explicit_axes_of_one_device(spec):
     """They are part of the types of arrays that nothing divides."""
     mesh = jax.make_mesh(

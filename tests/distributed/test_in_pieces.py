@@ -59,6 +59,7 @@ def test_one_matrix(sizes, shape, spec, exchanges):
         assert not np.any(compiled(zeros, scale_by_muon().init(zeros))[0]["w"])
 
 
+@helpers.slow
 def test_it_has_a_derivative():
     grads = sharded(AxisType.Explicit, (8,), w=((16, 104), (None, "x")))
 

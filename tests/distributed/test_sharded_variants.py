@@ -172,6 +172,7 @@ LONG = {"experts": P("x", "y"), "filters": P(None, None, ("x", "y"))}  # the sho
         (AxisType.Auto, LONG, MUONS),
     ],
 )
+@helpers.slow
 def test_metrics_of_sharded_parameters(kind, specs, allowed):
     trees = [arrays(seed, specs) for seed in range(2)]
     sharded = [shard(tree, mesh_of(kind), specs) for tree in trees]
