@@ -9,6 +9,8 @@ that make it other published Muons; `explain` tells who orthogonalizes what wher
 sharded.
 """
 
+import importlib.metadata
+
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._matrices.by_role import by_role
@@ -52,8 +54,14 @@ __all__ = [
     "with_metrics",
 ]
 
+# The version of the distribution that is installed. As in JAX, `__all__` leaves it out. A source
+# tree that is not installed has no metadata, and so no version that can be known.
+try:
+    __version__ = importlib.metadata.version("muon-jax")
+except importlib.metadata.PackageNotFoundError:
+    __version__ = "0+unknown"
+
 # Pickles and error messages name what is public by this package, not by the room it lies in.
 for _public in (globals()[name] for name in __all__):
     if getattr(_public, "__module__", "").startswith(f"{__name__}."):
         _public.__module__ = __name__
-del _public

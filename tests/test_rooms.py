@@ -27,6 +27,7 @@ ALLOWED = {
         "pallas_kernels",
         "scipy",
         "sklearn",
+        "tqdm",
     }
     | {"torch", "gram_newton_schulz", "dion"},  # rivals in the benchmarks, where installed
 }

@@ -1,4 +1,7 @@
-"""Published coefficients (a, b, c) of quintic steps, by name."""
+"""Published coefficients (a, b, c) of quintic steps, by name.
+
+The first line above each set says who made it, where it was published, and when.
+"""
 
 type _Rows = tuple[tuple[float, float, float], ...]
 
@@ -22,17 +25,23 @@ def _for_larger(rows: _Rows, factor: float) -> _Rows:
 
 # Each maps singular values in (0, 1] close to 1, so X must enter with spectral norm at most 1.
 NAMED: dict[str, _Rows] = {
-    # Keller Jordan, https://kellerjordan.github.io/posts/muon/: one triple for every step. The
-    # steepest slope at 0 whose limit stays within about [0.7, 1.2]. No safety factor.
+    # By Keller Jordan, https://kellerjordan.github.io/posts/muon/, 2024.
+    # One triple for every step. The steepest slope at 0 whose limit stays within about [0.7, 1.2].
+    # No safety factor.
     "standard": (_STANDARD,),
-    # The same, all three divided by 1.02, as a float16 Muon for mixtures of experts has it: the
-    # map, not its argument, is 1.02 times smaller.
+    # By Keller Jordan, as above. The author of the division by 1.02 is not known.
+    # All three are divided, as a float16 Muon for mixtures of experts has it: the map, not its
+    # argument, is 1.02 times smaller.
     "standard_1.02": ((3.4445 / 1.02, -4.7750 / 1.02, 2.0315 / 1.02),),
-    # Five fitted triples, https://github.com/microsoft/dion, the "quintic" set of others. No safety
-    # factor.
+    # By Jiacheng You, https://x.com/YouJiacheng/status/1905861218138804534, 2025.
+    # So gram-newton-schulz credits it. Emerging-Optimizers credits the fit to Franz Louis Cesista,
+    # https://leloykun.github.io/ponder/muon-opt-coeffs/, 2025, and the numbers to modded-nanogpt.
+    # The name is that of https://github.com/microsoft/dion, which ships the set and did not make
+    # it. Others call it "quintic". No safety factor.
     "dion": _DION,
-    # Polar Express, https://arxiv.org/abs/2505.16932, as https://github.com/Dao-AILab/
-    # gram-newton-schulz has it: minimax composition, safety factor 1.05 in every row.
+    # By Noah Amsel, David Persson, Christopher Musco and Robert Gower, arXiv 2505.16932, 2025.
+    # Polar Express as https://github.com/Dao-AILab/gram-newton-schulz has it: minimax composition,
+    # safety factor 1.05 in every row.
     "polar_express": _for_larger(
         (
             (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -43,8 +52,9 @@ NAMED: dict[str, _Rows] = {
         ),
         1.05,
     ),
-    # Polar Express in https://github.com/KellerJordan/modded-nanogpt and dion: safety factor 1.02,
-    # in the rows and once more in the norm that they divide X by, which here is in the first row.
+    # By the authors of "polar_express", in https://github.com/KellerJordan/modded-nanogpt, 2025.
+    # Also in dion. Safety factor 1.02, in the rows and once more in the norm that they divide X by,
+    # which here is in the first row.
     "polar_express_nanogpt": (
         *_for_larger(((8.156554524902461, -22.48329292557795, 15.878769915207462),), 1.02),
         (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -52,8 +62,9 @@ NAMED: dict[str, _Rows] = {
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ),
-    # Polar Express in https://github.com/NVIDIA-NeMo/Emerging-Optimizers: safety factor 1.01 in the
-    # rows. Its own default is the first five.
+    # By the authors of "polar_express", in NVIDIA's Emerging-Optimizers, 2025.
+    # https://github.com/NVIDIA-NeMo/Emerging-Optimizers: safety factor 1.01 in the rows. Its own
+    # default is the first five.
     "polar_express_nvidia": (
         (8.2051, -22.9019, 16.4607),
         (4.0664, -2.8612, 0.5184),
@@ -64,8 +75,9 @@ NAMED: dict[str, _Rows] = {
         (1.8564, -1.2132, 0.3568),
         (1.8750, -1.2500, 0.3750),
     ),
-    # CANS, https://arxiv.org/abs/2506.10935: composed Chebyshev-type polynomials. No safety factor:
-    # it diverges from 1.01 on, where Polar Express maps to 1, and so where 16 bits round.
+    # By Ekaterina Grishina, Matvey Smirnov and Maxim Rakhuba, arXiv 2506.10935, 2025.
+    # CANS: composed Chebyshev-type polynomials. No safety factor: it diverges from 1.01 on, where
+    # Polar Express maps to 1, and so where 16 bits round.
     "cans": (
         (8.4703, -25.1081, 18.6293),
         (4.1828, -3.1087, 0.5806),
@@ -73,25 +85,28 @@ NAMED: dict[str, _Rows] = {
         (3.2866, -2.4647, 0.5074),
         (2.2737, -1.6447, 0.4162),
     ),
-    # DeepSeek-V4: eight standard steps, and two that converge. No safety factor.
+    # By DeepSeek-AI, report of DeepSeek-V4, 2026.
+    # Eight standard steps, and two that converge. No safety factor.
     "deepseek_v4": (_STANDARD,) * 8 + ((2.0, -1.5, 0.5),) * 2,
-    # Turbo-Muon, https://arxiv.org/abs/2512.04632, by a genetic algorithm: for
-    # preconditioning="aol". No safety factor.
+    # By Thibaut Boissin and others, Turbo-Muon, arXiv 2512.04632, 2025.
+    # Found by a genetic algorithm, for preconditioning="aol". No safety factor.
     "aol": (
         (4.6051, -9.6552, 5.6769),
         (4.7505, -6.0861, 2.1790),
         (2.7763, -2.3190, 0.5523),
         (2.4231, -2.2861, 0.8193),
     ),
-    # The set of that name in Emerging-Optimizers: for preconditioning="aol". No safety factor. As
-    # published: the first step, and so the map, is negative for σ > 0.8837, and -0.99 at 1, so that
-    # a matrix of rank one becomes about minus its polar factor.
+    # By Thibaut Boissin, https://github.com/thib-s/flash-newton-schulz, 2025.
+    # The set "aol" of Emerging-Optimizers, which credits it so, for preconditioning="aol". No
+    # safety factor. As published: the first step, and so the map, is negative for σ > 0.8837, and
+    # -0.99 at 1, so that a matrix of rank one becomes about minus its polar factor.
     "aol_nvidia": (
         (4.0098, -7.0585, 2.4635),
         (3.4585, -5.5479, 2.5959),
         (2.7573, -3.2939, 1.4254),
         (2.7215, -3.0494, 1.3169),
     ),
+    # By Hua Huang, "How Much Orthogonalization Does Muon Need?", arXiv 2606.00371, 2026.
     # Five cubic steps (c = 0), up to 1.30. No safety factor. Here a step costs as much as any.
     "cubic": (
         (3.3656576, -3.3420992, 0.0),

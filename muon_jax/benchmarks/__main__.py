@@ -1,5 +1,6 @@
 """Times `syrk`, `newton_schulz` and `muon` beside others, and fails where a result is wrong.
 
+    python -m muon_jax.benchmarks newton_schulz --quick
     python -m muon_jax.benchmarks syrk --json syrk.json
     python -m muon_jax.benchmarks newton_schulz --shapes peers 24x512x2048
     python -m muon_jax.benchmarks muon --models gpt2-small
@@ -10,27 +11,53 @@
     python -m muon_jax.benchmarks report syrk.json --png syrk.png
 
 Times on a GPU are those that the kernels spend on the device. For rivals in torch they are those
-between CUDA events, with the gaps between kernels. The JSON has the wall clock too. `sharded` runs
-on all devices of the machine, by the wall clock.
+between CUDA events, with the gaps between kernels. The JSON has the wall clock of all, too.
+`sharded` runs on all devices of the machine, by the wall clock. On a CPU all times are of the wall
+clock, and the kernels do not run.
+
+`--quick` measures few cases in few rounds. The heading and the JSON say so: that is no record.
+Progress is a bar on stderr. Figures and progress need `pip install 'muon-jax[benchmarks]'`.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from muon_jax.benchmarks._accuracy.command import add_accuracy_arguments, run_accuracy
+from muon_jax.benchmarks._accuracy.command import (
+    QUICK_ACCURACY,
+    add_accuracy_arguments,
+    run_accuracy,
+)
 from muon_jax.benchmarks._coefficients.command import add_coefficients_arguments, run_coefficients
+from muon_jax.benchmarks._command_line.arguments import add_quick
 from muon_jax.benchmarks._records.command import add_report_arguments, run_report
 from muon_jax.benchmarks._times import commands as times
-from muon_jax.benchmarks._training.command import add_training_arguments, run_training
+from muon_jax.benchmarks._training.command import (
+    QUICK_TRAINING,
+    add_training_arguments,
+    run_training,
+)
+
+# Packages of the extra "benchmarks". Commands import them where they need them.
+_EXTRA = ("matplotlib", "scipy", "tqdm")
 
 
 class Command(NamedTuple):
-    """What a command is for, the flags that it adds to a parser, and the function that runs it."""
+    """A command.
+
+    Attributes:
+        help: what it is for.
+        add_arguments: adds its flags to a parser.
+        run: runs it.
+        quick: the defaults of its arguments under `--quick`; pass None for no such flag.
+    """
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], None]
+    quick: Mapping[str, Any] | None = None
 
 
 COMMANDS = {
@@ -38,31 +65,37 @@ COMMANDS = {
         "times of the symmetric product",
         times.add_syrk_arguments,
         times.run_syrk,
+        times.QUICK_PRODUCTS,
     ),
     "newton_schulz": Command(
         "times of the iteration",
         times.add_newton_schulz_arguments,
         times.run_newton_schulz,
+        times.QUICK_ITERATIONS,
     ),
     "muon": Command(
         "times of whole updates on one device",
         times.add_muon_arguments,
         times.run_muon,
+        times.QUICK_UPDATES,
     ),
     "sharded": Command(
         "times of whole updates on all devices",
         times.add_sharded_arguments,
         times.run_sharded,
+        times.QUICK_UPDATES,
     ),
     "accuracy": Command(
         "distance to the polar factor and FLOPs, by coefficients",
         add_accuracy_arguments,
         run_accuracy,
+        QUICK_ACCURACY,
     ),
     "training": Command(
         "validation losses of a small GPT, by coefficients, learning rate and seed",
         add_training_arguments,
         run_training,
+        QUICK_TRAINING,
     ),
     "coefficients": Command(
         "compute our coefficients and the minimax ones anew",
@@ -83,7 +116,12 @@ COMMANDS = {
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Runs the command line: `words`, or the process's own arguments for None."""
+    """Runs the command line: `words`, or the process's own arguments for None.
+
+    Raises:
+        SystemExit: words, files or packages do not do; it says what is wrong.
+    """
+    words = sys.argv[1:] if words is None else words
     parser = argparse.ArgumentParser(
         prog="python -m muon_jax.benchmarks",
         description=__doc__,
@@ -93,9 +131,23 @@ def main(words: Sequence[str] | None = None) -> None:
     for name, command in COMMANDS.items():
         command_parser = parsers.add_parser(name, help=command.help)
         command.add_arguments(command_parser)
-        command_parser.set_defaults(run=command.run)
+        if command.quick is not None:
+            add_quick(command_parser)
     arguments = parser.parse_args(words)
-    arguments.run(arguments)
+    chosen = COMMANDS[arguments.command]
+    if chosen.quick is not None and arguments.quick:
+        parsers.choices[arguments.command].set_defaults(**chosen.quick)
+        arguments = parser.parse_args(words)
+    try:
+        chosen.run(arguments)
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        sys.exit(f"{error.name} is not installed: pip install 'muon-jax[benchmarks]'")
+    except OSError as error:
+        if error.filename is None or Path(error.filename) not in map(Path, words):
+            raise
+        sys.exit(f"{error.filename}: {error.strerror}")
 
 
 if __name__ == "__main__":

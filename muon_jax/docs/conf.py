@@ -2,11 +2,9 @@
 
 `-b linkcheck` in place of `-b html` follows the links to other sites, which needs the network.
 
-Some pages, or parts of them, are the documents that lie beside the code. Their links, which are
-relative to where they lie, are pointed here to the page that holds what they lead to.
+Every page is plain Markdown, which is read as it lies, too.
 """
 
-import os
 import re
 import tomllib
 from pathlib import Path
@@ -29,39 +27,6 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
-_PAGES = {
-    "muon_jax/CHANGELOG.md": "changelog.md",
-    "muon_jax/NUMERICS.md": "numerics.md",
-    "muon_jax/benchmarks/README.md": "benchmarks.md",
-    # Headings of the README
-    "#fewer-products": "parameters.md#coefficients",
-    "#limits": "faq.md#limits",
-    "#measured": "performance.md#measured",
-    "#other-muons": "parameters.md#presets",
-    "#sharded-parameters": "distributed.md",
-    "#which-parameters": "muon.md#which-parameters",
-}
-
-
-def point_links_here(app, path, parent_docname, content):
-    """Makes the links of an included document relative to this folder."""
-    del app, parent_docname
-    here = Path(__file__).parent
-    document = (here / path).resolve()
-
-    def link(match):
-        text, target, anchor = match.groups(default="")
-        if not target:
-            page = _PAGES[anchor] if document == _ROOT / "README.md" else anchor
-            return f"{text}({page})"
-        file = (document.parent / target).resolve()
-        if file.is_dir():
-            return text.removeprefix("[").removesuffix("]")
-        page = _PAGES.get(str(file.relative_to(_ROOT)), os.path.relpath(file, here))
-        return f"{text}({page}{anchor})"
-
-    content[0] = re.sub(r"(\[[^\]]*\])\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)", link, content[0])
-
 
 def show_formulas(app, what, name, obj, options, lines):
     """Makes indented paragraphs of docstrings literal blocks, before Napoleon reads sections."""
@@ -72,7 +37,14 @@ def show_formulas(app, what, name, obj, options, lines):
     lines[:] = "".join([text, *rest]).split("\n")
 
 
+def name_the_page_outside(app, docname, source):
+    """Names the contributors' page, which lies outside of this folder and is no page here."""
+    del app, docname
+    page = ".github/CONTRIBUTING.md"
+    source[0] = source[0].replace(f"[CONTRIBUTING](../../{page})", f"`{page}`")
+
+
 def setup(app):
     """Connects the above."""
-    app.connect("include-read", point_links_here)
+    app.connect("source-read", name_the_page_outside)
     app.connect("autodoc-process-docstring", show_formulas, priority=400)

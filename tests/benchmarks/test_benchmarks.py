@@ -1,9 +1,12 @@
 import collections
 import functools
+import importlib
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import helpers
 import jax
@@ -18,6 +21,7 @@ from muon_jax.benchmarks import __main__ as benchmarks
 from muon_jax.benchmarks._records.headline import headline_figure
 from muon_jax.benchmarks._records.plots import figure_of_reports
 from muon_jax.benchmarks._times import (
+    commands,
     dispatch_table,
     models,
     one_device,
@@ -30,6 +34,7 @@ from muon_jax.benchmarks._times.shapes import SETS, shapes
 from pallas_kernels import _tuning
 
 TINY = {"embedding": (32, 8), "layer/w": (8, 24), "layer/b": (24,), "experts": (3, 24, 8)}
+TWICE = timing.Turns(rounds=2)
 CASES = {
     "syrk": ["--shapes", "16x16", "2x8x24"],
     "newton_schulz": ["--shapes", "16x16", "2x8x24", "--coefficients", "balanced", "polar_express"],
@@ -40,7 +45,6 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(timing, "ROUNDS", 2)
     monkeypatch.setitem(models.MODELS, "tiny", TINY)
     monkeypatch.setattr(rivals, "_reason_missing", lambda package: f"{package} is not installed")
 
@@ -49,7 +53,7 @@ def small(monkeypatch):
 def measure(tmp_path):
     def run(benchmark, *words):
         file = tmp_path / f"{benchmark}.json"
-        benchmarks.main([benchmark, *CASES[benchmark], *words, "--json", str(file)])
+        benchmarks.main([benchmark, "--quick", *CASES[benchmark], *words, "--json", str(file)])
         return file
 
     return run
@@ -71,6 +75,7 @@ def test_it_times_checks_and_reports(benchmark, variants, measure, capsys):
     file = measure(benchmark)
     assert ("tiny: optax" if benchmark == "muon" else "2×8×24: jnp") in capsys.readouterr().out
     report = json.loads(file.read_text())
+    assert report["rounds"] == 3 and "no record" in report["quick"]
     versions = {"python", "jax", "jaxlib", "optax"}
     assert {"benchmark", "device", "commit", "dtype", "input"} | versions <= set(report)
     assert len(report["measurements"]) == (1 if benchmark == "muon" else 2)
@@ -147,6 +152,7 @@ def test_what_is_exposed_of_exchanges(computing, exchanging, exposed):
 
 
 def test_tune_writes_the_table_that_the_dispatch_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "on_gpu", lambda: True)
     monkeypatch.setattr(_tuning, "TABLES", tmp_path)
     monkeypatch.setattr(_tuning, "_table", _tuning._table.__wrapped__)
     assert _tuning.lookup((2, 64, 128), addend=False) is None
@@ -172,13 +178,13 @@ def test_tune_fails_where_a_result_is_wrong(monkeypatch):
 
 
 def test_float32_is_checked_against_float64():
-    measurement = one_device.measure_newton_schulz((16, 16), "float32", ())
+    measurement = one_device.measure_newton_schulz((16, 16), "float32", (), TWICE)
     assert 0 < measurement["errors"]["None"] < 1e-5
 
 
 def test_a_form_that_is_not_offered_is_not_timed(monkeypatch):
     monkeypatch.setattr(one_device, "rival_programs", lambda x: {})
-    measurement = one_device.measure_newton_schulz((8, 24), "bfloat16", ("deepseek_v4",))
+    measurement = one_device.measure_newton_schulz((8, 24), "bfloat16", ("deepseek_v4",), TWICE)
     assert [*measurement["microseconds"]] == ["jnp", "None", "deepseek_v4"]
 
 
@@ -193,8 +199,9 @@ def test_a_pause_is_before_each_turn_of_ten_runs(monkeypatch):
             return {"wall": lambda calls: events.append(calls) or 1.0}
 
     monkeypatch.setattr(timing.time, "sleep", lambda seconds: events.append(f"{seconds} s"))
-    timing.time_interleaved({"one": Recorded(), "other": Recorded()}, pause=0.2)
-    assert events == [1, 1, *["0.2 s", 10] * 2 * timing.ROUNDS]
+    turns = timing.Turns(rounds=3, pause=0.2)
+    timing.time_interleaved({"one": Recorded(), "other": Recorded()}, turns)
+    assert events == [1, 1, *["0.2 s", 10] * 2 * 3]
 
 
 @pytest.mark.parametrize("wrong", [1.3, jnp.nan])
@@ -279,6 +286,19 @@ def test_the_reason_for_absence(monkeypatch):
     monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
     assert rivals.absent_rivals()["gram_newton_schulz"] == "torch is not installed"
     assert rivals.torch_versions() == {}
+
+
+def test_each_rival_in_torch_can_be_made(monkeypatch):
+    torch = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    name = "muon_jax.benchmarks._times.rivals_in_torch"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    make = importlib.import_module(name)._MAKE
+    monkeypatch.delitem(sys.modules, name)  # the next import is of the true torch
+    assert set(make) == set(rivals._IN_TORCH)
+    for variant, mode in (("", "default"), (", CUDA graphs", "reduce-overhead")):
+        make[f"torch.compile{variant}"]()
+        assert torch.compile.call_args.kwargs["mode"] == mode
 
 
 def test_xla_leaves_memory_where_torch_is_installed(monkeypatch):

@@ -1,12 +1,21 @@
 """The command `accuracy`."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from muon_jax.benchmarks._accuracy import polar_error, spectra
+from muon_jax.benchmarks._command_line.arguments import add_json, quick_facts
+from muon_jax.benchmarks._command_line.progress import measure_each
 from muon_jax.benchmarks._records.recording import environment, record
 from muon_jax.benchmarks._records.tables import markdown
+
+# What `--quick` changes, where no flag says otherwise.
+QUICK_ACCURACY = {
+    "names": ["standard", "polar_express", "balanced"],
+    "dtypes": ["bfloat16", "float16"],
+    "sizes": [64],
+    "aspects": [1, 4],
+}
 
 
 def add_accuracy_arguments(command: argparse.ArgumentParser) -> None:
@@ -21,16 +30,18 @@ def add_accuracy_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtypes", nargs="+", choices=dtypes, default=[*dtypes])
     command.add_argument("--sizes", nargs="+", type=int, default=[256], help="the smaller side, m")
     command.add_argument("--aspects", nargs="+", type=int, default=[1, 2, 4, 8], help="n/m")
-    command.add_argument("--json", type=Path, help="also write the measurements to this file")
+    add_json(command, "also write the measurements to this file")
 
 
 def run_accuracy(arguments: argparse.Namespace) -> None:
     """Measures each name in each form and dtype, and prints a table."""
-    report: dict[str, Any] = {"benchmark": "accuracy", **environment()}
+    report: dict[str, Any] = {"benchmark": "accuracy", **quick_facts(arguments), **environment()}
     report |= {"absent": spectra.absent_spectra(), "thresholds": polar_error.THRESHOLDS}
     report |= {"measurements": [], "sizes": ", ".join(map(str, arguments.sizes))}
     cases = [*spectra.hard_cases(arguments.sizes, arguments.aspects)]
     variants = polar_error.offered_variants(arguments.names, arguments.methods, arguments.dtypes)
-    measurements = (polar_error.measure_accuracy(*variant, cases) for variant in variants)
+    measurements = measure_each(
+        variants, lambda variant: polar_error.measure_accuracy(*variant, cases), ", ".join
+    )
     record(report, measurements, arguments.json)
     print(f"\n{markdown(report)}")

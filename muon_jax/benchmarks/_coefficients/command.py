@@ -9,6 +9,7 @@ from muon_jax._iteration.published import NAMED
 from muon_jax.benchmarks._coefficients.designs import DESIGNS
 from muon_jax.benchmarks._coefficients.fit import fit, free_coefficients, properties
 from muon_jax.benchmarks._coefficients.minimax import published_minimax_sets
+from muon_jax.benchmarks._command_line.progress import measure_each
 
 
 def add_coefficients_arguments(command: argparse.ArgumentParser) -> None:
@@ -24,12 +25,13 @@ def run_coefficients(arguments: argparse.Namespace) -> None:
         difference = np.max(np.abs(published[name] - np.array(NAMED[name])))
         print(f"{name}: within {difference:.1g} of what ships")
         print("".join(f"    {tuple(row.tolist())},\n" for row in published[name]))
-    for (name, dtype), design in DESIGNS.items():
-        if name in arguments.names:
-            steps, shipped = fit(design), SCHEDULES[name].steps_in(dtype)
-            difference = np.max(np.abs(free_coefficients(steps) / free_coefficients(shipped) - 1))
-            numbers = properties(steps, design.low).items()
-            stated = ", ".join(f"{key} {number:.4g}" for key, number in numbers)
-            print(f"{name}, {dtype}: within {difference:.1g} of what ships, relatively; {stated}")
-            for step in steps:
-                print("".join(f"    {product},\n" for product in step.products), flush=True)
+    asked = {key: design for key, design in DESIGNS.items() if key[0] in arguments.names}
+    fitted = measure_each(asked.values(), fit, lambda design: f"l = {design.low:g}")
+    for ((name, dtype), design), steps in zip(asked.items(), fitted, strict=True):
+        shipped = SCHEDULES[name].steps_in(dtype)
+        difference = np.max(np.abs(free_coefficients(steps) / free_coefficients(shipped) - 1))
+        numbers = properties(steps, design.low).items()
+        stated = ", ".join(f"{key} {number:.4g}" for key, number in numbers)
+        print(f"{name}, {dtype}: within {difference:.1g} of what ships, relatively; {stated}")
+        for step in steps:
+            print("".join(f"    {product},\n" for product in step.products), flush=True)

@@ -5,13 +5,17 @@ import json
 from pathlib import Path
 
 from muon_jax.benchmarks._records.headline import headline_figure
+from muon_jax.benchmarks._records.pages import write_pages
 from muon_jax.benchmarks._records.plots import figure_of_reports
 from muon_jax.benchmarks._records.tables import markdown
 
 
 def add_report_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the flags of `report`."""
-    command.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
+    command.add_argument("files", nargs="*", type=Path, metavar="FILE.json")
+    command.add_argument(
+        "--pages", type=Path, metavar="DIR", help="write a page for each file of results into DIR"
+    )
     command.add_argument("--png", type=Path, help="also plot the files (needs matplotlib)")
     command.add_argument(
         "--headline", action="store_true", help="plot all files in one short figure"
@@ -19,7 +23,16 @@ def add_report_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_report(arguments: argparse.Namespace) -> None:
-    """Prints reports as Markdown, and plots them."""
+    """Prints reports as Markdown, plots them, or writes the pages of all results."""
+    if arguments.pages:
+        return write_pages(arguments.pages)
+    if not arguments.files:
+        raise SystemExit(
+            "report needs files: pass some that the other commands wrote with --json. A clone has"
+            " those of the documents in muon_jax/benchmarks/results; the wheel leaves them out"
+        )
+    if absent := [str(file) for file in arguments.files if not file.is_file()]:
+        raise SystemExit(f"report: no such file: {', '.join(absent)}")
     reports = [json.loads(file.read_text()) for file in arguments.files]
     print("\n\n".join(map(markdown, reports)))
     if arguments.png:

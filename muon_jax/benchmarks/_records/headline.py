@@ -11,7 +11,6 @@ from muon_jax.benchmarks._records.reading import (
     Measurement,
     Report,
     case_label,
-    common_clock,
     median_times,
     metric_values,
 )
@@ -22,24 +21,25 @@ if TYPE_CHECKING:
 
 
 class Bar(NamedTuple):
-    """A color, and the variants of which the bar shows the fastest."""
+    """A color, the variants of which the bar shows the fastest, and whether it shows its number."""
 
     color: str
     variants: tuple[str, ...]
+    numbered: bool = False
 
 
 _UPDATE_BARS = {
-    "five steps": Bar("C0", ("None",)),
-    '"balanced"': Bar("C3", ("balanced",)),
+    "muon-jax, five steps": Bar("#0072b2", ("None",), True),
+    'muon-jax, "balanced"': Bar("#d55e00", ("balanced",), True),
 }
 # Five steps by others, and by ours. Others run their fastest form, and so does ours here;
 # torch.compile has one form.
 _ITERATION_BARS = {
-    "jnp": Bar("0.9", ("jnp",)),
-    "Dion": Bar("0.7", ("dion",)),
-    "gram_newton_schulz": Bar("0.45", ("gram_newton_schulz", "gram_newton_schulz, standard")),
-    "five steps": Bar("C0", ("None", "standard, gram")),
-    '"balanced"': _UPDATE_BARS['"balanced"'],
+    "plain jnp": Bar("0.85", ("jnp",)),
+    "Dion": Bar("0.65", ("dion",)),
+    "gram_newton_schulz": Bar("0.4", ("gram_newton_schulz", "gram_newton_schulz, standard")),
+    "muon-jax, five steps": Bar("#0072b2", ("None", "standard, gram"), True),
+    'muon-jax, "balanced"': _UPDATE_BARS['muon-jax, "balanced"'],
 }
 _ASPECT = 4  # n/m of most MLPs
 _SETS = ("standard", "polar_express", "dion", "aol", "deepseek_v4", "fast", "balanced", "accurate")
@@ -48,32 +48,39 @@ _SETS = ("standard", "polar_express", "dion", "aol", "deepseek_v4", "fast", "bal
 def headline_figure(reports: Sequence[Report]) -> "Figure":
     """Returns a matplotlib figure of the iteration, whole updates, and accuracy.
 
+    All times of a panel are by one clock: the wall clock beside packages for torch, else the
+    device's. The titles name device and dtype.
+
     Raises:
-        ValueError: no report is of `newton_schulz`, none of `muon` or `sharded`, or none of
-            `accuracy`.
+        ValueError: no report is of `newton_schulz`, none of `muon`, or none of `accuracy`.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    def measured(*benchmarks: str) -> list[Measurement]:
-        chosen = [report for report in reports if report["benchmark"] in benchmarks]
-        if found := [m for report in chosen for m in report["measurements"]]:
-            return found
+    def measured(benchmark: str) -> Report:
+        for report in reports:
+            if report["benchmark"] == benchmark:
+                return report
         given = ", ".join(report["benchmark"] for report in reports)
         raise ValueError(
-            f"--headline needs a file of the benchmark {' or '.join(benchmarks)}, got {given}: pass"
-            f" one that `python -m muon_jax.benchmarks {benchmarks[0]} --json FILE.json` wrote"
+            f"--headline needs a file of the benchmark {benchmark}, got {given}: pass one that"
+            f" `python -m muon_jax.benchmarks {benchmark} --json FILE.json` wrote"
         )
 
-    result = Figure(figsize=(13.5, 10), layout="constrained")
+    result = Figure(figsize=(13.5, 9), layout="constrained")
     axes = result.subplot_mosaic([["iteration", "update"], ["iteration", "accuracy"]])
     iteration, update, accuracy = (axes[name] for name in ("iteration", "update", "accuracy"))
-    _draw_fastest(iteration, measured("newton_schulz"), _ITERATION_BARS, "torch.compile")
-    _draw_fastest(update, measured("muon", "sharded"), _UPDATE_BARS, "optax")
-    _draw_accuracy_of_sets(accuracy, measured("accuracy"))
-    iteration.set_title("newton_schulz, over five steps by torch.compile", fontsize=10)
-    update.set_title("whole update, over optax.contrib.muon", fontsize=10)
-    accuracy.set_title(f"distance to the polar factor, n = {_ASPECT}m", fontsize=10)
+    steps, updates, errors = map(measured, ("newton_schulz", "muon", "accuracy"))
+    _draw_fastest(iteration, steps["measurements"], _ITERATION_BARS, "torch.compile", "wall")
+    _draw_fastest(update, updates["measurements"], _UPDATE_BARS, "optax", "device")
+    _draw_accuracy_of_sets(accuracy, errors["measurements"])
+    iteration.set_title(
+        f"newton_schulz over torch.compile, wall clock\n{_device(steps)}", fontsize=10
+    )
+    update.set_title(f"whole update over optax.contrib.muon\n{_device(updates)}", fontsize=10)
+    accuracy.set_title(
+        f"distance to the polar factor, n = {_ASPECT}m\nin each set's default dtype", fontsize=10
+    )
     handles = [Patch(color=bar.color, label=label) for label, bar in _ITERATION_BARS.items()]
     result.legend(handles=handles, loc="outside lower left", ncols=len(handles))
     result.draw_without_rendering()  # lays the figure out, which decides what overlaps
@@ -81,18 +88,28 @@ def headline_figure(reports: Sequence[Report]) -> "Figure":
     return result
 
 
+def _device(report: Report) -> str:
+    """The device and the dtype of a report."""
+    return f"{report['device'].removeprefix('NVIDIA ')}, {report['dtype']}, jax {report['jax']}"
+
+
 def _draw_fastest(
-    axes: "Axes", measurements: Sequence[Measurement], bars: Mapping[str, Bar], baseline: str
+    axes: "Axes",
+    measurements: Sequence[Measurement],
+    bars: Mapping[str, Bar],
+    baseline: str,
+    clock: str,
 ) -> None:
     """How many times faster than the baseline the fastest variant of each bar is."""
     labels, height = [], 0.8 / len(bars)
     for i, measurement in enumerate(measurements):
-        times = median_times(measurement, common_clock([measurement]))
+        times = median_times(measurement, clock)
         for j, bar in enumerate(bars.values()):
             if found := [times[name] for name in bar.variants if name in times]:
                 place = i + height * (j + 0.5) - 0.4
                 drawn = axes.barh(place, times[baseline] / min(found), height, color=bar.color)
-                axes.bar_label(drawn, fmt="%.1f×", padding=2, fontsize=7)
+                if bar.numbered:
+                    axes.bar_label(drawn, fmt="%.1f×", padding=2, fontsize=7)
         labels.append(case_label(measurement).replace(", ", "\n"))
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.axvline(1.0, color="black", linewidth=1)

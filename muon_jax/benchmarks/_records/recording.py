@@ -1,10 +1,13 @@
 """Writes a report while its measurements are made."""
 
+import datetime
 import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,8 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         **{package: importlib.metadata.version(package) for package in packages},
         "commit": commit or "unknown",
+        "date": datetime.date.today().isoformat(),
+        "command": "python -m muon_jax.benchmarks " + shlex.join(sys.argv[1:]),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
     }
 

@@ -42,7 +42,7 @@ def measurement_line(measurement: Measurement) -> str:
     clock = common_clock([measurement])
     (_, label), *cells = _time_row(measurement, measurement["microseconds"], clock).items()
     text = f"{label}: {'; '.join(f'{column} {cell}' for column, cell in cells)}; µs, {clock}"
-    return "\n".join([text, *_failures(measurement)])
+    return "\n".join([text, *failure_lines(measurement)])
 
 
 def markdown(report: Report) -> str:
@@ -63,10 +63,10 @@ def markdown(report: Report) -> str:
     rows = [_time_row(measurement, variants, clock) for measurement in measurements]
     columns = keys_in_order(rows)
     names = [column.replace("None", report["benchmark"]) for column in columns]
-    missing = absence_lines(report) + [text for m in measurements for text in _failures(m)]
+    missing = absence_lines(report) + [text for m in measurements for text in failure_lines(m)]
     blocks = [
         f"{heading(report)}; µs, {clock}, medians",
-        _markdown_table(names, [[row.get(column, "") for column in columns] for row in rows]),
+        table(names, [[row.get(column, "") for column in columns] for row in rows]),
         "\n".join(f"- {text}" for text in missing),
     ]
     return "\n\n".join(filter(None, blocks))
@@ -104,8 +104,8 @@ def _time_row(measurement: Measurement, variants: Iterable[str], clock: str) -> 
     return row
 
 
-def _failures(measurement: Measurement) -> list[str]:
-    """A line for each rival that failed, with the reason."""
+def failure_lines(measurement: Measurement) -> list[str]:
+    """Returns a line for each rival that failed, with the reason."""
     case, failed = case_label(measurement), measurement.get("failed", {})
     return [f"failed: {name} at {case} ({reason})" for name, reason in failed.items()]
 
@@ -117,7 +117,7 @@ def _accuracy_markdown(report: Report) -> str:
     errors = " / ".join(f"σ > {threshold:g}σ₁" for threshold in report["thresholds"])
     blocks = [
         f"{heading(report)}; errors to the polar factor on {errors}, medians",
-        _markdown_table(columns, [[row[column] for column in columns] for row in rows]),
+        table(columns, [[row[column] for column in columns] for row in rows]),
         "\n".join(f"- {text}" for text in absence_lines(report)),
     ]
     return "\n\n".join(filter(None, blocks))
@@ -129,7 +129,7 @@ def _training_markdown(report: Report) -> str:
     blocks = [
         f"{heading(report)}; validation loss in nats per byte, mean ± standard deviation",
         training_setup(report),
-        _markdown_table([*rows[0]], [[*row.values()] for row in rows]),
+        table([*rows[0]], [[*row.values()] for row in rows]),
         "\n".join(f"- {text}" for text in verdicts(report)),
     ]
     return "\n\n".join(blocks)
@@ -159,6 +159,7 @@ def _accuracy_row(measurement: Measurement) -> dict[str, str]:
     }
 
 
-def _markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table in Markdown."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -4,27 +4,46 @@ import argparse
 import functools
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from muon_jax.benchmarks._accuracy.polar_error import coefficient_names
+from muon_jax.benchmarks._command_line.arguments import add_json, quick_facts
+from muon_jax.benchmarks._command_line.progress import measure_each
 from muon_jax.benchmarks._records.recording import environment, record
 from muon_jax.benchmarks._records.tables import absence_lines, heading
 from muon_jax.benchmarks._times import rivals
 from muon_jax.benchmarks._times.dispatch_table import measure_product, products_of_steps
-from muon_jax.benchmarks._times.models import MODELS
+from muon_jax.benchmarks._times.models import MODELS, QUICK_MODEL
 from muon_jax.benchmarks._times.one_device import (
     DEFAULT_COEFFICIENTS,
     measure_muon,
     measure_newton_schulz,
     measure_syrk,
 )
-from muon_jax.benchmarks._times.shapes import SETS, shapes
+from muon_jax.benchmarks._times.shapes import QUICK_SHAPES, SETS, shapes
 from muon_jax.benchmarks._times.sharded import SHARDED_AXES, measure_sharded
+from muon_jax.benchmarks._times.timing import Turns, on_gpu
 from pallas_kernels import _tuning
+
+type Shape = tuple[int, ...]
+
+# What `--quick` changes, where no flag says otherwise.
+_QUICK_TURNS = Turns(rounds=3)
+QUICK_PRODUCTS = {
+    "shapes": [shapes(word) for word in QUICK_SHAPES.split()],
+    "turns": _QUICK_TURNS,
+}
+QUICK_ITERATIONS = QUICK_PRODUCTS | {"coefficients": ["balanced"]}
+QUICK_UPDATES = {"models": [QUICK_MODEL], "turns": _QUICK_TURNS}
+
+# optax has no other choice; see `measure_muon`.
+_DTYPES_OF_ITERATION = {
+    "iteration": "ours in half precision; optax's in the dtype of the gradients"
+}
 
 
 def add_syrk_arguments(command: argparse.ArgumentParser) -> None:
@@ -36,7 +55,8 @@ def add_syrk_arguments(command: argparse.ArgumentParser) -> None:
 def run_syrk(arguments: argparse.Namespace) -> None:
     """Times XXᵀ and XXᵀ + C/2, shape by shape."""
     cases = _distinct_shapes(arguments)
-    _measure_cases(arguments, cases, functools.partial(measure_syrk, dtype=arguments.dtype))
+    measure = functools.partial(measure_syrk, dtype=arguments.dtype, turns=arguments.turns)
+    _measure_cases(arguments, cases, measure, _shape_label)
 
 
 def add_newton_schulz_arguments(command: argparse.ArgumentParser) -> None:
@@ -68,26 +88,28 @@ def run_newton_schulz(arguments: argparse.Namespace) -> None:
         measure_newton_schulz,
         dtype=arguments.dtype,
         coefficients=arguments.coefficients,
-        pause=arguments.pause,
+        turns=arguments.turns._replace(pause=arguments.pause),
     )
-    _measure_cases(arguments, _distinct_shapes(arguments), measure, facts)
+    _measure_cases(arguments, _distinct_shapes(arguments), measure, _shape_label, facts)
 
 
 def add_muon_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the flags of `muon`."""
     _add_dtype_and_json(command, "float32")
-    command.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    models = [name for name in MODELS if name != QUICK_MODEL]
+    command.add_argument("--models", nargs="+", choices=MODELS, default=models)
 
 
 def run_muon(arguments: argparse.Namespace) -> None:
     """Times whole updates on one device, model by model."""
-    measure = functools.partial(measure_muon, dtype=arguments.dtype)
-    _measure_cases(arguments, arguments.models, measure)
+    measure = functools.partial(measure_muon, dtype=arguments.dtype, turns=arguments.turns)
+    _measure_cases(arguments, arguments.models, measure, facts=_DTYPES_OF_ITERATION)
 
 
 def add_sharded_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the flags of `sharded`."""
     _add_dtype_and_json(command, "float32")
+    command.set_defaults(turns=Turns(seconds=0.2))
     command.add_argument("--models", nargs="+", choices=MODELS, default=["24-layers"])
     command.add_argument(
         "--mesh",
@@ -101,29 +123,41 @@ def add_sharded_arguments(command: argparse.ArgumentParser) -> None:
 def run_sharded(arguments: argparse.Namespace) -> None:
     """Times whole updates on several devices, model by model."""
     mesh_shape: dict[str, int] = dict(arguments.mesh or [("fsdp", jax.device_count())])
-    measure = functools.partial(measure_sharded, dtype=arguments.dtype, mesh_shape=mesh_shape)
-    _measure_cases(arguments, arguments.models, measure)
+    measure = functools.partial(
+        measure_sharded, dtype=arguments.dtype, mesh_shape=mesh_shape, turns=arguments.turns
+    )
+    _measure_cases(arguments, arguments.models, measure, facts=_DTYPES_OF_ITERATION)
 
 
 def add_tune_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the flags of `tune`."""
     _add_shapes(command)
-    command.add_argument(
-        "--json",
-        type=Path,
-        help="write the table to this file (default: to the file that the dispatch reads)",
-    )
+    add_json(command, "write the table to this file (default: to the file that the dispatch reads)")
 
 
 def run_tune(arguments: argparse.Namespace) -> None:
-    """Measures the candidates of each product, and writes the table anew after each product."""
+    """Measures the candidates of each product, and writes the table anew after each product.
+
+    Raises:
+        SystemExit: there is no GPU.
+    """
+    if not on_gpu():
+        sys.exit(
+            "tune times the GPU kernels among which the dispatch chooses, and JAX runs on"
+            f" {jax.default_backend()} here: run it on a machine with an NVIDIA GPU"
+        )
     path = arguments.json or _tuning.table_path(jax.devices()[0].device_kind)
     table: dict[str, Any] = {"version": 1, **environment(), "dtype": "bfloat16"}
     table |= {"input": "standard normal", "entries": []}
-    for shape, addend in products_of_steps(itertools.chain.from_iterable(arguments.shapes)):
-        entry = measure_product(shape, addend)
+    products = products_of_steps(itertools.chain.from_iterable(arguments.shapes))
+    entries = measure_each(
+        products,
+        lambda product: measure_product(*product),
+        lambda product: _shape_label(product[0]),
+    )
+    for entry in entries:
         times = ", ".join(f"{name} {time:.1f}" for name, time in entry["microseconds"].items())
-        print(f"{'×'.join(map(str, shape))}{' + C' * addend}: {times} µs", flush=True)
+        print(f"{_shape_label(entry['shape'])}{' + C' * entry['addend']}: {times} µs", flush=True)
         table["entries"].append(entry)
         path.write_text(json.dumps(table, indent=1) + "\n")
 
@@ -132,29 +166,51 @@ def _measure_cases(
     arguments: argparse.Namespace,
     cases: Iterable[Any],
     measure: Callable[[Any], dict[str, Any]],
+    label: Callable[[Any], str] = str,
     facts: dict[str, Any] | None = None,
 ) -> None:
-    """Prints the heading of a report, then measures case by case.
+    """Prints the heading of a report and what it lacks, then measures case by case.
 
     Args:
         arguments: of the command line.
         cases: shapes or models.
         measure: returns the measurement of one case.
+        label: returns the name of a case.
         facts: further entries of the report.
     """
-    report: dict[str, Any] = {"benchmark": arguments.command, **(facts or {}), **environment()}
-    report |= {"dtype": arguments.dtype, "input": "standard normal", "measurements": []}
-    print("\n".join([heading(report), *absence_lines(report)]))
-    record(report, map(measure, cases), arguments.json, indent=1)
+    report: dict[str, Any] = {"benchmark": arguments.command, **quick_facts(arguments)}
+    report |= {**(facts or {}), **environment(), "dtype": arguments.dtype}
+    report |= {"input": "standard normal", "rounds": arguments.turns.rounds, "measurements": []}
+    lines = [heading(report), *absence_lines(report), *_lines_without_gpu(arguments)]
+    print("\n".join(lines), flush=True)
+    record(report, measure_each(cases, measure, label), arguments.json, indent=1)
 
 
-def _distinct_shapes(arguments: argparse.Namespace) -> Iterable[tuple[int, ...]]:
+def _lines_without_gpu(arguments: argparse.Namespace) -> list[str]:
+    """What the commands cannot measure on this device; nothing on a GPU."""
+    if on_gpu():
+        return []
+    lines = [
+        f"not measured on {jax.default_backend()}: the kernels, the device's clock, and how much of"
+        " an exchange is hidden. All products are XLA's, all times those of the wall clock."
+    ]
+    if not arguments.quick:
+        lines.append("The cases are sized for GPUs and can take minutes each here: see --quick.")
+    return lines
+
+
+def _shape_label(shape: Shape) -> str:
+    return "×".join(map(str, shape))
+
+
+def _distinct_shapes(arguments: argparse.Namespace) -> Iterable[Shape]:
     return dict.fromkeys(itertools.chain.from_iterable(arguments.shapes))
 
 
 def _add_dtype_and_json(command: argparse.ArgumentParser, dtype: str) -> None:
     command.add_argument("--dtype", default=dtype, choices=["bfloat16", "float16", "float32"])
-    command.add_argument("--json", type=Path, help="also write the measurements to this file")
+    command.set_defaults(turns=Turns())
+    add_json(command, "also write the measurements to this file")
 
 
 def _add_shapes(command: argparse.ArgumentParser) -> None:

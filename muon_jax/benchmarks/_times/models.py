@@ -9,6 +9,9 @@ def _repeated_layers(count: int, layer: Shapes) -> Shapes:
     return {f"layer_{i}/{name}": shape for i in range(count) for name, shape in layer.items()}
 
 
+# Of `--quick`.
+QUICK_MODEL = "2-layers"
+
 MODELS: dict[str, Shapes] = {
     # Each parameter on its own, 124M in all. The output head is the token embedding.
     "gpt2-small": {
@@ -48,6 +51,20 @@ MODELS: dict[str, Shapes] = {
         "gate": (128, 2048, 768),
         "up": (128, 2048, 768),
         "down": (128, 768, 2048),
+    },
+    # Every kind of parameter, 3.1M in all.
+    QUICK_MODEL: {
+        "embedding": (4096, 256),
+        **_repeated_layers(
+            2,
+            {
+                "norm": (256,),
+                **{name: (256, 256) for name in ("q", "k", "v", "o")},
+                "up": (256, 1024),
+                "down": (1024, 256),
+            },
+        ),
+        "experts": (4, 256, 512),
     },
 }
 

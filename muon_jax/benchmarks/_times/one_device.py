@@ -26,7 +26,13 @@ from muon_jax.benchmarks._times.rivals import (
     newton_schulz_in_jnp,
     rival_programs,
 )
-from muon_jax.benchmarks._times.timing import JaxProgram, Timeable, time_interleaved
+from muon_jax.benchmarks._times.timing import (
+    DEFAULT_TURNS,
+    JaxProgram,
+    Timeable,
+    Turns,
+    time_interleaved,
+)
 from pallas_kernels import select_implementation, syrk
 
 # The coefficients that `newton_schulz` is timed with beside its defaults, by default.
@@ -38,8 +44,15 @@ COEFFICIENTS_TOLERANCE = 0.1
 MUON_TOLERANCE = 0.1
 
 
-def measure_syrk(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
+def measure_syrk(
+    shape: tuple[int, ...], dtype: str, turns: Turns = DEFAULT_TURNS
+) -> dict[str, Any]:
     """Times XXᵀ, and XXᵀ + C/2 for a symmetric C, for X of `shape`.
+
+    Args:
+        shape: (m, n) or (batch, m, n).
+        dtype: of X and C.
+        turns: as for `time_interleaved`.
 
     Raises:
         ArithmeticError: a result has more than twice the error of plain jnp.
@@ -57,8 +70,8 @@ def measure_syrk(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
         "jnp + C": lambda x, c: x @ x.mT + 0.5 * c,
         "None + C": lambda x, c: syrk(x, c, beta=0.5),
     }
-    comparison = _check_and_time(f"syrk {shape}", product, (x,), {})
-    with_addend = _check_and_time(f"syrk {shape}", product_and_addend, (x, c), {})
+    comparison = _check_and_time(f"syrk {shape}", product, (x,), {}, turns=turns)
+    with_addend = _check_and_time(f"syrk {shape}", product_and_addend, (x, c), {}, turns=turns)
     return {
         "shape": shape,
         "chosen": select_implementation(x).implementation,
@@ -67,7 +80,10 @@ def measure_syrk(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
 
 
 def measure_newton_schulz(
-    shape: tuple[int, ...], dtype: str, coefficients: Sequence[str], pause: float = 0.0
+    shape: tuple[int, ...],
+    dtype: str,
+    coefficients: Sequence[str],
+    turns: Turns = DEFAULT_TURNS,
 ) -> dict[str, Any]:
     """Times five Newton–Schulz steps on `shape`, and beside them other coefficients.
 
@@ -79,7 +95,7 @@ def measure_newton_schulz(
         shape: (m, n) or (batch, m, n), m ≤ n.
         dtype: of the matrices.
         coefficients: the names of the other ones.
-        pause: as for `time_interleaved`.
+        turns: as for `time_interleaved`.
 
     Raises:
         ArithmeticError: our result has more than twice the error of plain jnp, or a result with
@@ -113,7 +129,7 @@ def measure_newton_schulz(
             others[label] = program
     definitions = {rival: definition(name) for rival, name in OWN_COEFFICIENTS.items()}
     comparison = _check_and_time(
-        f"newton_schulz {shape}", steps, (x,), rival_programs(x), others, definitions, pause
+        f"newton_schulz {shape}", steps, (x,), rival_programs(x), others, definitions, turns
     )
     return {
         "shape": shape,
@@ -122,14 +138,18 @@ def measure_newton_schulz(
     }
 
 
-def measure_muon(model: str, dtype: str) -> dict[str, Any]:
+def measure_muon(model: str, dtype: str, turns: Turns = DEFAULT_TURNS) -> dict[str, Any]:
     """Times one update of all parameters of a model: gradients and state in, updates and state out.
 
     The state is not donated, because the same arguments are timed again and again.
 
+    optax has no dtype of the iteration: it iterates in that of the gradients, `dtype`. Its
+    `mu_dtype` stores the momentum alone. So bfloat16 compares both in half precision.
+
     Args:
         model: a name of `MODELS`.
         dtype: of gradients, state and parameters.
+        turns: as for `time_interleaved`.
 
     Returns:
         The times of optax's and our update, and by optimizer
@@ -176,7 +196,7 @@ def measure_muon(model: str, dtype: str) -> dict[str, Any]:
         "temp_bytes": {k: c.memory_analysis().temp_size_in_bytes for k, c in compiled.items()},
         "loops": {k: c.as_text().count(" while(") for k, c in compiled.items()},
         "launches": {name: program.launches() for name, program in programs.items()},
-        "microseconds": time_interleaved(programs),
+        "microseconds": time_interleaved(programs, turns),
     }
 
 
@@ -198,7 +218,7 @@ def _check_and_time(
     rivals: Mapping[str, Timeable],
     others: Mapping[str, Timeable] | None = None,
     definitions: Mapping[str, Callable[..., jax.Array]] | None = None,
-    pause: float = 0.0,
+    turns: Turns = DEFAULT_TURNS,
 ) -> dict[str, dict[str, Any]]:
     """Checks `variants` and `rivals` against the first variant in float64, and times them.
 
@@ -213,7 +233,7 @@ def _check_and_time(
         others: programs that are timed too, unchecked. If there are any, the result has all polar
             errors.
         definitions: what rivals compute instead of the first variant, by rival.
-        pause: as for `time_interleaved`.
+        turns: as for `time_interleaved`.
 
     Raises:
         ArithmeticError: a variant does not pass.
@@ -246,4 +266,4 @@ def _check_and_time(
         programs |= others
         results = ((name, program.result()) for name, program in programs.items())
         result["polar_errors"] = polar_errors(arguments[0], results)
-    return result | {"microseconds": time_interleaved(programs, pause=pause)}
+    return result | {"microseconds": time_interleaved(programs, turns)}

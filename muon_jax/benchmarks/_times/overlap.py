@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from muon_jax.benchmarks._times.timing import Timeable
+from muon_jax.benchmarks._times.timing import Timeable, on_gpu
 
 type Intervals = list[tuple[float, float]]  # disjoint, in order
 
@@ -21,7 +21,7 @@ def measure_overlap(program: Timeable) -> dict[str, float]:
         `"exchanging"`: the time in which NCCL's kernels run, or wait for other GPUs;
         `"exposed"`: the part of `"exchanging"` in which no other kernel runs.
     """
-    if jax.default_backend() != "gpu":
+    if not on_gpu():
         return {}
     jax.block_until_ready(program.result())  # the first run also loads kernels and connects
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ from muon_jax.benchmarks._times.timing import JaxProgram, Timeable
 # The rivals in torch, and the package that each comes from.
 _IN_TORCH = {
     "torch.compile": "torch",
+    "torch.compile, CUDA graphs": "torch",
     "gram_newton_schulz": "gram_newton_schulz",
     "gram_newton_schulz, standard": "gram_newton_schulz",
     "dion": "dion",

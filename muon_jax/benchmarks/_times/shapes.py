@@ -21,6 +21,9 @@ SETS = {
     ),
 }
 
+# Of `--quick`: a square, a wide matrix, a stack.
+QUICK_SHAPES = "256x256 256x1024 4x256x256"
+
 
 def shapes(word: str) -> list[tuple[int, ...]]:
     """Returns the shapes of a named set, or the one shape that is written out: `"24x1024x4096"`.

@@ -17,7 +17,13 @@ from muon_jax.benchmarks._times.correctness import largest_error
 from muon_jax.benchmarks._times.inputs import standard_normal
 from muon_jax.benchmarks._times.models import MODELS, dimension_numbers
 from muon_jax.benchmarks._times.overlap import measure_overlap
-from muon_jax.benchmarks._times.timing import Clock, JaxProgram, time_interleaved
+from muon_jax.benchmarks._times.timing import (
+    DEFAULT_TURNS,
+    Clock,
+    JaxProgram,
+    Turns,
+    time_interleaved,
+)
 
 # Optimizers, their arguments, and the type of the mesh axes.
 OPTIMIZERS = {
@@ -48,13 +54,16 @@ def collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
     return dict(collections.Counter(re.findall(rf" ({names})(?:-start)?\(", text)))
 
 
-def measure_sharded(model: str, dtype: str, mesh_shape: Mapping[str, int]) -> dict[str, Any]:
+def measure_sharded(
+    model: str, dtype: str, mesh_shape: Mapping[str, int], turns: Turns = DEFAULT_TURNS
+) -> dict[str, Any]:
     """Times one update of all parameters of a model, sharded over a mesh of these axes.
 
     Args:
         model: a name of `MODELS`.
-        dtype: of gradients, state and parameters.
+        dtype: of gradients, state and parameters. optax iterates in it, too.
         mesh_shape: sizes of axes that are in `SHARDED_AXES`.
+        turns: as for `time_interleaved`.
 
     Raises:
         ArithmeticError: an update of ours differs by more than `TOLERANCE` from that on one device.
@@ -103,7 +112,7 @@ def measure_sharded(model: str, dtype: str, mesh_shape: Mapping[str, int]) -> di
         "mesh": dict(mesh_shape),
         "parameters": sum(x.size for x in whole.values()),
         **report,
-        "microseconds": time_interleaved(programs, seconds=0.2),
+        "microseconds": time_interleaved(programs, turns),
     }
 
 

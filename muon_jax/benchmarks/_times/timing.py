@@ -4,16 +4,37 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-ROUNDS = 7
+
+class Turns(NamedTuple):
+    """How programs run in turns.
+
+    Attributes:
+        rounds: how many turns each program has, after a warm-up.
+        seconds: how long a turn is, approximately; it is 3 to 50 runs.
+        pause: seconds before each turn, in which a GPU gets away from its power limit. With a pause
+            a turn is 10 runs.
+    """
+
+    rounds: int = 7
+    seconds: float = 0.02
+    pause: float = 0.0
+
+
+DEFAULT_TURNS = Turns()
 
 # Runs a program as many times in a row as the argument says, and returns the seconds per run.
 type Clock = Callable[[int], float]
+
+
+def on_gpu() -> bool:
+    """Returns whether programs run on a GPU, which has a clock of its own."""
+    return jax.default_backend() == "gpu"
 
 
 class Timeable(Protocol):
@@ -53,8 +74,7 @@ class JaxProgram:
 
     def clocks(self) -> dict[str, Clock]:
         """Returns `wall`, and `device` on a GPU."""
-        on_gpu = jax.default_backend() == "gpu"
-        return {"wall": self._wall} | ({"device": self._device} if on_gpu else {})
+        return {"wall": self._wall} | ({"device": self._device} if on_gpu() else {})
 
     def _wall(self, calls: int) -> float:
         start, result = time.perf_counter(), None
@@ -65,7 +85,7 @@ class JaxProgram:
 
     def launches(self) -> int | None:
         """Returns how many kernels a run launches, None without a GPU."""
-        if jax.default_backend() != "gpu":
+        if not on_gpu():
             return None
         measured = profiler.Cupti(finalize=False).measure(self.compiled, aggregate=False)
         return len(measured(*self.arguments)[1])
@@ -83,18 +103,16 @@ class JaxProgram:
 
 
 def time_interleaved(
-    programs: Mapping[str, Timeable], seconds: float = 0.02, pause: float = 0.0
+    programs: Mapping[str, Timeable], turns: Turns = DEFAULT_TURNS
 ) -> dict[str, dict[str, list[float]]]:
-    """Times the programs in turns, `ROUNDS` times after a warm-up, in another order each time.
+    """Times the programs in turns, in another order each time.
 
     The order changes because what a program takes at a GPU's power limit depends on what ran before
     it.
 
     Args:
         programs: by name.
-        seconds: how long a program runs in each turn, approximately; a turn is 3 to 50 runs.
-        pause: seconds before each turn, in which a GPU gets away from its power limit. With a pause
-            a turn is 10 runs.
+        turns: how many, and how long.
 
     Returns:
         For each program and each of its clocks the quartiles (25%, median, 75%), in µs per run.
@@ -104,14 +122,14 @@ def time_interleaved(
     for name, by_clock in clocks.items():
         wall = by_clock["wall"]
         wall(1)
-        calls[name] = 10 if pause else int(np.clip(seconds / wall(3), 3, 50))
+        calls[name] = 10 if turns.pause else int(np.clip(turns.seconds / wall(3), 3, 50))
     samples = {name: {clock: [] for clock in by_clock} for name, by_clock in clocks.items()}
     shuffled = random.Random(0)
     for clock in ("wall", "device"):  # in this order, because CUPTI slows launches down
-        for _ in range(ROUNDS):
+        for _ in range(turns.rounds):
             for name in shuffled.sample([*clocks], len(clocks)):
                 if clock in clocks[name]:
-                    time.sleep(pause)
+                    time.sleep(turns.pause)
                     samples[name][clock].append(clocks[name][clock](calls[name]) * 1e6)
     return {
         name: {

@@ -1,0 +1,36 @@
+"""What a distribution says of itself."""
+
+import importlib
+import importlib.metadata
+import tomllib
+from pathlib import Path
+
+import muon_jax
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+
+
+def test_the_version_is_that_of_the_project():
+    expected = PROJECT["project"]["version"]
+    assert muon_jax.__version__ == expected, "the installation is stale: pip install -e ."
+    assert "__version__" not in muon_jax.__all__
+
+
+def test_a_tree_that_is_not_installed_has_no_version(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", version)
+        assert importlib.reload(muon_jax).__version__ == "0+unknown"
+    importlib.reload(muon_jax)
+
+
+def test_the_wheel_leaves_documents_and_results_out():
+    excluded = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["exclude"]
+    assert {"muon_jax/docs", "muon_jax/benchmarks/results"} <= {*excluded}
+
+
+def test_the_extra_holds_what_the_benchmarks_need():
+    packages = PROJECT["project"]["optional-dependencies"]["benchmarks"]
+    assert [package.split()[0] for package in packages] == ["matplotlib", "scipy", "tqdm"]
