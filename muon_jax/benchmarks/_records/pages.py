@@ -10,7 +10,12 @@ from muon_jax.benchmarks._records.reading import (
     case_label,
     keys_in_order,
 )
-from muon_jax.benchmarks._records.tables import absence_lines, failure_lines, markdown, table
+from muon_jax.benchmarks._records.tables import (
+    absence_lines,
+    failure_lines,
+    markdown,
+    markdown_table,
+)
 
 RESULTS = Path(__file__).parents[1] / "results"
 _COMMAND = "python -m muon_jax.benchmarks"
@@ -59,7 +64,9 @@ def page(report: Report, file: str) -> str:
         + (", with pauses" if "pause" in report else ""),
         f"<!-- Written by `{_COMMAND} report --pages`; do not edit. -->",
         f"```bash\n{command}\n```",
-        table(["", ""], [[key, value] for key, value in facts.items() if key != "benchmark"]),
+        markdown_table(
+            ["", ""], [[key, value] for key, value in facts.items() if key != "benchmark"]
+        ),
     ]
     if benchmark in ("accuracy", "training"):
         blocks.append(markdown(report).split("\n\n", 1)[1])
@@ -96,7 +103,7 @@ def all_pages() -> dict[str, str]:
             f"no results in {RESULTS}: the wheel leaves them out, a clone has them in"
             " muon_jax/benchmarks/results"
         )
-    return pages | {"index.md": _INDEX + table(["", *_INDEXED], rows) + _INDEX_END}
+    return pages | {"index.md": _INDEX + markdown_table(["", *_INDEXED], rows) + _INDEX_END}
 
 
 _INDEXED = ("device", "jax", "commit", "date")
@@ -146,7 +153,7 @@ def _block(title: str, unit: str, cells: dict[str, dict[str, str]]) -> list[str]
         return []
     rows = [[case, *(row.get(column, "") for column in columns)] for case, row in cells.items()]
     names = [column.replace("None", "ours, default") for column in columns]
-    return [f"## {title}", unit, table(["", *names], rows)]
+    return [f"## {title}", unit, markdown_table(["", *names], rows)]
 
 
 def _spread(quartiles: Iterable[float]) -> str:

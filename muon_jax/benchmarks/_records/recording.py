@@ -19,18 +19,26 @@ from muon_jax.benchmarks._records.tables import measurement_line
 
 def environment() -> dict[str, str]:
     """Returns what somebody needs to repeat a measurement: device, versions, commit, XLA flags."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    packages = ("jax", "jaxlib", "optax")
+    packages = ("muon-jax", "jax", "jaxlib", "optax")
     return {
         "device": jax.devices()[0].device_kind,
         "python": platform.python_version(),
         **{package: importlib.metadata.version(package) for package in packages},
-        "commit": commit or "unknown",
+        "commit": _commit(),
         "date": datetime.date.today().isoformat(),
         "command": "python -m muon_jax.benchmarks " + shlex.join(sys.argv[1:]),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
     }
+
+
+def _commit() -> str:
+    """The commit of the checkout that this file lies in, or that there is none."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return "unknown, without git"
+    return found or "unknown"
 
 
 def record(

@@ -66,7 +66,7 @@ def markdown(report: Report) -> str:
     missing = absence_lines(report) + [text for m in measurements for text in failure_lines(m)]
     blocks = [
         f"{heading(report)}; µs, {clock}, medians",
-        table(names, [[row.get(column, "") for column in columns] for row in rows]),
+        markdown_table(names, [[row.get(column, "") for column in columns] for row in rows]),
         "\n".join(f"- {text}" for text in missing),
     ]
     return "\n\n".join(filter(None, blocks))
@@ -117,7 +117,7 @@ def _accuracy_markdown(report: Report) -> str:
     errors = " / ".join(f"σ > {threshold:g}σ₁" for threshold in report["thresholds"])
     blocks = [
         f"{heading(report)}; errors to the polar factor on {errors}, medians",
-        table(columns, [[row[column] for column in columns] for row in rows]),
+        markdown_table(columns, [[row[column] for column in columns] for row in rows]),
         "\n".join(f"- {text}" for text in absence_lines(report)),
     ]
     return "\n\n".join(filter(None, blocks))
@@ -129,7 +129,7 @@ def _training_markdown(report: Report) -> str:
     blocks = [
         f"{heading(report)}; validation loss in nats per byte, mean ± standard deviation",
         training_setup(report),
-        table([*rows[0]], [[*row.values()] for row in rows]),
+        markdown_table([*rows[0]], [[*row.values()] for row in rows]),
         "\n".join(f"- {text}" for text in verdicts(report)),
     ]
     return "\n\n".join(blocks)
@@ -159,7 +159,7 @@ def _accuracy_row(measurement: Measurement) -> dict[str, str]:
     }
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns a table in Markdown."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
