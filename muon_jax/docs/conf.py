@@ -17,6 +17,7 @@ author = project_copyright = "The muon-jax authors"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
+html_static_path = ["_static"]
 html_title = f"{project} {release}"
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", ".*")]  # types of other packages, whose pages are elsewhere
@@ -47,4 +48,6 @@ def name_the_page_outside(app, docname, source):
 def setup(app):
     """Connects the above."""
     app.connect("source-read", name_the_page_outside)
+    # Long lines, such as messages of errors, are not cut at the margin.
+    app.add_css_file("wrap.css")
     app.connect("autodoc-process-docstring", show_formulas, priority=400)

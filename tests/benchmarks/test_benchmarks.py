@@ -439,7 +439,7 @@ def test_the_headline_shows_the_results(tmp_path, capsys):
     assert updates.patches[1].get_width() == speedup(reports[1], "optax", "balanced", "device")
     widths = [bar.get_width() for bar in iteration.patches]
     assert len(widths) == 5 * len(reports[0]["measurements"])
-    for width, name in zip(widths, ("jnp", "dion", "gram_newton_schulz"), strict=False):
+    for width, name in zip(widths, ("jnp", "dion", "gram_newton_schulz, standard"), strict=False):
         assert width == speedup(reports[0], "torch.compile", name)
     assert widths[4] == speedup(reports[0], "torch.compile", "balanced")
     names = {text.get_text() for text in accuracy.texts}
