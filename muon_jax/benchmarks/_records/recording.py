@@ -14,15 +14,17 @@ from typing import Any
 
 import jax
 
+import muon_jax
 from muon_jax.benchmarks._records.tables import measurement_line
 
 
 def environment() -> dict[str, str]:
     """Returns what somebody needs to repeat a measurement: device, versions, commit, XLA flags."""
-    packages = ("muon-jax", "jax", "jaxlib", "optax")
+    packages = ("jax", "jaxlib", "optax")
     return {
         "device": jax.devices()[0].device_kind,
         "python": platform.python_version(),
+        "muon_jax": muon_jax.__version__,
         **{package: importlib.metadata.version(package) for package in packages},
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),
