@@ -422,7 +422,7 @@ def test_both_optimizers_take_the_models(name):
 
 
 def test_the_headline_shows_the_results(tmp_path, capsys):
-    names = ("newton_schulz_h200", "muon_h200", "accuracy_cpu")
+    names = ("newton_schulz_h100", "muon_h100", "accuracy_cpu")
     paths = [str(Path(benchmarks.__file__).parent / "results" / f"{name}.json") for name in names]
     png = tmp_path / "headline.png"
     benchmarks.main(["report", *paths, "--headline", "--png", str(png)])
@@ -439,8 +439,8 @@ def test_the_headline_shows_the_results(tmp_path, capsys):
     assert updates.patches[1].get_width() == speedup(reports[1], "optax", "balanced", "device")
     widths = [bar.get_width() for bar in iteration.patches]
     assert len(widths) == 5 * len(reports[0]["measurements"])
-    for width, name in zip(widths, ("jnp", "dion", "gram_newton_schulz, standard"), strict=False):
-        assert width == speedup(reports[0], "torch.compile", name)
+    assert widths[0] == speedup(reports[0], "torch.compile", "jnp")
+    assert widths[1] == speedup(reports[0], "torch.compile", "dion")
     assert widths[4] == speedup(reports[0], "torch.compile", "balanced")
     names = {text.get_text() for text in accuracy.texts}
     assert {"standard", "balanced", "accurate"} < names
