@@ -78,9 +78,10 @@ def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
     if unknown:
         listed = ", ".join(f"{name} of shape {shape}" for name, shape in unknown)
         raise ValueError(
-            f"no rule knows the role of {listed}: pass rules={{r'^{re.escape(unknown[0][0])}$':"
-            " None} for AdamW, or a view in place of None for Muon. The view of matrices in the"
-            " last two axes is MuonDimensionNumbers(-2, -1)"
+            f"no rule knows the role of {listed}: pass functools.partial(by_role,"
+            f" rules={{r'^{re.escape(unknown[0][0])}$': None}}) for AdamW, or a view in place of"
+            " None for Muon. MuonDimensionNumbers(-2, -1) views matrices in the last two axes,"
+            " MuonDimensionNumbers((0, 1, 2), 3) a convolution (height, width, in, out)"
         )
     return treedef.unflatten(route.view for route in found if route)
 

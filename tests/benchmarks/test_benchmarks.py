@@ -377,7 +377,8 @@ def test_polar_errors_are_plotted_against_times(capsys, tmp_path):
             for shape in shapes
         ],
     }
-    bars, *panels = figure_of_reports([report]).get_axes()
+    figure = figure_of_reports([report])
+    bars, *panels = figure.get_axes()
     assert len(bars.patches) == len(shapes)
     assert [axes.get_title() for axes in panels] == ["16×32", "16×80", "2×16×40"]
     for axes in panels:
@@ -387,9 +388,13 @@ def test_polar_errors_are_plotted_against_times(capsys, tmp_path):
         assert drawn == {(microseconds[name], error) for name, error in errors.items()}
         filled = [line.get_xdata()[0] for line in points if line.get_fillstyle() == "full"]
         assert filled == [microseconds["fast, gram"]]
-        names = {text.get_text(): text.get_color() for text in axes.texts}
-        assert set(names) == {"jnp", "newton_schulz", "fast", "aol"}
-        assert names["jnp"] == names["newton_schulz"] != names["fast"] != names["aol"]
+    (legend,) = (part.legends[0] for part in figure.subfigs if part.legends)
+    styles = {
+        line.get_label(): (line.get_color(), line.get_marker()) for line in legend.get_lines()
+    }
+    shown = {name: styles[name] for name in ("jnp", "newton_schulz", "fast", "aol")}
+    assert len({*shown.values()}) == len(shown)
+    assert shown["jnp"][0] == shown["newton_schulz"][0] != shown["fast"][0] != shown["aol"][0]
     file = tmp_path / "newton_schulz.json"
     file.write_text(json.dumps(report))
     benchmarks.main(["report", str(file), "--png", str(tmp_path / "a.png")])

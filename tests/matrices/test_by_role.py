@@ -286,7 +286,7 @@ def test_what_is_ambiguous_raises_with_the_remedy(name, shape):
     for part in reversed(name.split("/")):
         tree = {part: tree}
     tree["bias"] = jnp.zeros(4)
-    message = rf"role of {name} of shape .*rules=\{{r'\^{name}\$': None\}} for AdamW.*view"
+    message = rf"role of {name} of shape .*rules=\{{r'\^{name}\$': None\}}\) for AdamW.*view"
     with pytest.raises(ValueError, match=message):
         by_role(tree)
     assert jax.tree.leaves(by_role(tree, {f"^{name}$": None})) == []

@@ -113,26 +113,40 @@ def _panels(measurements: Sequence[Measurement]) -> list[Measurement]:
 def _draw_pareto_panels(figure: "SubFigure", report: Report) -> None:
     """Errors to the polar factor against times: a panel with its Pareto front for each kind.
 
-    Variants with the coefficients of the first variant are black.
+    Variants with the coefficients of the first variant are black, and told apart by their markers.
     """
     from matplotlib.lines import Line2D
 
     panels = _panels(report["measurements"])
     clock = common_clock(report["measurements"])
-    names = keys_in_order({_coefficients(name, m): 0} for m in panels for name in m["polar_errors"])
-    colors = {name: f"C{i}" for i, name in enumerate(names)} | {"": "black"}
+    styles = _styles(panels)
     axes = None
     for i, measurement in enumerate(panels, 1):
         axes = figure.add_subplot(math.ceil(len(panels) / _COLUMNS), _COLUMNS, i, sharey=axes)
-        _draw_points(axes, measurement, clock, colors)
+        _draw_points(axes, measurement, clock, styles)
         axes.set(title=case_label(measurement), xlabel=f"µs ({clock})")
         axes.tick_params(labelleft=i % _COLUMNS == 1)
     figure.supylabel("error to the polar factor")
-    handles = [*_form_handles(), Line2D([], [], label="Pareto front", color="lightgray")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-    figure.figure.draw_without_rendering()  # lays the figure out, which decides what overlaps
-    for axes in figure.axes:
-        arrange_names(axes)
+    handles = [
+        Line2D([], [], label=name.replace("None", "newton_schulz"), linestyle="", **style)
+        for name, style in styles.items()
+    ]
+    handles += [*_form_handles(), Line2D([], [], label="Pareto front", color="lightgray")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+
+
+def _styles(panels: Sequence[Measurement]) -> dict[str, dict[str, str]]:
+    """The color and the marker of each variant in its standard form."""
+    names = keys_in_order({_without_form(name): m} for m in panels for name in m["polar_errors"])
+    ours = [name for name in names if all(_coefficients(name, m) for m in panels)]
+    colors = dict(zip(ours, itertools.cycle(f"C{i}" for i in range(10)), strict=False))
+    markers = itertools.cycle("os^vD*PXp")
+    return {
+        name: {"color": colors[name], "marker": "o"}
+        if name in colors
+        else {"color": "black", "marker": next(markers)}
+        for name in names
+    }
 
 
 def _form_handles() -> "list[Line2D]":
@@ -147,24 +161,19 @@ def _form_handles() -> "list[Line2D]":
 
 
 def _draw_points(
-    axes: "Axes", measurement: Measurement, clock: str, colors: Mapping[str, str]
+    axes: "Axes", measurement: Measurement, clock: str, styles: Mapping[str, dict[str, str]]
 ) -> None:
-    """A point for each variant, its name at the slower form, and a line through the front."""
+    """A point for each variant, and a line through the front."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     times, errors = median_times(measurement, clock), measurement["polar_errors"]
     points = sorted((times[name], errors[name]) for name in errors)
     front = [p for i, p in enumerate(points) if all(p[1] < q[1] for q in points[:i])]
     axes.plot(*zip(*front, strict=True), color="lightgray")
-    names = {}
-    for name in sorted(errors, key=lambda name: times[name], reverse=True):
-        point, color = (times[name], errors[name]), colors[_coefficients(name, measurement)]
+    for name in errors:
         fill = "full" if name.endswith(", gram") else "none"
-        axes.plot(*point, color=color, marker="o", markersize=5, fillstyle=fill)
-        names.setdefault(_without_form(name), (point, color))
-    for name, (point, color) in names.items():
-        text = "newton_schulz" if name == "None" else name
-        axes.annotate(text, point, (0, 0), textcoords="offset points", color=color, fontsize=8)
+        style: dict[str, Any] = {**styles[_without_form(name)], "fillstyle": fill}
+        axes.plot(times[name], errors[name], markersize=6, **style)
     axes.set(xscale="log", yscale="log")
     axes.margins(x=0.15, y=0.1)
     for axis in (axes.xaxis, axes.yaxis):
