@@ -180,4 +180,7 @@ def _check_static(**arguments: Any) -> None:
 def _check_mu_dtype(mu_dtype: jax.typing.DTypeLike | None) -> None:
     check_float_dtype("mu_dtype", mu_dtype)
     if mu_dtype is not None and jnp.finfo(mu_dtype).bits < 16:
-        raise ValueError(f"mu_dtype must have 16 bits or more, got {jnp.dtype(mu_dtype)}")
+        raise ValueError(
+            f"mu_dtype must have 16 bits or more, got {jnp.dtype(mu_dtype)}: pass 'bfloat16', or"
+            " None for the parameters' dtype"
+        )

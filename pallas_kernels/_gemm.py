@@ -86,7 +86,9 @@ def gemm(
     _check_gemm_operands(a_matrix, b_matrix)
     out_dtype = jnp.dtype(a_matrix.dtype if out_dtype is None else out_dtype)
     if not jnp.issubdtype(out_dtype, jnp.inexact):
-        raise ValueError(f"out_dtype must be a float dtype, got {out_dtype}")
+        raise ValueError(
+            f"out_dtype must be a float dtype, got {out_dtype}: pass None for that of the operands"
+        )
     if implementation is None:
         device = _device.cache_key()
         implementation = _fastest_gemm(described(a_matrix), described(b_matrix), out_dtype, device)

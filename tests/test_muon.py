@@ -421,7 +421,7 @@ def test_eps_reaches_every_preconditioning(preconditioning):
         (lambda: muon(0.1, ns_coeffs="fast", ns_steps=3), r"'fast' is a whole of 1 .*ns_steps=3"),
         (lambda: muon(0.1, "fast", preconditioning="aol"), r"'fast'.*preconditioning='aol'"),
         (lambda: muon(0.1, "fast", ns_dtype="float8_e4m3fn"), r"'fast' is unsafe in float8_e4m3fn"),
-        (lambda: muon(0.1, ns_method=["gram"]), r"method must be .*got \['gram'\]"),
+        (lambda: muon(0.1, ns_method=["gram"]), r"ns_method of .*got \['gram'\]"),
         (lambda: muon(0.1, implementation=["xla"]), r"implementation must be .*got \['xla'\]"),
         (
             lambda: scale_by_muon().update(BIAS, scale_by_muon().init(BIAS), {"b": jnp.ones(3)}),
@@ -435,7 +435,7 @@ def test_eps_reaches_every_preconditioning(preconditioning):
         (lambda: muon(0.1, eps=-1e-8), r"eps must be in \[0, inf\), got -1e-08"),
         (lambda: muon(0.1, consistent_rms=-1.0), r"consistent_rms must be in \[0, inf\), got -1"),
         (lambda: muon(0.1, mu_dtype="float8_e4m3fn"), "mu_dtype must have 16 bits.*got float8"),
-        (lambda: muon(0.1, normuon_b2=1.5), r"b2 must be in \[0, 1\), got 1.5"),
+        (lambda: muon(0.1, normuon_b2=1.5), r"normuon_b2 of muon, must be in \[0, 1\), got 1.5"),
         (lambda: muon(0.1, preconditioning="svd"), r"preconditioning must be one of.*got 'svd'"),
         (
             lambda: scale_by_muon().update(BIAS, scale_by_muon().init(BIAS)),

@@ -67,10 +67,13 @@ def mesh_axes_by_dim(
     named = axes_of_spec(spec)
     if len(spec) > ndim or any(axis not in mesh for axis in named):
         raise ValueError(
-            f"its sharding {spec} must name axes of the mesh {dict(mesh)} for at most {ndim} axes"
+            f"its sharding {spec} must name axes of the mesh {dict(mesh)} for at most {ndim} axes:"
+            " state another with shardings="
         )
     if len({*named}) < len(named):
-        raise ValueError(f"its sharding {spec} must name each mesh axis once")
+        raise ValueError(
+            f"its sharding {spec} must name each mesh axis once: state another with shardings="
+        )
     return _padded(spec, ndim)
 
 

@@ -84,9 +84,15 @@ class Iteration:
             ValueError: as `resolve_recipe`, or `method` or `implementation` is no name.
         """
         if method not in (None, "standard", "gram"):
-            raise ValueError(f"method must be 'standard', 'gram' or None, got {method!r}")
+            raise ValueError(
+                "method, which is ns_method of an optimizer, must be 'standard', 'gram' or None,"
+                f" got {method!r}"
+            )
         if not isinstance(implementation, str | None):
-            raise ValueError(f"implementation must be a name or None, got {implementation!r}")
+            raise ValueError(
+                f"implementation must be a name or None, got {implementation!r}: pass None for the"
+                " fastest"
+            )
         recipe = resolve_recipe(ns_coeffs, ns_steps, preconditioning)
         names = {"method": method, "implementation": implementation}
         return cls(recipe, eps, preconditioning=preconditioning, **names, **attributes)

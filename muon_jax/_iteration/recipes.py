@@ -84,7 +84,9 @@ def resolve_recipe(
     if not is_traced(ns_steps):
         given, ns_steps = ns_steps, int(ns_steps)
         if ns_steps < 1 or ns_steps != given:
-            raise ValueError(f"ns_steps must be an integer, at least 1, got {given!r}")
+            raise ValueError(
+                f"ns_steps must be an integer, at least 1, got {given!r}: pass 5, the default"
+            )
     if isinstance(ns_coeffs, str):
         return _resolve_name(ns_coeffs, ns_steps, preconditioning)
     shape, traced = np.shape(ns_coeffs), is_traced((ns_coeffs, ns_steps))
