@@ -207,11 +207,10 @@ def _without_form(name: str) -> str:
 
 def _draw_accuracy_panels(figure: "SubFigure", report: Report) -> None:
     """The median error of all cases against FLOPs, a panel for each aspect n/m."""
-    import matplotlib
     from matplotlib.lines import Line2D
 
     measured = [m for m in report["measurements"] if "cases" in m]
-    palette = [matplotlib.colormaps["tab20"](i) for i in range(20)]
+    palette = [*(f"C{i}" for i in range(10)), "black", "gold", "navy", "limegreen"]
     colors = dict(zip(keys_in_order({m["name"]: 0} for m in measured), itertools.cycle(palette)))
     markers = dict(zip(keys_in_order({m["dtype"]: 0} for m in measured), "os^", strict=False))
     aspects = keys_in_order(m["units"] for m in measured)
