@@ -32,7 +32,7 @@ def test_it_trains_and_reports(tmp_path):
     "arguments",
     [
         ("--epochs", "0"),
-        ("--output", "no/such/folder/a.png"),
+        pytest.param(("--output", "no/such/folder/a.png"), marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.slow

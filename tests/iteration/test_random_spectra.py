@@ -93,7 +93,12 @@ each_name = pytest.mark.parametrize("name", polar_error.coefficient_names())
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    "name", helpers.mostly_slow(polar_error.coefficient_names(), ["standard", "balanced"])
+    "name",
+    helpers.mostly_nightly(
+        polar_error.coefficient_names(),
+        ["standard", "balanced"],
+        ["fast", "accurate", "polar_express", "dion", "aol"],
+    ),
 )
 @drawn(1000)
 def test_no_spectrum_blows_up(name, seed):

@@ -318,7 +318,12 @@ def test_matrices_of_a_group_are_written_where_they_go():
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("hosts", "shardings"), [(1, "None"), (1, "PartitionSpec(None, 'x')"), (8, "None")]
+    ("hosts", "shardings"),
+    [
+        (1, "None"),
+        pytest.param(1, "PartitionSpec(None, 'x')", marks=pytest.mark.nightly),
+        pytest.param(8, "None", marks=pytest.mark.nightly),
+    ],
 )
 def test_exchanges_are_in_bfloat16_while_kernels_run(hosts, shardings):
     """Five slots of 1 MiB for each of eight owners a host, in five buckets.
@@ -343,7 +348,7 @@ def test_exchanges_are_in_bfloat16_while_kernels_run(hosts, shardings):
 @pytest.mark.parametrize(
     ("count", "each_round"),
     [
-        (1, [("f32", "1,512,512", "all-reduce")]),
+        pytest.param(1, [("f32", "1,512,512", "all-reduce")], marks=pytest.mark.nightly),
         (
             2,
             [

@@ -116,7 +116,9 @@ def test_error_is_at_most_twice_that_of_xlas_product(implementation, examples):
 @each_implementation_and_dtype
 @pytest.mark.parametrize("same", [True, False], ids=["syrk", "syrkx"])
 @pytest.mark.parametrize(
-    "shape", helpers.mostly_slow([(2, 77, 77), (40, 3000), (90, 31)], [(2, 77, 77)]), ids=str
+    "shape",
+    helpers.mostly_nightly([(2, 77, 77), (40, 3000), (90, 31)], [(2, 77, 77)], [(90, 31)]),
+    ids=str,
 )
 def test_the_result_equals_its_transpose_exactly(implementation, dtype, same, shape):
     rng = np.random.default_rng(3)
