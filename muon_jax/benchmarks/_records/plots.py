@@ -135,7 +135,7 @@ def _draw_pareto_panels(figure: "SubFigure", report: Report) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
 
 
-def _styles(panels: Sequence[Measurement]) -> dict[str, dict[str, str]]:
+def _styles(panels: Sequence[Measurement]) -> dict[str, dict[str, Any]]:
     """The color and the marker of each variant in its standard form."""
     names = keys_in_order({_without_form(name): m} for m in panels for name in m["polar_errors"])
     ours = [name for name in names if all(_coefficients(name, m) for m in panels)]
@@ -161,7 +161,7 @@ def _form_handles() -> "list[Line2D]":
 
 
 def _draw_points(
-    axes: "Axes", measurement: Measurement, clock: str, styles: Mapping[str, dict[str, str]]
+    axes: "Axes", measurement: Measurement, clock: str, styles: Mapping[str, dict[str, Any]]
 ) -> None:
     """A point for each variant, and a line through the front."""
     from matplotlib.ticker import LogLocator, NullLocator
