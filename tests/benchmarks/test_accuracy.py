@@ -155,6 +155,7 @@ def test_flops_of_composed_steps_are_those_of_the_model(name, dtype):
         assert units == expected.units(aspect)
 
 
+@pytest.mark.slow
 def test_it_measures_and_reports(capsys, tmp_path):
     file = tmp_path / "accuracy.json"
     words = "accuracy --names fast --methods standard --dtypes float32 float16"

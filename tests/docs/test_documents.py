@@ -28,6 +28,7 @@ DOCUMENTS = {
     )
 }
 README = DOCUMENTS["README.md"]
+SLOW = ("numerics.md", "migration.md", "distributed.md")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ README = DOCUMENTS["README.md"]
             name,
             *match.groups(),
             id=f"{name}-{index}",
-            marks=pytest.mark.slow if name.endswith("numerics.md") else [],
+            marks=pytest.mark.slow if name.endswith(SLOW) else [],
         )
         for name, text in DOCUMENTS.items()
         for index, match in enumerate(
