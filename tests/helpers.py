@@ -32,12 +32,7 @@ GPUS = {
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 
-def mostly_slow(cases: Iterable, quick: Container) -> list:
-    """Cases of `parametrize`, of which all but the quick ones are marked slow."""
-    return [case if case in quick else pytest.param(case, marks=slow) for case in cases]
-
-
-def mostly_nightly(cases: Iterable, quick: Container, slower: Container) -> list:
+def mostly_nightly(cases: Iterable, quick: Container, slower: Container = ()) -> list:
     """Cases of `parametrize`: quick ones, those marked slow, and others, marked nightly."""
     return [
         case if case in quick else pytest.param(case, marks=slow if case in slower else nightly)
@@ -176,7 +171,9 @@ each_implementation_and_dtype = pytest.mark.parametrize(
         pytest.param(
             name,
             dtype,
-            marks=[slow] if "interpreted" in name and dtype == jnp.float16 else MARKS.get(name, []),
+            marks=[nightly]
+            if "interpreted" in name and dtype == jnp.float16
+            else MARKS.get(name, []),
             id=f"{name}-{dtype.__name__}",
         )
         for name in IMPLEMENTATIONS

@@ -68,7 +68,7 @@ def trajectory(optimizer, steps, names=tuple(DIMENSION_NUMBERS)):
         {},
         {"nesterov": False, "weight_decay": 0.1, "consistent_rms": 0.2},
         *(
-            pytest.param(kwargs, marks=helpers.slow)
+            pytest.param(kwargs, marks=helpers.nightly)
             for kwargs in (
                 {"adaptive": True, "ns_coeffs": "dion", "adam_learning_rate": 1e-3},
                 {"preconditioning": "schatten", "ns_coeffs": (2.0, -1.5, 0.5), "ns_steps": 8},
@@ -149,7 +149,7 @@ def test_parameters_and_their_order_are_those_of_optax(name):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
-    "mu_dtype", helpers.mostly_slow([None, jnp.bfloat16, jnp.float32], [jnp.bfloat16])
+    "mu_dtype", helpers.mostly_nightly([None, jnp.bfloat16, jnp.float32], [jnp.bfloat16])
 )
 def test_updates_and_state_keep_dtype_and_structure(dtype, mu_dtype):
     params = {"w": tree(dtype=dtype)["wide"]}
@@ -192,9 +192,9 @@ def test_the_state_with_a_mask_is_that_of_optax(weight_decay):
     [
         {"weight_decay_form": "scaled_palm"},
         {"weight_decay_form": "independent", "cautious_weight_decay": True},
-        pytest.param({"weight_decay_form": "palm"}, marks=helpers.slow),
-        pytest.param({"weight_decay_form": "l2"}, marks=helpers.slow),
-        pytest.param({"weight_decay_form": "independent"}, marks=helpers.slow),
+        pytest.param({"weight_decay_form": "palm"}, marks=helpers.nightly),
+        pytest.param({"weight_decay_form": "l2"}, marks=helpers.nightly),
+        pytest.param({"weight_decay_form": "independent"}, marks=helpers.nightly),
     ],
     ids=lambda kwargs: " ".join(map(str, kwargs.values())),
 )
@@ -225,7 +225,7 @@ def test_init_takes_shapes():
 
 @pytest.mark.parametrize(
     "spec",
-    helpers.mostly_slow([("x", None), (None, "x"), (None, None)], [("x", None)]),
+    helpers.mostly_nightly([("x", None), (None, "x"), (None, None)], [("x", None)]),
     ids=str,
 )
 def test_updates_and_state_keep_their_sharding(spec):
@@ -266,7 +266,7 @@ def test_donated_state_and_schedules():
 
 @pytest.mark.parametrize(
     "ns_coeffs",
-    helpers.mostly_slow(
+    helpers.mostly_nightly(
         ["standard", "dion", (3.0, -3.0, 1.0), "accurate"], [(3.0, -3.0, 1.0), "accurate"]
     ),
     ids=str,
@@ -286,7 +286,7 @@ def test_inject_hyperparams(ns_coeffs):
 
 
 @pytest.mark.parametrize(
-    "ns_coeffs", helpers.mostly_slow(["balanced", "aol", "deepseek_v4"], ["deepseek_v4"])
+    "ns_coeffs", helpers.mostly_nightly(["balanced", "aol", "deepseek_v4"], ["deepseek_v4"])
 )
 def test_injected_defaults_leave_a_name_its_own_steps(ns_coeffs):
     names = ("wide", "bias")

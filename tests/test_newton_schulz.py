@@ -77,8 +77,8 @@ def test_it_computes_its_polynomial(dtype, shape):
     ("dtype", "shape"),
     [
         ("bfloat16", (48, 80)),
-        pytest.param("float16", (80, 48), marks=helpers.slow),
-        pytest.param("float32", (2, 3, 21, 34), marks=helpers.slow),
+        pytest.param("float16", (80, 48), marks=helpers.nightly),
+        pytest.param("float32", (2, 3, 21, 34), marks=helpers.nightly),
     ],
 )
 def test_it_does_so_over_every_implementation(run, implementation, dtype, shape):
@@ -109,8 +109,8 @@ def test_any_shape(examples):
         ((2.0, -1.5, 0.5), 12, [(2.0, -1.5, 0.5)] * 12),
         ("dion", 5, DION),
         ("dion", 2, DION[-2:]),
-        pytest.param("aol", 5, NAMED["aol"], marks=helpers.slow),
-        pytest.param("deepseek_v4", 5, NAMED["deepseek_v4"], marks=helpers.slow),
+        pytest.param("aol", 5, NAMED["aol"], marks=helpers.nightly),
+        pytest.param("deepseek_v4", 5, NAMED["deepseek_v4"], marks=helpers.nightly),
         ("deepseek_v4", 7, NAMED["deepseek_v4"][-7:]),
         (DION[:4], 5, DION[:4]),
         ((*DION, *DION), 5, [*DION, *DION]),
@@ -141,7 +141,7 @@ def test_the_result_does_not_depend_on_scale(dtype, magnitude):
 
 @pytest.mark.parametrize("name", ["standard", "balanced"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("in_dtype", helpers.mostly_slow(TOLERANCE, ["float32"]))
+@pytest.mark.parametrize("in_dtype", helpers.mostly_nightly(TOLERANCE, ["float32"]))
 def test_the_largest_numbers_are_not_rounded_to_infinities(in_dtype, dtype, name):
     x = normal((24, 40))
     x /= jnp.max(jnp.abs(x))
@@ -206,7 +206,7 @@ def test_preconditionings_do_not_depend_on_scale(preconditioning, scale):
         *itertools.product(["frobenius", "aol", "schatten"], ["standard", "gram"]),
     ],
 )
-@pytest.mark.parametrize("dtype", helpers.mostly_slow(TOLERANCE, ["float16"]))
+@pytest.mark.parametrize("dtype", helpers.mostly_nightly(TOLERANCE, ["float16"]))
 def test_a_matrix_of_rank_one(preconditioning, method, dtype):
     u, v = (y / jnp.linalg.norm(y) for y in (normal((24,)), normal((40,), seed=1)))
     x = 3 * jnp.outer(u, v)
@@ -241,7 +241,7 @@ def test_eps_is_added_to_the_norm():
     chex.assert_trees_all_close(out, x / (2 * norm), rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", helpers.mostly_slow(TOLERANCE, ["float16"]))
+@pytest.mark.parametrize("dtype", helpers.mostly_nightly(TOLERANCE, ["float16"]))
 @pytest.mark.parametrize("preconditioning", ["frobenius", "spectral", "aol", "schatten"])
 @pytest.mark.parametrize("eps", [0.0, 1e-8])
 def test_zero_gives_zero(dtype, preconditioning, eps):
@@ -277,7 +277,7 @@ def test_one_row_and_one_column_are_normalized():
 
 
 @each_implementation
-@pytest.mark.parametrize("shape", helpers.mostly_slow([(24, 40), (40, 23)], [(40, 23)]), ids=str)
+@pytest.mark.parametrize("shape", helpers.mostly_nightly([(24, 40), (40, 23)], [(40, 23)]), ids=str)
 def test_a_bad_element_makes_its_whole_matrix_nan_and_no_other(run, implementation, shape):
     bad = (np.nan, np.inf, -np.inf)
     x = normal((2 * len(bad), *shape)).at[1::2, 3, 4].set(jnp.array(bad))
@@ -335,7 +335,7 @@ def test_float64_and_complex():
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize(
-    "preconditioning", helpers.mostly_slow(["frobenius", "schatten", "aol"], ["frobenius"])
+    "preconditioning", helpers.mostly_nightly(["frobenius", "schatten", "aol"], ["frobenius"])
 )
 def test_the_derivative_at_zeros_is_finite(preconditioning, method):
     def loss(x):

@@ -285,9 +285,9 @@ def test_weight_decay_keeps_the_dtype_and_spares_what_the_mask_spares(form):
     ("order", "kwargs"),
     [
         pytest.param(2, {"ns_steps": 1}, id="frobenius"),
-        pytest.param(2, {"ns_steps": 2, "method": "gram"}, id="gram", marks=helpers.slow),
+        pytest.param(2, {"ns_steps": 2, "method": "gram"}, id="gram", marks=helpers.nightly),
         pytest.param(np.inf, {"ns_steps": 1, "preconditioning": "spectral"}, id="spectral"),
-        pytest.param(4, {"ns_coeffs": "fast"}, id="composed", marks=helpers.slow),
+        pytest.param(4, {"ns_coeffs": "fast"}, id="composed", marks=helpers.nightly),
     ],
 )
 def test_eps_is_added_or_the_least_norm(order, kwargs):

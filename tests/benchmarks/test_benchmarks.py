@@ -414,7 +414,7 @@ def test_shapes_that_are_none(word, capsys):
     assert "--shapes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", helpers.mostly_slow(models.MODELS, ["qwen3-30b-a3b-experts"]))
+@pytest.mark.parametrize("name", helpers.mostly_nightly(models.MODELS, ["qwen3-30b-a3b-experts"]))
 def test_both_optimizers_take_the_models(name):
     shapes = models.MODELS[name]
     parameters = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()}

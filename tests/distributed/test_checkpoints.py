@@ -49,7 +49,7 @@ def train(params, state, steps, where):
     return params, state
 
 
-@pytest.mark.parametrize("other", helpers.mostly_slow(["8", "1"], ["8"]))
+@pytest.mark.parametrize("other", helpers.mostly_nightly(["8", "1"], ["8"]))
 def test_restored_on_another_mesh(other, tmp_path):
     here, there = shardings("4×2"), shardings(other)
     params = drawn(0, here)

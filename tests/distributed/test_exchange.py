@@ -16,7 +16,7 @@ from muon_jax._distributed.plan import Chunk
 from muon_jax._iteration.iteration import Iteration
 
 
-@pytest.mark.parametrize("examples", helpers.mostly_slow([3, 10], [3]))
+@pytest.mark.parametrize("examples", helpers.mostly_nightly([3, 10], [3]))
 def test_units_are_written_to_their_owners_slots(examples):
     given = hypothesis.given(
         st.integers(1, 8), st.lists(st.integers(0, 17), min_size=1, max_size=4), st.data()
@@ -44,7 +44,7 @@ def assert_units_are_written(owners, counts, data):
     assert not packed[:, :column].any()
 
 
-@pytest.mark.parametrize("ns_dtype", helpers.mostly_slow(["float16", "bfloat16"], ["float16"]))
+@pytest.mark.parametrize("ns_dtype", helpers.mostly_nightly(["float16", "bfloat16"], ["float16"]))
 def test_matrices_come_as_they_would_be_on_one_device_bit_for_bit(ns_dtype, monkeypatch):
     """Where entries are small as well, in float16 subnormal, on a device that has no large ones."""
     monkeypatch.setattr(Iteration, "iterate", lambda self, x, *args: x)
@@ -62,7 +62,7 @@ def test_matrices_come_as_they_would_be_on_one_device_bit_for_bit(ns_dtype, monk
     jax.clear_caches()  # of what is no iteration
 
 
-@pytest.mark.parametrize("ns_dtype", helpers.mostly_slow(["float16", "bfloat16"], ["float16"]))
+@pytest.mark.parametrize("ns_dtype", helpers.mostly_nightly(["float16", "bfloat16"], ["float16"]))
 def test_the_largest_numbers_are_not_rounded_to_infinities(ns_dtype):
     x = jnp.sign(jax.random.normal(jax.random.key(0), (16, 72))) * jnp.finfo(jnp.float32).max
     sharding = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))

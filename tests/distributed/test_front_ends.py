@@ -111,7 +111,7 @@ def test_the_whole_update_of_muon_exchanges_twice(axis_type):
         assert updates[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
 
 
-@pytest.mark.parametrize("check_vma", helpers.mostly_slow([True, False], [True]))
+@pytest.mark.parametrize("check_vma", helpers.mostly_nightly([True, False], [True]))
 def test_inside_the_caller_s_shard_map(check_vma):
     """The scale by shape is that of the whole matrices, part by part."""
     mesh = mesh_of(AxisType.Auto)
@@ -133,9 +133,9 @@ def test_inside_the_caller_s_shard_map(check_vma):
     "specs",
     [
         {"q": ("fsdp",), "e": ("ep", "fsdp"), "up": ("ep", None, "fsdp")},
-        pytest.param({"q": (), "e": ("ep",), "up": ("ep",)}, marks=helpers.slow),
+        pytest.param({"q": (), "e": ("ep",), "up": ("ep",)}, marks=helpers.nightly),
         pytest.param(
-            {"q": (None, "fsdp"), "e": ("ep",), "up": (None, "ep", "fsdp")}, marks=helpers.slow
+            {"q": (None, "fsdp"), "e": ("ep",), "up": (None, "ep", "fsdp")}, marks=helpers.nightly
         ),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_shard_map_that_tracks_what_varies_keeps_replicas(specs):
 
 
 @pytest.mark.parametrize(
-    "spec", helpers.mostly_slow([("fsdp",), (None, "fsdp"), ()], [(None, "fsdp")])
+    "spec", helpers.mostly_nightly([("fsdp",), (None, "fsdp"), ()], [(None, "fsdp")])
 )
 def test_dual_norms_are_those_of_whole_parameters(spec):
     spec, params = PartitionSpec(*spec), {"out": parameters()["out"]}
@@ -241,7 +241,7 @@ def test_an_injected_number_of_steps_of_a_named_set():
 
 
 @pytest.mark.parametrize(
-    "axis_type", helpers.mostly_slow([AxisType.Explicit, AxisType.Auto], [AxisType.Explicit])
+    "axis_type", helpers.mostly_nightly([AxisType.Explicit, AxisType.Auto], [AxisType.Explicit])
 )
 def test_vmap(axis_type):
     mesh = mesh_of(axis_type)
@@ -255,7 +255,7 @@ def test_vmap(axis_type):
 
 
 @pytest.mark.parametrize(
-    "axis_type", helpers.mostly_slow([AxisType.Explicit, AxisType.Auto], [AxisType.Auto])
+    "axis_type", helpers.mostly_nightly([AxisType.Explicit, AxisType.Auto], [AxisType.Auto])
 )
 @helpers.slow
 def test_an_ensemble_whose_members_are_on_devices_of_their_own(axis_type):
@@ -375,13 +375,13 @@ def test_in_a_shard_map_shards_are_rounded_by_random_bits_of_their_own():
 
 
 @pytest.mark.parametrize(
-    "axis_type", helpers.mostly_slow([AxisType.Auto, AxisType.Explicit], [AxisType.Auto])
+    "axis_type", helpers.mostly_nightly([AxisType.Auto, AxisType.Explicit], [AxisType.Auto])
 )
 @pytest.mark.parametrize(
     ("dtype", "mu_dtype"),
     [
         ("float32", "bfloat16"),
-        pytest.param("bfloat16", "float32", marks=helpers.slow),
+        pytest.param("bfloat16", "float32", marks=helpers.nightly),
     ],
 )
 def test_the_momentum_is_computed_in_the_wider_dtype_on_any_mesh(dtype, mu_dtype, axis_type):
@@ -400,7 +400,7 @@ def test_the_momentum_is_computed_in_the_wider_dtype_on_any_mesh(dtype, mu_dtype
 
 @pytest.mark.parametrize(
     "spec",
-    helpers.mostly_slow([("fsdp",), (None, "fsdp"), (None, ("fsdp", "tensor"))], [("fsdp",)]),
+    helpers.mostly_nightly([("fsdp",), (None, "fsdp"), (None, ("fsdp", "tensor"))], [("fsdp",)]),
 )
 @helpers.slow
 def test_explicit_axes_of_one_device(spec):

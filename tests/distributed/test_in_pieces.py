@@ -35,9 +35,9 @@ def sharded(axis_type, sizes, **parameters):
 @pytest.mark.parametrize(
     ("sizes", "shape", "spec", "exchanges"),
     [
-        pytest.param((8,), (16, 104), (None, "x"), 0, marks=helpers.slow),
+        pytest.param((8,), (16, 104), (None, "x"), 0, marks=helpers.nightly),
         # columns that 8 does not divide
-        pytest.param((4, 2), (16, 100), (("x", "y"),), 2, marks=helpers.slow),
+        pytest.param((4, 2), (16, 100), (("x", "y"),), 2, marks=helpers.nightly),
         ((4, 2), (104, 24), ("x", "y"), 2),
     ],
     ids=["columns", "rows", "both, tall"],
@@ -75,7 +75,7 @@ def test_it_has_a_derivative():
 
 
 @pytest.mark.parametrize(
-    "axis_type", helpers.mostly_slow([AxisType.Explicit, AxisType.Auto], [AxisType.Auto])
+    "axis_type", helpers.mostly_nightly([AxisType.Explicit, AxisType.Auto], [AxisType.Auto])
 )
 def test_several_matrices_have_owners(axis_type):
     """Three, of which one comes with its short axis divided."""
@@ -129,11 +129,11 @@ def test_inside_the_caller_s_shard_map(check_vma):
 @pytest.mark.parametrize(
     ("kwargs", "sums"),
     [
-        pytest.param({}, 2, marks=helpers.slow),  # in float16 the five steps restart once
+        pytest.param({}, 2, marks=helpers.nightly),  # in float16 the five steps restart once
         ({"ns_coeffs": "balanced"}, 1),  # one step, with the residual of XXᵀ
-        pytest.param({"ns_coeffs": "fast"}, 1, marks=helpers.slow),  # one step
-        pytest.param({"ns_coeffs": "accurate"}, 2, marks=helpers.slow),
-        pytest.param({"ns_coeffs": "aol", "preconditioning": "aol"}, 2, marks=helpers.slow),
+        pytest.param({"ns_coeffs": "fast"}, 1, marks=helpers.nightly),  # one step
+        pytest.param({"ns_coeffs": "accurate"}, 2, marks=helpers.nightly),
+        pytest.param({"ns_coeffs": "aol", "preconditioning": "aol"}, 2, marks=helpers.nightly),
     ],
 )
 def test_half_precision_of_any_scale(kwargs, sums):

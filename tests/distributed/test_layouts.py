@@ -179,7 +179,7 @@ def test_xla_says_what_it_rematerializes(capfd):
 
 @pytest.mark.parametrize(
     ("max_group_bytes", "buckets"),
-    [(4 * 16 * (16 + 24), 3), pytest.param(1, 4, marks=helpers.slow)],
+    [(4 * 16 * (16 + 24), 3), pytest.param(1, 4, marks=helpers.nightly)],
 )
 @helpers.slow
 def test_buckets(max_group_bytes, buckets):
@@ -201,9 +201,9 @@ def test_buckets(max_group_bytes, buckets):
             {"ns_dtype": "auto", "ns_coeffs": "balanced", "ns_steps": 5},
             "f16",
             1e-2,
-            marks=helpers.slow,
+            marks=helpers.nightly,
         ),
-        pytest.param({"ns_dtype": None}, "f32", 2e-6, marks=helpers.slow),
+        pytest.param({"ns_dtype": None}, "f32", 2e-6, marks=helpers.nightly),
     ],
 )
 def test_what_is_on_the_wire(kwargs, wire, atol):
@@ -221,7 +221,7 @@ def test_what_is_on_the_wire(kwargs, wire, atol):
 
 
 @pytest.mark.parametrize(
-    "coefficients", helpers.mostly_slow(["standard", "balanced"], ["standard"])
+    "coefficients", helpers.mostly_nightly(["standard", "balanced"], ["standard"])
 )
 @helpers.slow
 def test_a_nan_stays_in_its_matrix(coefficients):

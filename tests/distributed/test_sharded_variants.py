@@ -96,15 +96,15 @@ def compile_updates(make, kind, mesh, specs, gradients, params):
         (AxisType.Auto, "to norm"),
         (AxisType.Auto, "normuon"),
         (AxisType.Manual, "normuon"),
-        pytest.param(AxisType.Auto, "keep norm", marks=helpers.slow),
-        pytest.param(AxisType.Explicit, "keep norm", marks=helpers.slow),
-        pytest.param(AxisType.Manual, "to norm", marks=helpers.slow),
-        pytest.param(AxisType.Auto, "shorter", marks=helpers.slow),
-        pytest.param(AxisType.Auto, "muon", marks=helpers.slow),
-        pytest.param(AxisType.Auto, "nanogpt", marks=helpers.slow),
-        pytest.param(AxisType.Explicit, "shorter", marks=helpers.slow),
-        pytest.param(AxisType.Explicit, "nanogpt", marks=helpers.slow),
-        pytest.param(AxisType.Manual, "muon", marks=helpers.slow),
+        pytest.param(AxisType.Auto, "keep norm", marks=helpers.nightly),
+        pytest.param(AxisType.Explicit, "keep norm", marks=helpers.nightly),
+        pytest.param(AxisType.Manual, "to norm", marks=helpers.nightly),
+        pytest.param(AxisType.Auto, "shorter", marks=helpers.nightly),
+        pytest.param(AxisType.Auto, "muon", marks=helpers.nightly),
+        pytest.param(AxisType.Auto, "nanogpt", marks=helpers.nightly),
+        pytest.param(AxisType.Explicit, "shorter", marks=helpers.nightly),
+        pytest.param(AxisType.Explicit, "nanogpt", marks=helpers.nightly),
+        pytest.param(AxisType.Manual, "muon", marks=helpers.nightly),
     ],
 )
 def test_updates_are_those_of_one_device_and_sums_alone_are_exchanged(kind, name):
@@ -118,7 +118,7 @@ def test_updates_are_those_of_one_device_and_sums_alone_are_exchanged(kind, name
 
 
 @pytest.mark.parametrize(
-    "kind", helpers.mostly_slow([AxisType.Auto, AxisType.Explicit], [AxisType.Auto])
+    "kind", helpers.mostly_nightly([AxisType.Auto, AxisType.Explicit], [AxisType.Auto])
 )
 def test_moments_are_sharded_like_their_neurons(kind):
     mesh = mesh_of(kind)
@@ -167,8 +167,8 @@ LONG = {"experts": P("x", "y"), "filters": P(None, None, ("x", "y"))}  # the sho
 @pytest.mark.parametrize(
     ("kind", "specs", "allowed"),
     [
-        pytest.param(AxisType.Explicit, SPECS, {*MUONS, "all-gather"}, marks=helpers.slow),
-        pytest.param(AxisType.Explicit, LONG, MUONS, marks=helpers.slow),
+        pytest.param(AxisType.Explicit, SPECS, {*MUONS, "all-gather"}, marks=helpers.nightly),
+        pytest.param(AxisType.Explicit, LONG, MUONS, marks=helpers.nightly),
         (AxisType.Auto, LONG, MUONS),
     ],
 )
@@ -184,7 +184,7 @@ def test_metrics_of_sharded_parameters(kind, specs, allowed):
 
 
 @pytest.mark.parametrize(
-    "kind", helpers.mostly_slow([AxisType.Auto, AxisType.Explicit], [AxisType.Auto])
+    "kind", helpers.mostly_nightly([AxisType.Auto, AxisType.Explicit], [AxisType.Auto])
 )
 @helpers.slow
 def test_metrics_of_equal_layers_are_one_loop(kind):
@@ -246,7 +246,7 @@ def test_norms_of_any_size_of_matrices_in_pieces():
 
 
 @pytest.mark.parametrize(
-    "kind", helpers.mostly_slow([AxisType.Explicit, AxisType.Manual], [AxisType.Manual])
+    "kind", helpers.mostly_nightly([AxisType.Explicit, AxisType.Manual], [AxisType.Manual])
 )
 @pytest.mark.parametrize(
     "view", [Split(-1, (18, 14)), Unfold(-1, (2, 16), MuonDimensionNumbers(-3, -1))]

@@ -107,7 +107,7 @@ def in_memory(saved):
 
 
 @pytest.mark.parametrize(
-    "way", helpers.mostly_slow(["standard", "manager", "in memory"], ["standard", "in memory"])
+    "way", helpers.mostly_nightly(["standard", "manager", "in memory"], ["standard", "in memory"])
 )
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run_of_optax_goes_on_under_linen(run, way, tmp_path):
@@ -292,7 +292,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("shape", helpers.mostly_slow([(16, 40), (40, 16)], [(16, 40)]))
+@pytest.mark.parametrize("shape", helpers.mostly_nightly([(16, 40), (40, 16)], [(16, 40)]))
 @pytest.mark.parametrize("row", ROWS)
 def test_code_corresponds_to_arguments(row, shape):
     momentum, divide, scale, step, arguments = ROWS[row]

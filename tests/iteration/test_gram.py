@@ -24,7 +24,7 @@ def cases():
 
 @pytest.mark.parametrize(
     "name",
-    helpers.mostly_slow(
+    helpers.mostly_nightly(
         [name for name in NAMED if name not in DIVERGING], ["standard", "polar_express", "aol"]
     ),
 )
@@ -58,7 +58,7 @@ def test_in_half_precision_it_is_as_accurate_and_does_not_blow_up(name):
             assert error <= 1.1 * standard_error, (spectrum, dtype)
 
 
-@pytest.mark.parametrize("n", helpers.mostly_slow([64, 256], [64]))
+@pytest.mark.parametrize("n", helpers.mostly_nightly([64, 256], [64]))
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("name", ["aol", "aol_nvidia"])
 def test_aol_bounds_rows_too_small_for_float16(name, method, n):
@@ -160,7 +160,7 @@ def test_steps_that_diverge_have_segments_too():
         assert sum(map(len, parts)) == 400
 
 
-@pytest.mark.parametrize("dtype", helpers.mostly_slow(["float16", "bfloat16"], ["float16"]))
+@pytest.mark.parametrize("dtype", helpers.mostly_nightly(["float16", "bfloat16"], ["float16"]))
 @pytest.mark.parametrize("name", ["polar_express", "polar_express_nanogpt"])
 def test_errors_of_one_segment_do_not_make_the_next_diverge(name, dtype):
     """Of low rank, with rows that repeat, whose rounding adds up."""

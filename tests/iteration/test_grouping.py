@@ -189,10 +189,10 @@ def test_muon_groups_what_it_gets_beside_adamw():
     [
         ((64, 576), "triton"),
         ((256, 256), "mosaic_gpu"),
-        pytest.param((100, 64, 576), "triton", marks=helpers.slow),
-        pytest.param((2048, 8192), "mosaic_gpu", marks=helpers.slow),
+        pytest.param((100, 64, 576), "triton", marks=helpers.nightly),
+        pytest.param((2048, 8192), "mosaic_gpu", marks=helpers.nightly),
         # Of this one XLA would split the sums.
-        pytest.param((64, 65536), "mosaic_gpu", marks=helpers.slow),
+        pytest.param((64, 65536), "mosaic_gpu", marks=helpers.nightly),
     ],
     ids=str,
 )

@@ -36,7 +36,9 @@ def test_every_name_is_its_polynomial(name):
         assert helpers.relative_error(out, helpers.exact_newton_schulz(x, rows_of(name))) < 1e-12
 
 
-@pytest.mark.parametrize("name", helpers.mostly_slow(NAMED, ["standard", "polar_express", "aol"]))
+@pytest.mark.parametrize(
+    "name", helpers.mostly_nightly(NAMED, ["standard", "polar_express", "aol"])
+)
 @pytest.mark.parametrize(
     "dtype", helpers.mostly_nightly(polar_error.DTYPES, ["float16"], ["bfloat16"])
 )

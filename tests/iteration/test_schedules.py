@@ -46,7 +46,7 @@ def exact(name, x, dtype="float64"):
 @each_schedule
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize(
-    "shape", helpers.mostly_slow([(48, 80), (80, 48), (33, 33)], [(80, 48)]), ids=str
+    "shape", helpers.mostly_nightly([(48, 80), (80, 48), (33, 33)], [(80, 48)]), ids=str
 )
 def test_it_computes_its_polynomial(name, method, shape):
     with jax.enable_x64(True):
@@ -71,7 +71,9 @@ def test_its_polynomial_for_bfloat16_too(name, monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float32", 1e-4), ("float16", 2e-2), ("bfloat16", 5e-2)]
 )
-@pytest.mark.parametrize("shape", helpers.mostly_slow([(64, 64), (48, 160)], [(48, 160)]), ids=str)
+@pytest.mark.parametrize(
+    "shape", helpers.mostly_nightly([(64, 64), (48, 160)], [(48, 160)]), ids=str
+)
 def test_in_every_dtype_it_is_close_to_it(name, dtype, tolerance, shape):
     x = normal(shape)
     out = newton_schulz(x, name, dtype=dtype)
@@ -144,7 +146,7 @@ def test_zero_gives_zero_and_a_bad_element_nan_in_its_matrix_alone(name, dtype):
 
 
 @each_offered
-@pytest.mark.parametrize("shape", helpers.mostly_slow([(1, 50), (50, 1)], [(50, 1)]), ids=str)
+@pytest.mark.parametrize("shape", helpers.mostly_nightly([(1, 50), (50, 1)], [(50, 1)]), ids=str)
 def test_one_row_is_normalized(name, dtype, shape):
     x = normal(shape)
     out = newton_schulz(x, name, dtype=dtype)

@@ -22,7 +22,7 @@ from pallas_kernels._triton.gemm import gemm as triton_gemm
 LAUNCHES = {"triton": "__gpu$xla.gpu.triton", "mosaic_gpu": "custom_call @mosaic_gpu"}
 
 each_triton_config = pytest.mark.parametrize(
-    "config", helpers.mostly_slow(TRITON_GEMM_CONFIGS, TRITON_GEMM_CONFIGS[:2]), ids=str
+    "config", helpers.mostly_nightly(TRITON_GEMM_CONFIGS, TRITON_GEMM_CONFIGS[:2]), ids=str
 )
 each_config = pytest.mark.parametrize(
     "config", helpers.mostly_nightly(MOSAIC_GEMM_CONFIGS, MOSAIC_GEMM_CONFIGS[:1], ()), ids=str

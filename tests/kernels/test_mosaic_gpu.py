@@ -99,7 +99,7 @@ def test_on_a_gpu_every_config_has_the_same_result_bit_for_bit(num_cs, residual)
 
 @pytest.mark.parametrize(
     "sizes",
-    helpers.mostly_slow([(64, 64, 8), (128, 128, 6, True), (128, 160, 4)], [(64, 64, 8)]),
+    helpers.mostly_nightly([(64, 64, 8), (128, 128, 6, True), (128, 160, 4)], [(64, 64, 8)]),
 )
 def test_two_addends_and_a_residual_are_exact_and_free_of_races(sizes):
     rng = np.random.default_rng(4)
@@ -116,7 +116,7 @@ def test_two_addends_and_a_residual_are_exact_and_free_of_races(sizes):
     assert not found_races()
 
 
-@pytest.mark.parametrize("config", helpers.mostly_slow(SQUARE_BLOCKS, QUICK), ids=names)
+@pytest.mark.parametrize("config", helpers.mostly_nightly(SQUARE_BLOCKS, QUICK), ids=names)
 def test_two_operands_are_exact_and_free_of_races(config):
     a = helpers.symmetric(helpers.integers(np.random.default_rng(1), (192, 192), jnp.bfloat16))
     b = 2 * a  # commutes with a

@@ -21,7 +21,7 @@ SHAPES = [(64, 96), (1, 1), (1, 50), (50, 1), (33, 17), (3, 40, 20), (2, 3, 35, 
 
 @each_implementation_and_dtype
 @pytest.mark.parametrize(
-    "shape", helpers.mostly_slow(SHAPES, [(64, 96), (33, 17), (2, 3, 35, 16)]), ids=str
+    "shape", helpers.mostly_nightly(SHAPES, [(64, 96), (33, 17), (2, 3, 35, 16)]), ids=str
 )
 def test_integers_are_exact_with_the_whole_epilogue(implementation, dtype, shape):
     rng = np.random.default_rng(0)

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers import mostly_slow
+from helpers import mostly_nightly
 
 from muon_jax import MuonDimensionNumbers, Split, by_role, describe, muon
 from muon_jax._matrices.by_role import routes
@@ -129,7 +129,7 @@ def test_models(params, rules, matrices, others):
 
 @pytest.mark.parametrize(
     "name",
-    mostly_slow(["linen MoE", "nnx GPT, tied", "nnx grouped queries, fused"], ["linen MoE"]),
+    mostly_nightly(["linen MoE", "nnx GPT, tied", "nnx grouped queries, fused"], ["linen MoE"]),
 )
 def test_updates_follow_the_routes(name):
     params, rules, matrices, _ = MODELS[name]

@@ -63,7 +63,7 @@ def expected_metrics(gradients, updates, momenta):
     ("dtype", "then"),
     [
         (jnp.bfloat16, scale_by_normuon(0.9, 1e-8, VIEWS)),
-        pytest.param(jnp.float32, optax.identity(), marks=helpers.slow),
+        pytest.param(jnp.float32, optax.identity(), marks=helpers.nightly),
     ],
 )
 def test_metrics_are_their_formulas(dtype, then):
@@ -145,7 +145,7 @@ def inside_multi_transform(views):
 
 
 @pytest.mark.parametrize(
-    "optimizer", helpers.mostly_slow([wrapped_muon, inside_multi_transform], [wrapped_muon])
+    "optimizer", helpers.mostly_nightly([wrapped_muon, inside_multi_transform], [wrapped_muon])
 )
 def test_metrics_are_found_in_nested_states_for_muons_parameters_alone(optimizer):
     optimizer = optimizer({"w": MuonDimensionNumbers(), "embedding": None, "bias": None})

@@ -121,7 +121,7 @@ def after(params, updates):
 
 
 @pytest.mark.parametrize(
-    "name", helpers.mostly_slow(ATTENTIONS, ["multi-head", "grouped", "fused", "latent"])
+    "name", helpers.mostly_nightly(ATTENTIONS, ["multi-head", "grouped", "fused", "latent"])
 )
 def test_logits_of_each_head_are_scaled_to_the_threshold(name):
     shapes, heads, logits = ATTENTIONS[name]
@@ -192,7 +192,9 @@ def test_updates_within_the_threshold_stay_what_they_are(largest):
     chex.assert_trees_all_equal(clipped, updates)
 
 
-@pytest.mark.parametrize("dtype", helpers.mostly_slow([jnp.float32, jnp.bfloat16], [jnp.float32]))
+@pytest.mark.parametrize(
+    "dtype", helpers.mostly_nightly([jnp.float32, jnp.bfloat16], [jnp.float32])
+)
 def test_at_the_end_of_a_chain(dtype):
     """Attentions of two layers, by path, with another parameter that is none of theirs."""
     shapes, heads, logits = ATTENTIONS["multi-head"]

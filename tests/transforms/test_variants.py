@@ -76,7 +76,9 @@ def trajectory(transform, steps, dtype=jnp.float32):
     assert helpers.count_of_programs(step) == 1  # nothing is compiled a second time
 
 
-@pytest.mark.parametrize("dtype", helpers.mostly_slow([jnp.float32, jnp.bfloat16], [jnp.float32]))
+@pytest.mark.parametrize(
+    "dtype", helpers.mostly_nightly([jnp.float32, jnp.bfloat16], [jnp.float32])
+)
 def test_normuon_is_its_formula(dtype):
     moments = [0.0] * len(matrices(as_float64(tree(0))))
     steps = trajectory(scale_by_normuon(0.9, weight_dimension_numbers=VIEWS), 4, dtype)
@@ -128,7 +130,9 @@ def on_spheres(learning_rate):
 
 
 @pytest.mark.optimized  # without optimizations one entry is off by 1.3e-6
-@pytest.mark.parametrize("dtype", helpers.mostly_slow([jnp.float32, jnp.bfloat16], [jnp.float32]))
+@pytest.mark.parametrize(
+    "dtype", helpers.mostly_nightly([jnp.float32, jnp.bfloat16], [jnp.float32])
+)
 def test_fixed_norm_updates_are_their_formula(dtype):
     for seed, (updates, params) in enumerate(trajectory(on_spheres(0.1), 4, dtype)):
         expected, weights = as_float64(tree(seed, dtype)), as_float64(params)
