@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import optax
 
+from muon_jax._checks import check_number
 from muon_jax._distributed.sharding import Shardings, whole_tree
 from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
@@ -161,6 +162,8 @@ def muon(
         Jordan et al., `Muon: an optimizer for hidden layers in neural networks
         <https://kellerjordan.github.io/posts/muon/>`_, 2024.
     """
+    if normuon_b2 is not None:
+        check_number("normuon_b2", normuon_b2, below=1)
     on_the_rest = chain_with_weight_decay(
         optax.scale_by_adam(
             b1=adam_b1,

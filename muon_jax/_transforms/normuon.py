@@ -77,7 +77,7 @@ def scale_by_normuon(
         <https://arxiv.org/abs/2510.05491>`_, 2025.
     """
     check_choice("averaged", averaged, Averaged)
-    check_number("b2, which is normuon_b2 of muon,", b2, below=1)
+    check_number("b2", b2, below=1)
 
     def averaged_and_neuron_axes(o: Matrices) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return o.sides if averaged == "shorter" else (o.axes.reduction, o.axes.output)

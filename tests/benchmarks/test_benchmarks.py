@@ -71,6 +71,7 @@ def measure(tmp_path):
         ),
     ],
 )
+@helpers.slow
 def test_it_times_checks_and_reports(benchmark, variants, measure, capsys):
     file = measure(benchmark)
     assert ("tiny: optax" if benchmark == "muon" else "2×8×24: jnp") in capsys.readouterr().out

@@ -206,6 +206,7 @@ def test_buckets(max_group_bytes, buckets):
         pytest.param({"ns_dtype": None}, "f32", 2e-6, marks=helpers.nightly),
     ],
 )
+@helpers.slow
 def test_what_is_on_the_wire(kwargs, wire, atol):
     """In float16 the pieces bring their exponents, so that their scale does not matter."""
     grads, _, views = problem("uneven counts", AxisType.Explicit)

@@ -21,6 +21,7 @@ def mesh_of(axis_type):
     return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
 
 
+@helpers.slow
 def test_only_jit_knows_the_mesh():
     grads = helpers.random_tree({"a": (16, 32), "b": (32, 64)}, 0)
     sharding = NamedSharding(mesh_of(AxisType.Auto), SPEC)

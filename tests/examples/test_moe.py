@@ -46,6 +46,7 @@ def test_it_learns_the_same_on_four_devices_as_on_one(model, capsys):
     assert losses[0] - losses[7] > 0.1
 
 
+@pytest.mark.slow
 def test_experts_go_to_muon_and_are_exchanged_over_fsdp_only(model):
     params = nnx.state(model)
     arguments = moe.muon_arguments("gram")

@@ -13,6 +13,7 @@ import standalone
 from muon_jax import muon, newton_schulz
 
 
+@pytest.mark.slow
 def test_it_trains(capsys):
     standalone.main(["--epochs", "3"])
     accuracies = re.findall(r"accuracy ([\d.]+)%", capsys.readouterr().out)

@@ -66,6 +66,7 @@ def expected_metrics(gradients, updates, momenta):
         pytest.param(jnp.float32, optax.identity(), marks=helpers.nightly),
     ],
 )
+@helpers.slow
 def test_metrics_are_their_formulas(dtype, then):
     plain = optax.chain(scale_by_muon("dion", weight_dimension_numbers=VIEWS), then)
     transform = with_metrics(plain, VIEWS)
