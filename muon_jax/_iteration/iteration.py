@@ -94,8 +94,14 @@ class Iteration:
                 " fastest"
             )
         recipe = resolve_recipe(ns_coeffs, ns_steps, preconditioning)
-        names = {"method": method, "implementation": implementation}
-        return cls(recipe, eps, preconditioning=preconditioning, **names, **attributes)
+        return cls(
+            recipe,
+            eps,
+            preconditioning=preconditioning,
+            method=method,
+            implementation=implementation,
+            **attributes,
+        )
 
     def form(self, shape: tuple[int, int], in_dtype: jnp.dtype) -> Form:
         """Returns the form of an optimizer's matrices `(m, n)` of `in_dtype`, m ≤ n.

@@ -163,7 +163,7 @@ def data_parallel(how, optimizer, params, batch):
     return jax.jit(sharded)(params, batch)
 
 
-@pytest.mark.skipif("jax.device_count() == 1")
+@pytest.mark.skipif(jax.device_count() == 1, reason="needs two devices")
 @pytest.mark.parametrize("how", ["pmap", "shard_map"])
 def test_data_parallel_updates_need_shardings(how):
     params = {"w": jax.random.normal(jax.random.key(1), (16, 32)), "b": jnp.zeros(32)}

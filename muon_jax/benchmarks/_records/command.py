@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from muon_jax.benchmarks._records.headline import headline_figure
-from muon_jax.benchmarks._records.pages import write_pages
+from muon_jax.benchmarks._records.pages import WHERE, write_pages
 from muon_jax.benchmarks._records.plots import figure_of_reports
 from muon_jax.benchmarks._records.tables import markdown
 
@@ -28,11 +28,8 @@ def run_report(arguments: argparse.Namespace) -> None:
         return write_pages(arguments.pages)
     if not arguments.files:
         raise SystemExit(
-            "report needs files: pass some that the other commands wrote with --json. A clone has"
-            " those of the documents in muon_jax/benchmarks/results; the wheel leaves them out"
+            f"report needs files: pass some that the other commands wrote with --json. {WHERE}"
         )
-    if absent := [str(file) for file in arguments.files if not file.is_file()]:
-        raise SystemExit(f"report: no such file: {', '.join(absent)}")
     reports = [json.loads(file.read_text()) for file in arguments.files]
     print("\n\n".join(map(markdown, reports)))
     if arguments.png:

@@ -18,6 +18,7 @@ from muon_jax.benchmarks._records.tables import (
 )
 
 RESULTS = Path(__file__).parents[1] / "results"
+WHERE = "A clone has results in muon_jax/benchmarks/results; the wheel leaves them out"
 _COMMAND = "python -m muon_jax.benchmarks"
 _TITLES = {
     "syrk": "Symmetric products",
@@ -44,6 +45,20 @@ _FIGURES = {
     "loops": ("Loops", "In the compiled program.", "{}"),
     "collectives": ("Collectives", "In the compiled program.", "{}"),
 }
+_WRITTEN = f"<!-- Written by `{_COMMAND} report --pages`; do not edit. -->"
+_INDEXED = ("device", "jax", "commit", "date")
+_INDEX = f"""# Records
+
+{_WRITTEN}
+
+Every page is one file of measurements: device, versions, commit, command, and quartiles. A result
+that is wrong fails the run, so a page has right results alone. No GPU has run JAX 0.12 here.
+
+"""
+_INDEX_END = """
+
+[How the kernels came to their speed](log.md) is the dated log of what was tried.
+"""
 
 
 def page(report: Report, file: str) -> str:
@@ -53,8 +68,9 @@ def page(report: Report, file: str) -> str:
         report: the report.
         file: the name of its JSON file in `results`.
     """
-    benchmark, measurements = report["benchmark"], report["measurements"]
+    measurements = report["measurements"]
     facts = {key: value for key, value in report.items() if isinstance(value, str) and value}
+    benchmark = facts.pop("benchmark")
     command = facts.pop("command", f"{_COMMAND} {benchmark}")
     if flags := facts.get("XLA_FLAGS"):
         command = f"XLA_FLAGS={flags} {command}"
@@ -62,11 +78,9 @@ def page(report: Report, file: str) -> str:
     blocks = [
         f"# {_TITLES[benchmark]}: {report['device'].removeprefix('NVIDIA ')}"
         + (", with pauses" if "pause" in report else ""),
-        f"<!-- Written by `{_COMMAND} report --pages`; do not edit. -->",
+        _WRITTEN,
         f"```bash\n{command}\n```",
-        markdown_table(
-            ["", ""], [[key, value] for key, value in facts.items() if key != "benchmark"]
-        ),
+        markdown_table(["", ""], [[*fact] for fact in facts.items()]),
     ]
     if benchmark in ("accuracy", "training"):
         blocks.append(markdown(report).split("\n\n", 1)[1])
@@ -84,7 +98,7 @@ def write_pages(folder: Path) -> None:
     """Writes a page for each file of results, and their index, into `folder`.
 
     Raises:
-        FileNotFoundError: no results lie beside the benchmarks.
+        SystemExit: no results lie beside the benchmarks.
     """
     for name, text in all_pages().items():
         (folder / name).write_text(text)
@@ -99,26 +113,8 @@ def all_pages() -> dict[str, str]:
         title = pages[name].partition("\n")[0].removeprefix("# ")
         rows.append([f"[{title}]({name})", *(report.get(key, "") for key in _INDEXED)])
     if not pages:
-        raise FileNotFoundError(
-            f"no results in {RESULTS}: the wheel leaves them out, a clone has them in"
-            " muon_jax/benchmarks/results"
-        )
+        raise SystemExit(f"report found no results in {RESULTS}. {WHERE}")
     return pages | {"index.md": _INDEX + markdown_table(["", *_INDEXED], rows) + _INDEX_END}
-
-
-_INDEXED = ("device", "jax", "commit", "date")
-_INDEX = f"""# Records
-
-<!-- Written by `{_COMMAND} report --pages`; do not edit. -->
-
-Every page is one file of measurements: device, versions, commit, command, and quartiles. A result
-that is wrong fails the run, so a page has right results alone. No GPU has run JAX 0.12 here.
-
-"""
-_INDEX_END = """
-
-[How the kernels came to their speed](log.md) is the dated log of what was tried.
-"""
 
 
 def _time_blocks(measurements: Sequence[Measurement]) -> list[str]:
