@@ -184,7 +184,7 @@ def test_float32_is_checked_against_float64():
 
 
 def test_a_form_that_is_not_offered_is_not_timed(monkeypatch):
-    monkeypatch.setattr(one_device, "rival_programs", lambda x: {})
+    monkeypatch.setattr(one_device, "rival_programs", lambda *arguments: {})
     measurement = one_device.measure_newton_schulz((8, 24), "bfloat16", ("deepseek_v4",), TWICE)
     assert [*measurement["microseconds"]] == ["jnp", "None", "deepseek_v4"]
 
@@ -208,7 +208,7 @@ def test_a_pause_is_before_each_turn_of_ten_runs(monkeypatch):
 @pytest.mark.parametrize("wrong", [1.3, jnp.nan])
 def test_a_wrong_orthogonalization_fails(wrong, monkeypatch):
     right = one_device.newton_schulz
-    monkeypatch.setattr(one_device, "rival_programs", lambda x: {})
+    monkeypatch.setattr(one_device, "rival_programs", lambda *arguments: {})
     monkeypatch.setattr(one_device, "newton_schulz", lambda x, **kw: wrong * right(x, **kw))
     with pytest.raises(ArithmeticError, match="None: the relative error .* that of jnp"):
         one_device.measure_newton_schulz((16, 16), "bfloat16", ())
@@ -254,7 +254,7 @@ def test_a_rival_that_fails_is_reported_and_not_timed(monkeypatch, measure, caps
         "broken": SimpleNamespace(result=broken),
     }
 
-    def programs(x):  # one with coefficients of its own, and one that should not have them
+    def programs(_, x):  # one with coefficients of its own, and one that should not have them
         for name in ("dion", "gram_newton_schulz"):
             orthogonalize = functools.partial(newton_schulz, ns_coeffs="dion", dtype=None)
             rivals[name] = timing.JaxProgram.compile(orthogonalize, x)
@@ -285,8 +285,8 @@ def test_absent_rivals_are_named(measure, capsys):
 def test_the_reason_for_absence(monkeypatch):
     monkeypatch.undo()  # the fixture's
     monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
-    assert rivals.absent_rivals()["gram_newton_schulz"] == "torch is not installed"
-    assert rivals.torch_versions() == {}
+    assert rivals.absent_rivals("newton_schulz")["gram_newton_schulz"] == "torch is not installed"
+    assert rivals.torch_versions("newton_schulz", "syrk") == {}
 
 
 def test_each_rival_in_torch_can_be_made(monkeypatch):
@@ -296,7 +296,7 @@ def test_each_rival_in_torch_can_be_made(monkeypatch):
     monkeypatch.delitem(sys.modules, name, raising=False)
     make = importlib.import_module(name)._MAKE
     monkeypatch.delitem(sys.modules, name)  # the next import is of the true torch
-    assert set(make) == set(rivals._IN_TORCH)
+    assert set(make) == {name for names in rivals._IN_TORCH.values() for name in names}
     for variant, mode in (("", "default"), (", CUDA graphs", "reduce-overhead")):
         make[f"torch.compile{variant}"]()
         assert torch.compile.call_args.kwargs["mode"] == mode

@@ -55,8 +55,10 @@ def test_a_quick_run_says_so_and_what_a_cpu_cannot_measure(tmp_path, capsys, mon
     file = tmp_path / "syrk.json"
     benchmarks.main(["syrk", "--quick", "--json", str(file)])
     out = capsys.readouterr().out
-    heading, reason, *lines = out.splitlines()
+    heading, *absent, reason = out.splitlines()[:-3]
+    lines = out.splitlines()[-3:]
     assert "quick: few cases in few rounds: no record" in heading
+    assert absent == ["absent: quack (left out)", "absent: quack + C (left out)"]
     assert reason.startswith("not measured on cpu: the kernels, the device's clock")
     assert [line.split(":")[0].replace("×", "x") for line in lines] == QUICK_SHAPES.split()
     report = json.loads(file.read_text())

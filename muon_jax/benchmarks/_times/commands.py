@@ -53,10 +53,10 @@ def add_syrk_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_syrk(arguments: argparse.Namespace) -> None:
-    """Times XXᵀ and XXᵀ + C/2, shape by shape."""
-    cases = _distinct_shapes(arguments)
+    """Times XXᵀ and XXᵀ + C/2 beside their rivals, shape by shape."""
+    facts = _facts_of_rivals("syrk", "syrk + C")
     measure = functools.partial(measure_syrk, dtype=arguments.dtype, turns=arguments.turns)
-    _measure_cases(arguments, cases, measure, _shape_label)
+    _measure_cases(arguments, _distinct_shapes(arguments), measure, _shape_label, facts)
 
 
 def add_newton_schulz_arguments(command: argparse.ArgumentParser) -> None:
@@ -81,9 +81,9 @@ def add_newton_schulz_arguments(command: argparse.ArgumentParser) -> None:
 
 def run_newton_schulz(arguments: argparse.Namespace) -> None:
     """Times the iteration beside its rivals and other coefficients, shape by shape."""
-    rivals.leave_memory_to_torch()
-    facts = {"absent": rivals.absent_rivals(), **rivals.torch_versions()}
-    facts["pause"] = f"{arguments.pause:g} s"
+    facts = _facts_of_rivals("newton_schulz")
+    if arguments.pause:
+        facts["pause"] = f"{arguments.pause:g} s"
     measure = functools.partial(
         measure_newton_schulz,
         dtype=arguments.dtype,
@@ -184,6 +184,12 @@ def _measure_cases(
     lines = [heading(report), *absence_lines(report), *_lines_without_gpu(arguments)]
     print("\n".join(lines), flush=True)
     record(report, measure_each(cases, measure, label), arguments.json, indent=1)
+
+
+def _facts_of_rivals(*measured: str) -> dict[str, Any]:
+    """The rivals that are absent, and the versions of the others. Call this before JAX runs."""
+    rivals.leave_memory_to_torch()
+    return {"absent": rivals.absent_rivals(*measured), **rivals.torch_versions(*measured)}
 
 
 def _lines_without_gpu(arguments: argparse.Namespace) -> list[str]:

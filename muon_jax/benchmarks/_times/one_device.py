@@ -70,8 +70,19 @@ def measure_syrk(
         "jnp + C": lambda x, c: x @ x.mT + 0.5 * c,
         "None + C": lambda x, c: syrk(x, c, beta=0.5),
     }
-    comparison = _check_and_time(f"syrk {shape}", product, (x,), {}, turns=turns)
-    with_addend = _check_and_time(f"syrk {shape}", product_and_addend, (x, c), {}, turns=turns)
+    comparison, with_addend = (
+        _check_and_time(
+            f"{measured} {shape}",
+            variants,
+            arguments,
+            rival_programs(measured, *arguments),
+            turns=turns,
+        )
+        for measured, variants, arguments in (
+            ("syrk", product, (x,)),
+            ("syrk + C", product_and_addend, (x, c)),
+        )
+    )
     return {
         "shape": shape,
         "chosen": select_implementation(x).implementation,
@@ -129,7 +140,13 @@ def measure_newton_schulz(
             others[label] = program
     definitions = {rival: definition(name) for rival, name in OWN_COEFFICIENTS.items()}
     comparison = _check_and_time(
-        f"newton_schulz {shape}", steps, (x,), rival_programs(x), others, definitions, turns
+        f"newton_schulz {shape}",
+        steps,
+        (x,),
+        rival_programs("newton_schulz", x),
+        others,
+        definitions,
+        turns,
     )
     return {
         "shape": shape,

@@ -11,14 +11,23 @@ from optax.contrib import _muon as optax_muon
 from muon_jax._iteration.published import NAMED
 from muon_jax.benchmarks._times.timing import JaxProgram, Timeable
 
-# The rivals in torch, and the package that each comes from.
+# The rivals in torch of each measurement, and the package that each comes from.
 _IN_TORCH = {
-    "torch.compile": "torch",
-    "torch.compile, CUDA graphs": "torch",
-    "gram_newton_schulz": "gram_newton_schulz",
-    "gram_newton_schulz, standard": "gram_newton_schulz",
-    "dion": "dion",
-    "dion, aol": "dion",
+    "newton_schulz": {
+        "torch.compile": "torch",
+        "torch.compile, CUDA graphs": "torch",
+        "gram_newton_schulz": "gram_newton_schulz",
+        "gram_newton_schulz, standard": "gram_newton_schulz",
+        "dion": "dion",
+        "dion, aol": "dion",
+    },
+    "syrk": {"quack": "quack"},
+    "syrk + C": {"quack + C": "quack"},
+}
+# The distributions whose versions decide how fast a package is, where they are not its own name.
+_DISTRIBUTIONS = {
+    "gram_newton_schulz": ("gram_newton_schulz", "quack-kernels", "nvidia-cutlass-dsl"),
+    "quack": ("quack-kernels", "nvidia-cutlass-dsl"),
 }
 # The coefficients of rivals that have their own. The others compute `newton_schulz_in_jnp`.
 OWN_COEFFICIENTS = {"dion": "dion", "dion, aol": "aol"}
@@ -43,30 +52,42 @@ def newton_schulz_in_optax(x: jax.Array) -> jax.Array:
     )
 
 
-def rival_programs(x: jax.Array) -> dict[str, Timeable]:
-    """Returns the rivals that can run here on `x`, all but `newton_schulz_in_jnp`."""
-    rivals: dict[str, Timeable] = {
-        f"optax {name}": JaxProgram.compile(newton_schulz_in_optax, x.astype(dtype))
-        for name, dtype in {"f32": jnp.float32, "bf16": jnp.bfloat16}.items()
-    }
-    if names := [name for name in _IN_TORCH if name not in absent_rivals()]:
+def rival_programs(measured: str, *arguments: jax.Array) -> dict[str, Timeable]:
+    """Returns the rivals that can run here, all but plain jnp.
+
+    Args:
+        measured: `"newton_schulz"` of X, `"syrk"` of X, or `"syrk + C"` of X and C.
+        arguments: these arrays.
+    """
+    rivals: dict[str, Timeable] = {}
+    if measured == "newton_schulz":
+        (x,) = arguments
+        for name, dtype in {"f32": jnp.float32, "bf16": jnp.bfloat16}.items():
+            rivals[f"optax {name}"] = JaxProgram.compile(newton_schulz_in_optax, x.astype(dtype))
+    if names := [name for name in _IN_TORCH[measured] if name not in absent_rivals(measured)]:
         from muon_jax.benchmarks._times.rivals_in_torch import torch_programs
 
-        rivals |= torch_programs(x, names)
+        rivals |= torch_programs(arguments, names)
     return rivals
 
 
-def absent_rivals() -> dict[str, str]:
+def absent_rivals(*measured: str) -> dict[str, str]:
     """Returns the rivals that cannot run here, with the reason."""
-    reasons = {name: _reason_missing(package) for name, package in _IN_TORCH.items()}
+    packages = {name: package for key in measured for name, package in _IN_TORCH[key].items()}
+    reasons = {name: _reason_missing(package) for name, package in packages.items()}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def torch_versions() -> dict[str, str]:
-    """Returns the versions of the packages of the rivals in torch that can run here."""
-    absent = absent_rivals()
-    packages = {package for name, package in _IN_TORCH.items() if name not in absent}
-    return {package: importlib.metadata.version(package) for package in sorted(packages)}
+def torch_versions(*measured: str) -> dict[str, str]:
+    """Returns the versions of torch and of the packages of the rivals that can run here."""
+    absent = absent_rivals(*measured)
+    rivals = {name: package for key in measured for name, package in _IN_TORCH[key].items()}
+    packages = {package for name, package in rivals.items() if name not in absent}
+    packages |= {"torch"} if packages else set()
+    names = [
+        name for package in sorted(packages) for name in _DISTRIBUTIONS.get(package, (package,))
+    ]
+    return {name: importlib.metadata.version(name) for name in names}
 
 
 def leave_memory_to_torch() -> None:

@@ -1,4 +1,4 @@
-"""Newton–Schulz in torch on CUDA: by Keller Jordan, by gram_newton_schulz and by dion."""
+"""Newton–Schulz and products in torch on CUDA, by Keller Jordan and by packages."""
 
 import dataclasses
 import functools
@@ -12,12 +12,12 @@ import torch  # pyright: ignore[reportMissingImports] (optional)
 from muon_jax._iteration.published import NAMED
 from muon_jax.benchmarks._times.timing import Clock
 
-type TorchFunction = Callable[[torch.Tensor], torch.Tensor]
+type TorchFunction = Callable[..., torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class TorchProgram:
-    """A tensor, and a function that makes the function of it.
+    """Tensors, and a function that makes the function of them.
 
     Its clocks:
 
@@ -27,7 +27,7 @@ class TorchProgram:
     """
 
     make: Callable[[], TorchFunction]
-    argument: torch.Tensor
+    arguments: tuple[torch.Tensor, ...]
 
     @functools.cached_property
     def function(self) -> TorchFunction:
@@ -36,7 +36,7 @@ class TorchProgram:
 
     def result(self) -> jax.Array:
         """Runs once and returns the result, as an array of JAX."""
-        result = self.function(self.argument)
+        result = self.function(*self.arguments)
         return jnp.from_dlpack(result.clone(memory_format=torch.contiguous_format))
 
     def clocks(self) -> dict[str, Clock]:
@@ -46,7 +46,7 @@ class TorchProgram:
     def _wall(self, calls: int) -> float:
         start = time.perf_counter()
         for _ in range(calls):
-            self.function(self.argument)
+            self.function(*self.arguments)
         torch.cuda.synchronize()
         return (time.perf_counter() - start) / calls
 
@@ -54,7 +54,7 @@ class TorchProgram:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(calls):
-            self.function(self.argument)
+            self.function(*self.arguments)
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) * 1e-3 / calls
@@ -97,6 +97,16 @@ def _compiled(mode: str = "default") -> TorchFunction:
     return torch.compile(newton_schulz_in_torch, fullgraph=True, dynamic=False, mode=mode)
 
 
+def _of_quack() -> TorchFunction:
+    """XXᵀ, or XXᵀ + C/2 for a symmetric C, by its kernel that computes one triangle."""
+    from quack.gemm_interface import gemm_symmetric  # pyright: ignore[reportMissingImports]
+
+    def product(x: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
+        return gemm_symmetric(x, x.mT, C=c, beta=0.5)[1]
+
+    return product
+
+
 _MAKE = {
     "torch.compile": _compiled,
     "torch.compile, CUDA graphs": lambda: _compiled("reduce-overhead"),
@@ -104,10 +114,15 @@ _MAKE = {
     "gram_newton_schulz, standard": lambda: _of_gram_newton_schulz("StandardNewtonSchulz"),
     "dion": lambda: _of_dion("newton_schulz_triton"),
     "dion, aol": lambda: _of_dion("newton_schulz_triton_fast"),
+    "quack": _of_quack,
+    "quack + C": _of_quack,
 }
 
 
-def torch_programs(x: jax.Array, names: Iterable[str]) -> dict[str, TorchProgram]:
-    """Returns the rivals `names`, each on its own copy of `x`, which it may overwrite."""
+def torch_programs(arguments: Iterable[jax.Array], names: Iterable[str]) -> dict[str, TorchProgram]:
+    """Returns the rivals `names`, each on its own copy of `arguments`, which it may overwrite."""
     torch.compiler.reset()  # torch stops compiling a function after eight shapes
-    return {name: TorchProgram(_MAKE[name], torch.from_dlpack(x).clone()) for name in names}
+    return {
+        name: TorchProgram(_MAKE[name], tuple(torch.from_dlpack(x).clone() for x in arguments))
+        for name in names
+    }
