@@ -102,7 +102,7 @@ def _of_quack() -> TorchFunction:
     from quack.gemm_interface import gemm_symmetric  # pyright: ignore[reportMissingImports]
 
     def product(x: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
-        return gemm_symmetric(x, x.mT, C=c, beta=0.5)[1]
+        return gemm_symmetric(x, x.mT, C=c, beta=0.5)
 
     return product
 
