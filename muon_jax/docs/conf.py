@@ -71,7 +71,7 @@ def name_unions(app, what, name, obj, options, signature, returns):
 
 
 def keep_figures_whole(app, doctree):
-    """Marks the cells of tables that hold figures or formulas, which do not break, nor do ranges."""
+    """Marks cells of figures and formulas, which do not break; nor do ranges break after a dash."""
     del app
     for entry in doctree.findall(nodes.entry):
         if _FIGURES.fullmatch(entry.astext()):

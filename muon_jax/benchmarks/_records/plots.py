@@ -220,11 +220,9 @@ def _draw_accuracy_panels(figure: "SubFigure", report: Report) -> None:
     from matplotlib.ticker import NullFormatter
 
     measured = [m for m in report["measurements"] if "cases" in m]
-    looks = itertools.product("os^", PALETTE)
-    styles = {
-        name: {"marker": marker, "color": color}
-        for name, (marker, color) in zip(keys_in_order({m["name"]: 0} for m in measured), looks)
-    }
+    looks = [{"marker": m, "color": c} for m, c in itertools.product("os^", PALETTE)]
+    names = keys_in_order({m["name"]: 0} for m in measured)
+    styles = dict(zip(names, itertools.cycle(looks), strict=False))
     dtypes = keys_in_order({m["dtype"]: 0} for m in measured)
     aspects = keys_in_order(m["units"] for m in measured)
     panels = figure.subplots(len(dtypes), len(aspects), sharex="col", sharey="row", squeeze=False)
