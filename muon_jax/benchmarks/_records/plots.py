@@ -220,7 +220,9 @@ def _draw_accuracy_panels(figure: "SubFigure", report: Report) -> None:
     from matplotlib.ticker import NullFormatter
 
     measured = [m for m in report["measurements"] if "cases" in m]
-    looks = [{"marker": m, "color": c} for m, c in itertools.product("os^", PALETTE)]
+    looks: list[dict[str, Any]] = [
+        {"marker": marker, "color": color} for marker, color in itertools.product("os^", PALETTE)
+    ]
     names = keys_in_order({m["name"]: 0} for m in measured)
     styles = dict(zip(names, itertools.cycle(looks), strict=False))
     dtypes = keys_in_order({m["dtype"]: 0} for m in measured)
