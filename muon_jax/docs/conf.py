@@ -44,7 +44,7 @@ _NAMES = {
     }.items()
 }
 # A cell of figures or of a formula is short and has no long words. Quartiles stand below a median.
-_FIGURES = re.compile(r"(?!.*([a-z]{4}|–)).{1,26}", re.DOTALL)
+_FIGURES = re.compile(r"(?!.*([a-z]{4}|–)).{1,40}", re.DOTALL)
 _WORD_JOINER = "\u2060"
 
 
