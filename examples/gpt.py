@@ -221,8 +221,10 @@ def train(options: argparse.Namespace, mesh: Mesh) -> None:
             )
     if checkpoints:
         checkpoints.close()
-    plot([metrics.path], options.output / "curves.png")
-    peak = (mesh.devices.flat[0].memory_stats() or {}).get("peak_bytes_in_use")
+    device = mesh.devices.flat[0]
+    title = f"{options.optimizer}, {mesh.size} × {device.device_kind}, {options.dtype}"
+    plot([metrics.path], options.output / "curves.png", title)
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
     print(table(read(metrics.path), seconds, tokens, optimizer_seconds, peak))
     print(f"Curves: {options.output / 'curves.png'}")
 

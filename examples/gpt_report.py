@@ -74,9 +74,13 @@ def read(path: Path) -> list[dict[str, float]]:
         return [{k: float(v or math.nan) for k, v in row.items()} for row in csv.DictReader(file)]
 
 
-def plot(paths: Sequence[Path], output: Path) -> None:
-    """Saves the curves of runs as a PNG: against steps and against seconds of training."""
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
+def plot(paths: Sequence[Path], output: Path, title: str) -> None:
+    """Saves the curves of runs as a PNG: against steps and against seconds of training.
+
+    Seconds are those of a device and a dtype, which the title names.
+    """
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    figure.suptitle(title)
     for axes, column in zip(figure.subplots(1, 2, sharey=True), ("step", "seconds"), strict=True):
         for i, path in enumerate(paths):
             rows = read(path)
@@ -126,10 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Draws the curves of several runs together.")
     parser.add_argument("metrics", type=Path, nargs="+", help="metrics.csv of each run")
     parser.add_argument("--output", type=Path, default="curves.png", help="a PNG")
+    parser.add_argument("--title", default="", help="of the PNG, such as the device and the dtype")
     args = parser.parse_args(arguments)
     if missing := [str(path) for path in args.metrics if not read(path)]:
         parser.error(f"no metrics in {', '.join(missing)}: name the metrics.csv of runs of gpt.py")
-    plot(args.metrics, args.output)
+    plot(args.metrics, args.output, args.title)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,11 @@ import re
 import tomllib
 from pathlib import Path
 
+import jax
+import optax
+from docutils import nodes
+from sphinx.util.typing import stringify_annotation
+
 _ROOT = Path(__file__).parents[2]
 
 project = "muon-jax"
@@ -27,15 +32,52 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
+napoleon_use_ivar = True  # attributes in one list; signatures have their types
+napoleon_attr_annotations = False
+# Unions of other packages, by the names that the source has for them; the longest first.
+_NAMES = {
+    stringify_annotation(alias, "smart"): name
+    for name, alias in {
+        "ScalarOrSchedule": optax.ScalarOrSchedule,
+        "ArrayTree": optax.Params,
+        "DTypeLike": jax.typing.DTypeLike,
+    }.items()
+}
+# A cell of figures or of a formula is short and has no long words. Quartiles stand below a median.
+_FIGURES = re.compile(r"(?!.*([a-z]{4}|–)).{1,40}", re.DOTALL)
+_WORD_JOINER = "\u2060"
 
 
 def show_formulas(app, what, name, obj, options, lines):
     """Makes indented paragraphs of docstrings literal blocks, before Napoleon reads sections."""
     del app, what, name, obj, options
-    sections = r"^(?=(?:Args|Attributes|Returns|Raises|References):$)"
-    text, *rest = re.split(sections, "\n".join(lines), maxsplit=1, flags=re.M)
-    text = re.sub(r"^(\S.*\n\n)(?=    )", r"\1::\n\n", text, flags=re.M)
-    lines[:] = "".join([text, *rest]).split("\n")
+    text = "\n".join(lines)
+    text = re.sub(r"^( *)(\S.*\n\n)(?=\1    (?! |[*-] ))", r"\1\2\1::\n\n", text, flags=re.M)
+    lines[:] = text.split("\n")
+
+
+def split_lines(app, what, name, obj, options, lines):
+    """Gives lists below an error lines of their own: Napoleon joins all that is said of it."""
+    del app, what, name, obj, options
+    lines[:] = "\n".join(lines).split("\n")
+
+
+def name_unions(app, what, name, obj, options, signature, returns):
+    """Names unions of other packages, which signatures would spell out."""
+    del app, what, name, obj, options
+    for union, alias in _NAMES.items():
+        signature = signature and signature.replace(union, alias)
+    return signature, returns
+
+
+def keep_figures_whole(app, doctree):
+    """Marks cells of figures and formulas, which do not break; nor do ranges break after a dash."""
+    del app
+    for entry in doctree.findall(nodes.entry):
+        if _FIGURES.fullmatch(entry.astext()):
+            entry["classes"].append("figures")
+        for text in list(entry.findall(nodes.Text)):
+            text.parent.replace(text, nodes.Text(text.replace("–", f"–{_WORD_JOINER}")))
 
 
 def name_the_page_outside(app, docname, source):
@@ -48,6 +90,8 @@ def name_the_page_outside(app, docname, source):
 def setup(app):
     """Connects the above."""
     app.connect("source-read", name_the_page_outside)
-    # Long lines, such as messages of errors, are not cut at the margin.
-    app.add_css_file("wrap.css")
+    app.add_css_file("pages.css")
     app.connect("autodoc-process-docstring", show_formulas, priority=400)
+    app.connect("autodoc-process-docstring", split_lines, priority=600)
+    app.connect("autodoc-process-signature", name_unions)
+    app.connect("doctree-read", keep_figures_whole)

@@ -185,7 +185,7 @@ def test_verdicts(report):
         "FAILS: aol within seed noise of standard, +0.4000 ± 0.0000",
         "holds: three worse than standard beyond seed noise, +0.5000 ± 0.0000",
         "not bracketed: the best learning rate of fast, 0.04, is at the end of the grid; extend"
-        " --learning-rates",
+        " `--learning-rates`",
         "not measured: cans",
     ]
 

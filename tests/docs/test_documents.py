@@ -194,6 +194,16 @@ def test_records_are_not_stale():
     assert lying == {*pages, "log.md"}
 
 
+@pytest.mark.parametrize("package", [muon_jax, pallas_kernels], ids=lambda p: p.__name__)
+def test_the_api_tells_where_everything_public_is(package):
+    text = DOCUMENTS["muon_jax/docs/api.md"]
+    for name in package.__all__:
+        assert re.search(rf":: {package.__name__}\.{name}\b", text), name
+        (source,) = re.findall(rf"^\| `{name}` \| .+ \| \[`\S+`\]\((\S+)\) \|$", text, re.M)
+        code = (DOCS / source).read_text()
+        assert re.search(rf"^(def |class |from .* import |)\b{name}\b", code, re.M), (name, source)
+
+
 def test_the_readme_is_short():
     assert len(README.split()) <= 900  # as `wc -w` counts them
 

@@ -34,4 +34,4 @@ def run_report(arguments: argparse.Namespace) -> None:
     print("\n\n".join(map(markdown, reports)))
     if arguments.png:
         plot = headline_figure if arguments.headline else figure_of_reports
-        plot(reports).savefig(arguments.png, format="png", dpi=90)
+        plot(reports).savefig(arguments.png, format="png", dpi=160)

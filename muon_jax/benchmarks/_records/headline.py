@@ -21,17 +21,26 @@ if TYPE_CHECKING:
 
 
 class Bar(NamedTuple):
-    """A color, the variants of which the bar shows the fastest, and whether it shows its number."""
+    """A color, and the variants of which the bar shows the fastest.
+
+    A numbered bar has its number beside it, and is twice as high as others.
+    """
 
     color: str
     variants: tuple[str, ...]
     numbered: bool = False
 
+    @property
+    def share(self) -> int:
+        """The height, where that of a bar without a number is 1."""
+        return 2 if self.numbered else 1
 
+
+_OURS = "#d55e00"  # the color of our coefficients
 _TORCH = ("torch.compile", "torch.compile, CUDA graphs")
 _UPDATE_BARS = {
     "muon-jax, five steps": Bar("#0072b2", ("None",), True),
-    'muon-jax, "balanced"': Bar("#d55e00", ("balanced",), True),
+    'muon-jax, "balanced"': Bar(_OURS, ("balanced",), True),
 }
 # Five steps by others, and by ours. All run their fastest form.
 _ITERATION_BARS = {
@@ -67,22 +76,23 @@ def headline_figure(reports: Sequence[Report]) -> "Figure":
             f" `python -m muon_jax.benchmarks {benchmark} --json FILE.json` wrote"
         )
 
-    result = Figure(figsize=(13.5, 9), layout="constrained")
+    result = Figure(figsize=(10, 8), layout="constrained")
     axes = result.subplot_mosaic([["iteration", "update"], ["iteration", "accuracy"]])
     iteration, update, accuracy = (axes[name] for name in ("iteration", "update", "accuracy"))
     steps, updates, errors = map(measured, ("newton_schulz", "muon", "accuracy"))
     _draw_fastest(iteration, steps["measurements"], _ITERATION_BARS, _TORCH, "wall")
     _draw_fastest(update, updates["measurements"], _UPDATE_BARS, ("optax",), "device")
     _draw_accuracy_of_sets(accuracy, errors["measurements"])
-    iteration.set_title(
-        f"newton_schulz over torch.compile, wall clock\n{_device(steps)}", fontsize=10
-    )
-    update.set_title(f"whole update over optax.contrib.muon\n{_device(updates)}", fontsize=10)
-    accuracy.set_title(
-        f"distance to the polar factor, n = {_ASPECT}m\nin each set's default dtype", fontsize=10
-    )
+    titles = {
+        iteration: f"newton_schulz over torch.compile\n{_device(steps)}, wall clock",
+        update: f"whole update over optax.contrib.muon\n{_device(updates)}, device clock",
+        accuracy: f"distance to the polar factor, n = {_ASPECT}m\n{errors['device']}, in each set's"
+        " default dtype",
+    }
+    for panel, title in titles.items():
+        panel.set_title(title, fontsize=9)
     handles = [Patch(color=bar.color, label=label) for label, bar in _ITERATION_BARS.items()]
-    result.legend(handles=handles, loc="outside lower left", ncols=len(handles))
+    result.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9)
     result.draw_without_rendering()  # lays the figure out, which decides what overlaps
     arrange_names(accuracy)
     return result
@@ -90,7 +100,7 @@ def headline_figure(reports: Sequence[Report]) -> "Figure":
 
 def _device(report: Report) -> str:
     """The device and the dtype of a report."""
-    return f"{report['device'].removeprefix('NVIDIA ')}, {report['dtype']}, jax {report['jax']}"
+    return f"{report['device'].removeprefix('NVIDIA ')}, jax {report['jax']}, {report['dtype']}"
 
 
 def _draw_fastest(
@@ -101,20 +111,23 @@ def _draw_fastest(
     clock: str,
 ) -> None:
     """How many times faster than the fastest baseline the fastest variant of each bar is."""
-    labels, height = [], 0.8 / len(bars)
+    labels, unit = [], 0.84 / sum(bar.share for bar in bars.values())
     for i, measurement in enumerate(measurements):
         times = median_times(measurement, clock)
         reference = min(times[name] for name in baseline if name in times)
-        for j, bar in enumerate(bars.values()):
+        top = i - 0.42
+        for bar in bars.values():
+            height = unit * bar.share
             if found := [times[name] for name in bar.variants if name in times]:
-                place = i + height * (j + 0.5) - 0.4
-                drawn = axes.barh(place, reference / min(found), height, color=bar.color)
+                place, width = top + height / 2, reference / min(found)
+                drawn = axes.barh(place, width, height, color=bar.color)
                 if bar.numbered:
-                    axes.bar_label(drawn, fmt="%.1f×", padding=2, fontsize=7)
+                    axes.bar_label(drawn, fmt="%.1f×", padding=2, fontsize=8)
+            top += height
         labels.append(case_label(measurement).replace(", ", "\n"))
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.axvline(1.0, color="black", linewidth=1)
-    axes.margins(x=0.12)
+    axes.margins(x=0.12, y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel("times faster")
 
@@ -127,7 +140,7 @@ def _draw_accuracy_of_sets(axes: "Axes", measurements: Sequence[Measurement]) ->
     from matplotlib.ticker import LogLocator, NullLocator
 
     for name in _SETS:
-        color, dtype = ("C3", "float16") if name in SCHEDULES else ("black", "bfloat16")
+        color, dtype = (_OURS, "float16") if name in SCHEDULES else ("black", "bfloat16")
         key = (name, "standard", dtype)
         (m,) = (m for m in measurements if (m["name"], m["method"], m["dtype"]) == key)
         cases = [c for c in m["cases"] if c["shape"][1] == _ASPECT * c["shape"][0]]
@@ -135,7 +148,7 @@ def _draw_accuracy_of_sets(axes: "Axes", measurements: Sequence[Measurement]) ->
         units = m["units"][str(_ASPECT)]
         axes.plot(units, error, marker="o", color=color)
         axes.annotate(
-            name, (units, error), (0, 0), textcoords="offset points", color=color, fontsize=8
+            name, (units, error), (0, 0), textcoords="offset points", color=color, fontsize=9
         )
     axes.set(yscale="log", xlabel="FLOPs/m³", ylabel="median error on σ > 0.01σ₁")
     axes.margins(x=0.2, y=0.1)

@@ -74,6 +74,7 @@ def page(report: Report, file: str) -> str:
     command = facts.pop("command", f"{_COMMAND} {benchmark}")
     if flags := facts.get("XLA_FLAGS"):
         command = f"XLA_FLAGS={flags} {command}"
+        facts["XLA_FLAGS"] = f"`{flags}`"
     facts |= {"file": f"[`results/{file}`](../../benchmarks/results/{file})"}
     blocks = [
         f"# {_TITLES[benchmark]}: {report['device'].removeprefix('NVIDIA ')}"

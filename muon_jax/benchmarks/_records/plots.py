@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from muon_jax.benchmarks._records.palette import PALETTE
 from muon_jax.benchmarks._records.reading import (
     Measurement,
     Report,
@@ -70,9 +71,9 @@ def figure_of_reports(reports: Sequence[Report]) -> "Figure":
 def _charts(report: Report) -> list[Chart]:
     measurements = report["measurements"]
     if report["benchmark"] == "accuracy":
-        return [Chart(_draw_accuracy_panels, 12, 6)]
+        return [Chart(_draw_accuracy_panels, 10, 8)]
     if report["benchmark"] == "training":
-        return [Chart(draw_losses, 12, 6)]
+        return [Chart(draw_losses, 10, 5.5)]
     charts = [Chart(_draw_speedups, 7, 0.25 * len(measurements) + 1.2)]
     if panels := _panels(measurements):
         height = 3.3 * math.ceil(len(panels) / _COLUMNS) + 0.6
@@ -86,15 +87,22 @@ def _draw_speedups(figure: "SubFigure", report: Report) -> None:
     clock = common_clock(measurements)
     speedups = [speedup(measurement, clock) for measurement in measurements]
     bars = axes.barh([case_label(measurement) for measurement in measurements], speedups)
-    axes.bar_label(bars, fmt="%.2f×", padding=3)
+    paper: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+    axes.bar_label(bars, fmt="%.2f×", padding=3, bbox=paper)  # not struck through by the line
     axes.axvline(1.0, color="black", linewidth=1)
+    axes.margins(y=0.01)
     baseline = next(iter(measurements[0]["microseconds"]))
     axes.set(
-        title=f"{report['benchmark']}, {report['device']}, {report['dtype']}",
+        title=_title(report),
         xlabel=f"speedup over {baseline} ({clock})",
         xlim=(0, 1.15 * max(1, *speedups)),
     )
     axes.invert_yaxis()
+
+
+def _title(report: Report) -> str:
+    """What was measured, and where."""
+    return f"{report['benchmark']}, {report['device']}, {report['dtype']}"
 
 
 def _panels(measurements: Sequence[Measurement]) -> list[Measurement]:
@@ -127,6 +135,7 @@ def _draw_pareto_panels(figure: "SubFigure", report: Report) -> None:
         axes.set(title=case_label(measurement), xlabel=f"µs ({clock})")
         axes.tick_params(labelleft=i % _COLUMNS == 1)
     figure.supylabel("error to the polar factor")
+    figure.suptitle(_title(report))
     handles = [
         Line2D([], [], label=name.replace("None", "newton_schulz"), linestyle="", **style)
         for name, style in styles.items()
@@ -139,7 +148,7 @@ def _styles(panels: Sequence[Measurement]) -> dict[str, dict[str, Any]]:
     """The color and the marker of each variant in its standard form."""
     names = keys_in_order({_without_form(name): m} for m in panels for name in m["polar_errors"])
     ours = [name for name in names if all(_coefficients(name, m) for m in panels)]
-    colors = dict(zip(ours, itertools.cycle(f"C{i}" for i in range(10)), strict=False))
+    colors = dict(zip(ours, itertools.cycle(PALETTE[1:]), strict=False))
     markers = itertools.cycle("os^vD*PXp")
     return {
         name: {"color": colors[name], "marker": "o"}
@@ -206,33 +215,34 @@ def _without_form(name: str) -> str:
 
 
 def _draw_accuracy_panels(figure: "SubFigure", report: Report) -> None:
-    """The median error of all cases against FLOPs, a panel for each aspect n/m."""
+    """The median error of all cases against FLOPs: a row for each dtype, a column for each n/m."""
     from matplotlib.lines import Line2D
+    from matplotlib.ticker import NullFormatter
 
     measured = [m for m in report["measurements"] if "cases" in m]
-    palette = [*(f"C{i}" for i in range(10)), "black", "gold", "navy", "limegreen"]
-    colors = dict(zip(keys_in_order({m["name"]: 0} for m in measured), itertools.cycle(palette)))
-    markers = dict(zip(keys_in_order({m["dtype"]: 0} for m in measured), "os^", strict=False))
-    aspects = keys_in_order(m["units"] for m in measured)
-    all_axes = figure.subplots(1, len(aspects), sharey=True, squeeze=False)[0]
-    for axes, aspect in zip(all_axes, aspects, strict=True):
-        for m in measured:
-            cases = [c for c in m["cases"] if f"{c['shape'][1] / c['shape'][0]:g}" == aspect]
-            error = np.median(metric_values(cases, "errors")[:, -1])
-            axes.plot(
-                m["units"][aspect],
-                error,
-                color=colors[m["name"]],
-                marker=markers[m["dtype"]],
-                fillstyle="full" if m["method"] == "gram" else "none",
-            )
-        axes.set(title=f"n/m = {aspect}", xlabel="FLOPs/m³", yscale="log")
-    all_axes[0].set_ylabel(f"median error on σ > {report['thresholds'][-1]:g}σ₁")
-    figure.suptitle(f"Distance to the polar factor, {report['device']}")
-    handles = [Line2D([], [], color=c, linewidth=4, label=name) for name, c in colors.items()]
-    handles += [
-        Line2D([], [], color="black", linestyle="", marker=marker, label=dtype)
-        for dtype, marker in markers.items()
+    looks: list[dict[str, Any]] = [
+        {"marker": marker, "color": color} for marker, color in itertools.product("os^", PALETTE)
     ]
-    handles += _form_handles()
-    figure.legend(handles=handles, loc="outside right upper", fontsize=8)
+    names = keys_in_order({m["name"]: 0} for m in measured)
+    styles = dict(zip(names, itertools.cycle(looks), strict=False))
+    dtypes = keys_in_order({m["dtype"]: 0} for m in measured)
+    aspects = keys_in_order(m["units"] for m in measured)
+    panels = figure.subplots(len(dtypes), len(aspects), sharex="col", sharey="row", squeeze=False)
+    for row, dtype in zip(panels, dtypes, strict=True):
+        for axes, aspect in zip(row, aspects, strict=True):
+            for m in (m for m in measured if m["dtype"] == dtype):
+                cases = [c for c in m["cases"] if f"{c['shape'][1] / c['shape'][0]:g}" == aspect]
+                error = np.median(metric_values(cases, "errors")[:, -1])
+                fill: Any = "full" if m["method"] == "gram" else "none"
+                axes.plot(m["units"][aspect], error, fillstyle=fill, **styles[m["name"]])
+            axes.set(yscale="log")
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        row[0].set_ylabel(dtype)
+    for axes, aspect in zip(panels[0], aspects, strict=True):
+        axes.set_title(f"n/m = {aspect}")
+    for axes in panels[-1]:
+        axes.set_xlabel("FLOPs/m³")
+    figure.supylabel(f"median error on σ > {report['thresholds'][-1]:g}σ₁")
+    figure.suptitle(f"distance to the polar factor, {report['device']}")
+    handles = [Line2D([], [], linestyle="", label=name, **look) for name, look in styles.items()]
+    figure.legend(handles=handles + _form_handles(), loc="outside right upper", fontsize=9)

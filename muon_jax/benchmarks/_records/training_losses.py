@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from muon_jax.benchmarks._records.palette import PALETTE
 from muon_jax.benchmarks._records.reading import Measurement, Report
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def verdicts(report: Report) -> list[str]:
         lines.append(f"{verdict}: {outcome.name} {expected.format(first.name)}, {difference}")
     lines += [
         f"not bracketed: the best learning rate of {outcome.name}, {outcome.learning_rate:g}, is at"
-        " the end of the grid; extend --learning-rates"
+        " the end of the grid; extend `--learning-rates`"
         for outcome in outcomes
         if outcome.at_the_end
     ]
@@ -99,24 +100,35 @@ def verdicts(report: Report) -> list[str]:
 
 
 def draw_losses(figure: "SubFigure", report: Report) -> None:
-    """Draws losses against steps at the best learning rates, and against learning rates."""
+    """Draws losses against steps at the best learning rates, and against learning rates.
+
+    Beside one another, not on top, stand the variants of one learning rate.
+    """
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+
     by_step, by_rate = figure.subplots(1, 2)
     evaluations = len(report["measurements"][0]["curves"][0][0])
     steps = report["training"]["steps"] * np.arange(1, evaluations + 1) / evaluations
+    count = len(report["measurements"])
     for i, (outcome, m) in enumerate(zip(_outcomes(report), report["measurements"], strict=True)):
-        style = {"color": f"C{i}", "linestyle": "--" if m["name"] == report["control"] else "-"}
+        color = PALETTE[i % len(PALETTE)]
+        style = {"color": color, "linestyle": "--" if m["name"] == report["control"] else "-"}
         by_step.plot(steps, outcome.curves.mean(axis=0), label=m["name"], **style)
         losses = _loss_array(m["losses"])
-        by_rate.plot(report["learning_rates"], losses.mean(axis=1), marker="o", **style)
-        by_rate.scatter(
-            np.repeat(report["learning_rates"], losses.shape[1]), losses, s=6, color=f"C{i}"
-        )
+        rates = np.array(report["learning_rates"]) * 1.03 ** (i - (count - 1) / 2)
+        by_rate.plot(rates, losses.mean(axis=1), marker="o", linewidth=1, **style)
+        by_rate.scatter(np.repeat(rates, losses.shape[1]), losses, s=6, color=color)
     by_step.set(xlabel="step", ylabel="validation loss, nats per byte", yscale="log")
-    by_step.set_title("at the best learning rate, mean over seeds")
+    by_step.set_title("at the best learning rate, mean over seeds", fontsize=10)
+    by_step.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 5)))
     by_rate.set(xlabel="learning rate", ylabel="final validation loss", xscale="log")
-    by_rate.set_title("each seed and the mean")
-    by_step.legend(fontsize=8)
-    figure.suptitle(f"GPT over bytes, {report['device']}")
+    by_rate.set_title("each seed and the mean", fontsize=10)
+    by_rate.xaxis.set_major_locator(FixedLocator(report["learning_rates"]))
+    for axis in (by_step.yaxis, by_rate.xaxis):
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter("{x:g}")
+    by_step.legend(fontsize=9)
+    figure.suptitle(f"GPT over bytes, {report['device']}, bfloat16 products")
 
 
 def _outcomes(report: Report) -> list[Outcome]:
