@@ -153,7 +153,13 @@ def test_whole_updates_are_those_of_the_results():
 
 
 def test_times_beside_packages_for_torch_are_those_of_the_results():
-    packages = ("torch.compile", "gram_newton_schulz", "gram_newton_schulz, standard", "dion")
+    packages = (
+        "torch.compile",
+        "torch.compile, CUDA graphs",
+        "gram_newton_schulz",
+        "gram_newton_schulz, standard",
+        "dion",
+    )
     ratios, of_five_steps, errors = [], [], []
     for measurement in results("newton_schulz_h100.json"):
         times = medians(measurement, "wall")

@@ -78,7 +78,8 @@ def page(report: Report, file: str) -> str:
     facts |= {"file": f"[`results/{file}`](../../benchmarks/results/{file})"}
     blocks = [
         f"# {_TITLES[benchmark]}: {report['device'].removeprefix('NVIDIA ')}"
-        + (", with pauses" if "pause" in report else ""),
+        + (", with pauses" if "pause" in report else "")
+        + (", beside QuACK" if benchmark == "syrk" and "quack-kernels" in report else ""),
         _WRITTEN,
         f"```bash\n{command}\n```",
         markdown_table(["", ""], [[*fact] for fact in facts.items()]),
