@@ -38,7 +38,7 @@ class Route(NamedTuple):
 
 
 # The view of `query_key_value` where its heads alternate, by the axes that are (in, out).
-_ALTERNATING = {
+_ALTERNATING: dict[tuple[int, ...], str] = {
     (-2, -1): "Unfold(-1, (heads, 3, -1), MuonDimensionNumbers(-4, (-3, -1)))",
     (-1, -2): "Unfold(-2, (heads, 3, -1), MuonDimensionNumbers(-1, (-4, -2)))",
 }

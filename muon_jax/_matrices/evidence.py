@@ -52,10 +52,11 @@ def _reason(name: str, of_one: Found, shapes: dict[str, Shape], layout: Layout) 
     if is_window and len(shape) > 2 and has_other_window(shape, layout, not is_weight):
         return "which may have its window at the other end"
     last = module.rpartition("/")[2]
-    rows, cols = of_one.shape[-2:]
+    is_of_experts = len(of_one.shape) > 2 or re.search("expert|moe", module) is not None
+    rows, cols = of_one.shape[-2], of_one.shape[-1]
     if of_one.role == "fused qkv" and rows == 3 * cols:
         return "which has the width of q, k and v first"
-    if not is_weight or of_one.role not in ("matrix", "gate", "fused gate and up"):
+    if not is_weight or is_of_experts or of_one.role not in ("matrix", "gate", "fused gate and up"):
         return ""
     is_first = of_one.role == "fused gate and up" or _FIRST.fullmatch(last)
     if is_first and rows > cols or _SECOND.fullmatch(last) and rows < cols:

@@ -1,11 +1,11 @@
 """Axes of heads, confirmed by what takes the heads that a projection makes."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from muon_jax._matrices.neighbours import module_of
-from muon_jax._matrices.roles import FROM_HEADS, TO_HEADS, Found
+from muon_jax._matrices.roles import FROM_HEADS, LEAF, TO_HEADS, Found
 from muon_jax._matrices.shapes import UNKNOWN
 from muon_jax._matrices.stacked_layers import Layers
 
@@ -60,5 +60,4 @@ def _confirmed_heads(members: Sequence[Found]) -> set[int]:
 
 def _attention(name: str) -> str:
     """The path of the module that a projection is in."""
-    module = module_of(name)
-    return module.rpartition("/")[0]
+    return re.sub(rf"(/[^/]+)?/({LEAF})$|/[^/]+$", "", name)

@@ -2,24 +2,25 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._matrices.layouts import Shape, relabelled
-from muon_jax._matrices.roles import GATING_EINSUM, LEAF, NUMBERED, Found
+from muon_jax._matrices.roles import GATING_EINSUM, LEAF, NUMBERED, UNNAMED, Found
 from muon_jax._matrices.shapes import UNKNOWN, Unknown
 from muon_jax._matrices.views import MATRICES, Split
 
 # Names of the second layer of an MLP, by those of the first.
 _SECOND = {
-    r"(^|_)in(?=_|\d|$)": r"\1out",
+    r"(?<=_)in(?=_|\d|$)": "out",
     r"^fc_?1$": "fc2",
     r"^(w_)?up(?=_|$)": r"\1down",
     r"^c_fc$": "c_proj",
     r"^wi$": "wo",
     r"^w1$": "w2",
 }
+_GATES = ("gate", "gate_proj", "w_gate", "wg", "w3")
 
 
 def module_of(name: str) -> str:
@@ -30,10 +31,11 @@ def module_of(name: str) -> str:
 def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Found]:
     """Returns what is found, where the parameters beside each have told what they can.
 
-    -   A numbered layer, such as `Dense_0`, is hidden if what comes after it takes its result: the
-        next number, or the output head.
-    -   `w_in` and `w_out`, which may be first and last layers, are hidden if one is as the
-        transpose of the other.
+    -   A numbered layer, such as `Dense_0`, is hidden if the next number, or the output head beside
+        it, takes its result.
+    -   `w_in` and `w_out` may be the first and the last layer. They are hidden beside an embedding
+        or an output head of the width that `w_in` takes and `w_out` gives.
+    -   `(n, in, hidden)` and `(n, hidden, in)` of one MLP are n experts, or n layers.
     -   The first layer of an MLP may be twice or three times as wide as what the second takes. Then
         it is of several matrices, and only a rule can say how they lie.
     -   Gemma's `gating_einsum` is (2, in, out), or (2, out, in), as `linear` beside it says.
@@ -41,14 +43,16 @@ def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Fou
     beside = _Beside(names, found)
 
     def told(name: str, of_one: Found) -> Found:
-        module = module_of(name)
+        module, rank = module_of(name), len(of_one.shape)
         if of_one.role == GATING_EINSUM:
-            return of_one._replace(view=_view_of_gates(of_one, beside.named(module, "linear")))
-        if of_one.role not in (NUMBERED, "matrix") or len(of_one.shape) != 2:
+            return of_one._replace(view=beside.view_of_gates(module, of_one.shape))
+        if rank == 3 and of_one.view == UNKNOWN and module in beside.experts:
+            return of_one._replace(role="experts", view=MATRICES)
+        if of_one.role not in (NUMBERED, UNNAMED, "matrix") or rank != 2:
             return of_one
-        if parts := _parts(of_one.shape, beside.seconds(module)):
+        if parts := beside.parts.get(module):
             return of_one._replace(view=_fused(of_one, parts))
-        if of_one.role == NUMBERED and _is_hidden(module, of_one.shape, beside):
+        if of_one.view == UNKNOWN and beside.take_result(module, of_one):
             return of_one._replace(role="matrix", view=MATRICES)
         return of_one
 
@@ -56,54 +60,81 @@ def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Fou
 
 
 class _Beside:
-    """The parameters of two axes, found by the paths of their modules."""
+    """The parameters but vectors, found by the paths of their modules.
+
+    Attributes:
+        experts: the modules of all MLPs of n experts, or of n layers.
+        parts: how many matrices lie side by side in the first layers of MLPs that have several.
+    """
 
     def __init__(self, names: Sequence[str], found: Sequence[Found]) -> None:
-        self._shapes: dict[str, Shape] = {}
-        self._heads = defaultdict(list)
+        modules = [*map(module_of, names)]
+        self._shapes = {
+            module: of_one.shape
+            for module, of_one in zip(modules, found, strict=True)
+            if len(of_one.shape) > 1
+        }
         self._sequences = defaultdict(list)
-        for name, of_one in zip(names, found, strict=True):
-            module = module_of(name)
-            if len(of_one.shape) != 2:
-                continue
-            self._shapes[module] = of_one.shape
-            if module != name or of_one.role == NUMBERED:
-                stem, number = _numbered(module)
-                self._sequences[stem].append((number, of_one.shape))
-            if of_one.role == "head":
-                self._heads[_parent(module)].append(of_one.shape)
+        for module, shape in self._shapes.items():
+            stem, number = _numbered(module)
+            self._sequences[stem].append((number, shape))
+        self._ends = defaultdict(set)  # the widths behind embeddings and before heads, by parents
+        self._heads = defaultdict(set)  # the latter alone
+        for module, (role, _, shape, _) in zip(modules, found, strict=True):
+            if role == "embedding":
+                self._ends[_parent(module)].update(shape[-1:])
+            if role == "head":
+                self._ends[_parent(module)].update(shape[:1])
+                self._heads[_parent(module)].update(shape[:1])
+        self.experts, self.parts, self._residual = set(), {}, set()
+        for module, shape in self._shapes.items():
+            for second in self._seconds(module):
+                self._read_mlp(module, shape, second)
 
-    def named(self, module: str, name: str) -> Shape | None:
-        """The shape beside a module that has this name."""
-        return self._shapes.get(f"{_parent(module)}{name}")
+    def take_result(self, module: str, layer: Found) -> bool:
+        """Whether another layer takes the result of this one, as only hidden layers have it."""
+        out = layer.shape[1]
+        takers = self._next_by_number(module)
+        is_hidden = any(taker[0] == out for taker in takers) or module in self._residual
+        before_head = layer.role == NUMBERED and out in self._heads[_parent(module)]
+        return 1 not in layer.shape and (is_hidden or before_head)
 
-    def next_by_number(self, module: str) -> list[Shape]:
+    def view_of_gates(self, module: str, shape: Shape) -> MuonDimensionNumbers | Unknown:
+        """The view of (2, in, out) or (2, out, in), beside `linear` of shape (out, in)."""
+        linear = self._shapes.get(f"{_parent(module)}linear", ())
+        if len(linear) != 2 or linear[0] == linear[1] or shape[0] != 2:
+            return UNKNOWN
+        views = {linear[::-1]: MATRICES, linear: MuonDimensionNumbers(-1, -2)}
+        return views.get(shape[1:], UNKNOWN)
+
+    def _read_mlp(self, module: str, shape: Shape, second: str) -> None:
+        """Takes down what the first and the second layer of an MLP say of each other."""
+        parent, taker = _parent(module), self._shapes[second]
+        if len(shape) == 3 and taker == (shape[0], shape[2], shape[1]):
+            gates = (f"{parent}{name}" for name in _GATES)
+            self.experts |= {module, second}
+            self.experts |= {gate for gate in gates if self._shapes.get(gate) == shape}
+        if len(shape) != 2 or len(taker) != 2 or shape[0] != taker[1]:
+            return
+        if shape[1] == taker[0] and shape[0] in self._ends[parent]:
+            self._residual |= {module, second}
+        if shape[1] in (2 * taker[0], 3 * taker[0]):
+            self.parts[module] = shape[1] // taker[0]
+
+    def _seconds(self, module: str) -> Iterator[str]:
+        """The modules that may be the second layer of an MLP with this one as the first."""
+        parent = _parent(module)
+        last = module.removeprefix(parent)
+        names = {re.sub(first, second, last) for first, second in _SECOND.items()} - {last}
+        if re.search(r"(?<!\d)0$", last):
+            names.add(f"{last[:-1]}1")
+        yield from (f"{parent}{name}" for name in names if f"{parent}{name}" in self._shapes)
+
+    def _next_by_number(self, module: str) -> list[Shape]:
         """The shape with the next number after that of a module, if there is one."""
         stem, number = _numbered(module)
         later = [member for member in self._sequences[stem] if member[0] > number]
         return [min(later)[1]] if later else []
-
-    def takers(self, module: str) -> list[Shape]:
-        """The shapes that may take the result of a layer."""
-        return [*self.next_by_number(module), *self._heads[_parent(module)]]
-
-    def seconds(self, module: str) -> list[Shape]:
-        """The shapes that take the result of the first layer of an MLP."""
-        last = module.removeprefix(_parent(module))
-        names = [re.sub(first, name, last) for first, name in _SECOND.items()]
-        shapes = [self.named(module, name) for name in names if name != last]
-        number = self.next_by_number(module) if re.search(r"\D0$", module) else []
-        return [shape for shape in (*shapes, *number) if shape]
-
-
-def _is_hidden(module: str, shape: Shape, beside: _Beside) -> bool:
-    """Whether another layer takes the result of this one, or makes what this one takes."""
-    last = module.removeprefix(_parent(module))
-    for one, other in (("in", "out"), ("out", "in")):
-        partner = re.sub(rf"(^|_){one}(?=_|$)", rf"\1{other}", last)
-        if partner != last and beside.named(module, partner) == shape[::-1]:
-            return True
-    return 1 not in shape and any(taker[0] == shape[1] for taker in beside.takers(module))
 
 
 def _parent(module: str) -> str:
@@ -117,24 +148,7 @@ def _numbered(module: str) -> tuple[str, int]:
     return stem, int(module.removeprefix(stem).strip("_") or 0)
 
 
-def _parts(shape: Shape, seconds: Sequence[Shape]) -> int | None:
-    """How many matrices lie side by side in the first layer of an MLP, None if it is but one."""
-    for rows, cols in seconds:
-        for parts in (2, 3):
-            if shape == (cols, parts * rows):
-                return parts
-    return None
-
-
 def _fused(layer: Found, parts: int) -> Unknown:
     out = layer.shape[1]
     view = relabelled(Split(-1, (out // parts,) * parts), layer.axes)
     return Unknown(f"which is {parts} times as wide as the layer after it takes", str(view))
-
-
-def _view_of_gates(gates: Found, linear: Shape | None) -> MuonDimensionNumbers | Unknown:
-    """The view of (2, in, out) or (2, out, in), beside `linear` of shape (out, in)."""
-    if linear is None or gates.shape[0] != 2 or linear[0] == linear[1]:
-        return UNKNOWN
-    views = {linear[::-1]: MATRICES, linear: MuonDimensionNumbers(-1, -2)}
-    return views.get(gates.shape[1:], UNKNOWN)

@@ -102,11 +102,9 @@ _FUSED_KV = r"(to_|fused_)?w?k_?(and_)?w?v|k_?v_(proj|fused)|\w*key_(and_)?value
 GATING_EINSUM = "einsum of gate and up"
 TO_HEADS = "projection to heads"
 FROM_HEADS = "projection from heads"
-_VIEWS_TO_HEADS = {"rank_3": VIEW_TO_HEADS, "rank_4": MuonDimensionNumbers(-4, (-3, -2, -1))}
-_VIEWS_FROM_HEADS = {"rank_3": VIEW_FROM_HEADS, "rank_4": MuonDimensionNumbers((-4, -3, -2), -1)}
 _HEADS_FIRST = MuonDimensionNumbers(-2, (-3, -1))  # (…, heads, in, dim)
-# A hidden layer or the output head. What takes its result may tell, such as the next by number.
-NUMBERED = "layer"
+# A hidden layer or the output head, or of an unknown name. What takes its result may tell.
+NUMBERED, UNNAMED = "layer", "unnamed layer"
 
 _LAST = "(?=$)"  # at the end of a path
 _END = rf"(?=(/({LEAF}))?$)"  # at the end of a path, or before the name of an array there
@@ -196,16 +194,20 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     (
         TO_HEADS,
         r"w?[qkv]|(q|k|v)_proj|query|key|value|w?(q|kv?|v)_b",
-        by_rank(rank_2=MATRICES, **_VIEWS_TO_HEADS),
+        by_rank(
+            rank_2=MATRICES, rank_3=VIEW_TO_HEADS, rank_4=MuonDimensionNumbers(-4, (-3, -2, -1))
+        ),
     ),
     (
         FROM_HEADS,
         r"out|wo|o|(o|out)_proj|attn_out",
-        by_rank(rank_2=MATRICES, **_VIEWS_FROM_HEADS),
+        by_rank(
+            rank_2=MATRICES, rank_3=VIEW_FROM_HEADS, rank_4=MuonDimensionNumbers((-4, -3, -2), -1)
+        ),
     ),
     (FROM_HEADS, rf"\w*att\w*/c_proj{_END}", by_rank(NEXT_ROW, rank_3=VIEW_FROM_HEADS)),
     ("gate", r"\w*gate|wg", gate),
     ("matrix", rf"({_HIDDEN}){_END}", by_rank(rank_2=MATRICES)),
-    (NUMBERED, rf"^({_MODEL}/)*[^/]+{_END}", unknown),
-    ("matrix", rf".*/({LEAF})|\w*proj|fc\w*|w_\w+|linear", by_rank(rank_2=MATRICES)),
+    (UNNAMED, rf"^({_MODEL}/)*[^/]+{_END}", unknown),
+    ("matrix", rf".*/({LEAF})|\w*proj|fc\w*|w_\w+|linear{_LAST}", by_rank(rank_2=MATRICES)),
 )

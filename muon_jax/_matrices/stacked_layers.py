@@ -81,8 +81,9 @@ def _axis_of_layers(paths: list[str], shapes: list[Shape], layout: Layout) -> in
     )
     first = first and not all(len(shape) > 3 and shape[0] == shape[1] for shape in shapes)
     biased = _biased(paths, shapes)
+    widths = {size for shape in shapes if len(shape) > 2 for size in _without(shape, 1)}
     norms = any(
-        len(shape) == 2 and path.endswith("/scale")
+        len(shape) == 2 and path.endswith("/scale") and shape[0] in widths
         for path, shape in zip(paths, shapes, strict=True)
     )
 
