@@ -19,6 +19,7 @@ from muon_jax._matrices.roles import Found, NamedShape, look_up
 from muon_jax._matrices.shapes import ALTERNATING, UNKNOWN, Unknown
 from muon_jax._matrices.stacked_layers import Layers, layers_of
 from muon_jax._matrices.unknown_roles import (
+    VIEWS_OF_LAYOUT,
     UnknownParameter,
     call_of_by_role,
     groups_of_unknown,
@@ -115,22 +116,25 @@ def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") 
         for (name, _), route in zip(named, found, strict=True)
         if not isinstance(route.view, Unknown) and route.role != "rule"
     ]
-    contradicting = [leaf for leaf in unknown if leaf.unknown.is_of_layout]
-    groups = groups_of_unknown(contradicting or unknown, known)
-    if contradicting:
+    if contradicting := [leaf for leaf in unknown if leaf.unknown.is_of_layout]:
         other: Layout = "out_in" if layout == "in_out" else "in_out"
+        views = {
+            name: route.view
+            for (name, _), route in zip(named, routes(named, rules, other), strict=True)
+        }
+        contradicting = [leaf.with_view(views[leaf.name]) for leaf in contradicting]
+        groups = groups_of_unknown(contradicting, known)
         raise ValueError(
             f"layout={layout!r} does not fit {listed(groups)}: pass"
-            f" {call_of_by_role(rules, [], other)} for a tree of the other order, or state the"
-            f" views of these parameters, {call_of_by_role(rules, groups, layout)} with a view in"
-            " place of None"
+            f" {call_of_by_role(rules, [], other)} if all parameters have that order, or state the"
+            f" views of these: {call_of_by_role(rules, groups, layout)}"
         )
     if unknown:
+        groups = groups_of_unknown(unknown, known)
         raise ValueError(
             f"no rule knows the role of {listed(groups)}: pass"
-            f" {call_of_by_role(rules, groups, layout)} for AdamW, or a view in place of"
-            " None for Muon. MuonDimensionNumbers(-2, -1) views matrices in the last two axes,"
-            " MuonDimensionNumbers((0, 1, 2), 3) a convolution (height, width, in, out)"
+            f" {call_of_by_role(rules, groups, layout)} for AdamW, or a view in place of None for"
+            f" Muon. {VIEWS_OF_LAYOUT[layout]}"
         )
     return treedef.unflatten(route.view for route in found)
 

@@ -42,18 +42,18 @@ def without_contradictions(
 def _reason(name: str, of_one: Found, shapes: dict[str, Shape], layout: Layout) -> str:
     """What speaks against the layout; an empty string if nothing does."""
     shape, module = shapes[name], module_of(name)
+    *_, rows, cols = of_one.shape
     other: Layout = "out_in" if layout == "in_out" else "in_out"
     bias = shapes.get(f"{module}/bias") or shapes.get(f"{module}/b")
     if bias and module != name and not fits_bias(shape, bias, layout):
         if fits_bias(shape, bias, other):
-            return f"which has a bias of shape {bias}"
+            return "whose bias has the size of its input"
     is_weight = layout == "in_out" and re.search("/weights?$", name) is not None
     is_window = of_one.role == "convolution" or of_one.role == "embedding" and len(shape) > 3
     if is_window and len(shape) > 2 and has_other_window(shape, layout, not is_weight):
         return "which may have its window at the other end"
     last = module.rpartition("/")[2]
     is_of_experts = len(of_one.shape) > 2 or re.search("expert|moe", module) is not None
-    rows, cols = of_one.shape[-2], of_one.shape[-1]
     if of_one.role == "fused qkv" and rows == 3 * cols:
         return "which has the width of q, k and v first"
     if not is_weight or is_of_experts or of_one.role not in ("matrix", "gate", "fused gate and up"):

@@ -1,13 +1,22 @@
 """What an error says of parameters whose views nothing tells: groups of paths, a call to paste."""
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from muon_jax._matrices.layouts import Layout, Shape
 from muon_jax._matrices.shapes import Unknown
 from muon_jax._matrices.views import View
+
+# How to view matrices and convolutions of each layout.
+VIEWS_OF_LAYOUT: dict[Layout, str] = {
+    "in_out": "MuonDimensionNumbers(-2, -1) views matrices in the last two axes,"
+    " MuonDimensionNumbers((0, 1, 2), 3) a convolution (height, width, in, out)",
+    "out_in": "MuonDimensionNumbers(-1, -2) views matrices in the last two axes,"
+    " MuonDimensionNumbers((1, 2, 3), 0) a convolution (out, in, height, width)",
+}
 
 
 class UnknownParameter(NamedTuple):
@@ -16,6 +25,11 @@ class UnknownParameter(NamedTuple):
     name: str
     shape: Shape
     unknown: Unknown
+
+    def with_view(self, view: View | None | Unknown) -> Self:
+        """The parameter with this proposal, if it is one."""
+        proposal = "None" if isinstance(view, Unknown) else str(view)
+        return self._replace(unknown=dataclasses.replace(self.unknown, proposal=proposal))
 
 
 class Group(NamedTuple):
