@@ -133,8 +133,8 @@ def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") 
         groups = groups_of_unknown(unknown, known)
         raise ValueError(
             f"no rule knows the role of {listed(groups)}: pass"
-            f" {call_of_by_role(rules, groups, layout)} for AdamW, or a view in place of None for"
-            f" Muon. {VIEWS_OF_LAYOUT[layout]}"
+            f" {call_of_by_role(rules, groups, layout)}, with None for AdamW or a view for Muon."
+            f" {VIEWS_OF_LAYOUT[layout]}"
         )
     return treedef.unflatten(route.view for route in found)
 
@@ -149,9 +149,9 @@ def named_shapes(params: Any) -> list[NamedShape]:
     for path, leaf in leaves:
         if not hasattr(leaf, "shape"):
             raise TypeError(
-                f"params must hold arrays or shapes of them, got {leaf!r} at {path_name(path)}:"
-                " pass eqx.filter(model, eqx.is_array) for a module of Equinox, nnx.state(model,"
-                " nnx.Param) for one of nnx"
+                f"params must hold arrays or shapes of them, got {type(leaf).__name__} at"
+                f" {path_name(path)}: pass eqx.filter(model, eqx.is_array) for a module of Equinox,"
+                " or nnx.state(model, nnx.Param) for one of nnx"
             )
     return [(path_name(path), leaf.shape) for path, leaf in leaves]
 

@@ -78,14 +78,14 @@ class _Beside:
         for module, shape in self._shapes.items():
             stem, number = _numbered(module)
             self._sequences[stem].append((number, shape))
-        self._ends = defaultdict(set)  # the widths behind embeddings and before heads, by parents
-        self._heads = defaultdict(set)  # the latter alone
+        self._ends = defaultdict(set)  # the widths behind embeddings and before heads, by modules
+        self._heads = defaultdict(set)  # the latter, by modules right above
         for module, (role, _, shape, _) in zip(modules, found, strict=True):
-            if role == "embedding":
-                self._ends[_parent(module)].update(shape[-1:])
+            width = {"embedding": shape[-1:], "head": shape[:1]}.get(role, ())
+            for parent in _parents(module):
+                self._ends[parent].update(width)
             if role == "head":
-                self._ends[_parent(module)].update(shape[:1])
-                self._heads[_parent(module)].update(shape[:1])
+                self._heads[_parent(module)].update(width)
         self.experts, self.parts, self._residual = set(), {}, set()
         for module, shape in self._shapes.items():
             for second in self._seconds(module):
@@ -140,6 +140,11 @@ class _Beside:
 def _parent(module: str) -> str:
     """The path of the module that has this module, with a slash."""
     return module[: module.rfind("/") + 1]
+
+
+def _parents(module: str) -> list[str]:
+    """The paths of all modules that have this module, with slashes."""
+    return ["", *(module[: slash.end()] for slash in re.finditer("/", module))]
 
 
 def _numbered(module: str) -> tuple[str, int]:

@@ -30,8 +30,9 @@ class Unknown:
 UNKNOWN = Unknown()
 NEXT_ROW = Unknown("the table of roles goes on")
 ALTERNATING = Unknown(
-    "whose heads alternate in BLOOM and GPT-NeoX, q, k and v of one after another"
+    "whose q, k and v alternate by heads in BLOOM and GPT-NeoX (set heads to their number)"
 )
+GROUPED = Unknown("whose q, k and v alternate by groups of heads in Falcon")
 
 type ViewOfShape = Callable[[Shape], View | None | Unknown]
 
@@ -93,8 +94,10 @@ def fused_qkv(shape: Shape) -> View | None | Unknown:
 
 
 def alternating_qkv(shape: Shape) -> View | None | Unknown:
-    """(in, 3, heads, dim), or (in, heads·3·dim)."""
-    return fused_qkv(shape) if len(shape) == 4 and shape[2] != 3 else ALTERNATING
+    """(in, 3, heads, dim), (in, heads·3·dim), or (in, groups·(n + 2)·dim) for n heads a group."""
+    if len(shape) == 4 and shape[2] != 3:
+        return fused_qkv(shape)
+    return ALTERNATING if len(shape) == 2 and shape[1] == 3 * shape[0] else GROUPED
 
 
 def fused_gate(shape: Shape) -> View | None | Unknown:

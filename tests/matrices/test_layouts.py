@@ -10,6 +10,7 @@ import model_shapes
 import numpy as np
 import oracles
 import pytest
+from helpers import slow
 from model_shapes import shapes
 
 from muon_jax import MuonDimensionNumbers, Split, Unfold, by_role, describe, muon
@@ -84,6 +85,7 @@ def test_updates_of_out_in_are_those_of_float64():
     assert_updates(tree, OUT_IN, matrices)
 
 
+@slow
 def test_updates_of_einsums_alternating_heads_and_layers_along_axis_1_are_those_of_float64():
     tree = {
         "net/layers/up/kernel": (24, 5, 48),
@@ -111,7 +113,7 @@ def test_updates_of_einsums_alternating_heads_and_layers_along_axis_1_are_those_
     assert_updates(tree, views, matrices)
 
 
-def matrices_of(tree, views, **rules):
+def matrices_of(tree, views):
     parameters = describe(shapes(tree), muon_weight_dimension_numbers=views).parameters
     assert all(p.role != "unknown" for p in parameters)
     return {p.path: p.matrices for p in parameters if p.optimizer == "muon"}
