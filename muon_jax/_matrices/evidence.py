@@ -30,13 +30,17 @@ def without_contradictions(
         for (name, shape), of_parameter in zip(named, layers, strict=True)
     }
 
-    def checked(name: str, of_one: Found) -> Found:
-        if of_one.view is None or len(of_one.shape) < 2 or of_one.role.startswith("einsum"):
+    def checked(name: str, of_parameter: Layers, of_one: Found) -> Found:
+        is_einsum = of_one.role.startswith("einsum")
+        if of_one.view is None or len(of_one.shape) < 2 or is_einsum or not of_parameter.is_known:
             return of_one
         reason = _reason(name, of_one, shapes, layout)
         return of_one._replace(view=Unknown(reason, is_of_layout=True)) if reason else of_one
 
-    return [checked(name.lower(), of_one) for (name, _), of_one in zip(named, found, strict=True)]
+    return [
+        checked(name.lower(), of_parameter, of_one)
+        for (name, _), of_parameter, of_one in zip(named, layers, found, strict=True)
+    ]
 
 
 def _reason(name: str, of_one: Found, shapes: dict[str, Shape], layout: Layout) -> str:

@@ -59,18 +59,23 @@ def fits_bias(shape: Shape, bias: Shape, layout: Layout) -> bool:
 
 
 def has_other_window(shape: Shape, layout: Layout, is_sure_of_layout: bool) -> bool:
-    """Whether a convolution has its window where the other layout has it.
+    """Whether a convolution may have its window at the end where the other layout has it.
+
+    -   A window is smaller than the channels at the other end. If `layout` is sure, what speaks
+        against the layout is a square there alone, or a small window there alone.
+    -   Otherwise both ends that might be windows speak against it, too.
 
     Args:
         shape: of the convolution.
         layout: the layout that is assumed.
-        is_sure_of_layout: whether shapes of which both ends may be windows belong to `layout`.
+        is_sure_of_layout: whether the name of the convolution is common in this layout.
     """
-    axes = len(shape) - 2
-    here, there = shape[:axes], shape[-axes:]
-    if layout == "out_in":
-        here, there = there, here
-    if max(there) > _LARGEST_WINDOW:
-        return False
-    is_window = len(set(here)) == 1 and max(here) <= _LARGEST_WINDOW
-    return max(there) < max(here) and not is_window if is_sure_of_layout else True
+    ends = shape[:-2], shape[2:]
+    here, there = ends if layout == "in_out" else ends[::-1]
+    is_smaller, is_small = max(there) < max(here), max(there) <= _LARGEST_WINDOW
+    if not is_sure_of_layout:
+        return is_smaller or is_small
+    squares = len({*here}), len({*there})
+    if 1 in squares and squares[0] != squares[1]:
+        return is_smaller and squares[1] == 1
+    return is_small and max(here) > _LARGEST_WINDOW

@@ -1,5 +1,6 @@
 """The role of a parameter, told by its path and the shape of one layer: a table."""
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -67,11 +68,16 @@ def look_up(name: str, shape: Shape, axes: tuple[int, ...], layout: Layout) -> F
         return Found(role, view_of(in_order), in_order, tuple(axes[axis] for axis in order))
 
     for role, pattern, view_of in _ROLES:
-        if re.search(rf"(^|/)({pattern})(/|$)", name):
+        if _whole_names(pattern).search(name):
             answer = found(role, view_of)
             if answer.view is not NEXT_ROW:
                 return answer
     return found("unknown", unknown)
+
+
+@functools.cache
+def _whole_names(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(^|/)({pattern})(/|$)")
 
 
 CONTAINER = r"(?:layers|blocks|stages|stack|h|\w*scan\w*)"

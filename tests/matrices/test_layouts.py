@@ -209,6 +209,9 @@ ONE_LAYOUT = {
     "a window at the end": ({"b": {"conv": {"weight": (64, 32, 3, 3)}}}, "out_in"),
     "one of a kernel": ({"b": {"conv": {"kernel": (64, 32, 3, 3)}}}, "out_in"),
     "a window of one element": ({"b": {"conv": {"weight": (2048, 512, 1, 1)}}}, "out_in"),
+    "patches": ({"patch_embed": {"proj": {"weight": (768, 3, 16, 16)}}}, "out_in"),
+    "patches of a kernel": ({"patch_embed": {"kernel": (768, 3, 16, 16)}}, "out_in"),
+    "patches of videos": ({"embed": {"conv": {"weight": (768, 3, 2, 16, 16)}}}, "out_in"),
     "few channels": ({"b": {"conv": {"kernel": (8, 3, 3, 3)}}}, "out_in"),
     "one axis of a window": ({"b": {"conv": {"weight": (64, 32, 3)}}}, "out_in"),
     "a window at the front": ({"b": {"conv": {"kernel": (3, 3, 64, 32)}}}, "in_out"),
@@ -251,6 +254,7 @@ def test_the_other_layout_raises_and_both_remedies_work(tree, layout):
     [
         ("conv/kernel", (3, 3, 64, 3)),  # few channels
         ("conv/kernel", (1, 7, 32, 32)),
+        ("patch_embed/kernel", (14, 14, 3, 8)),  # few channels
         ("conv/kernel", (7, 64, 2)),
         ("conv/weight", (3, 3, 64, 32)),  # as in AXLearn
         ("layers/0/experts/up/weight", (24, 8)),  # experts may be narrow
