@@ -126,8 +126,8 @@ def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") 
         groups = groups_of_unknown(contradicting, known)
         raise ValueError(
             f"layout={layout!r} does not fit {listed(groups)}: pass"
-            f" {call_of_by_role(rules, [], other)} if all parameters have that order, or state the"
-            f" views of these: {call_of_by_role(rules, groups, layout)}"
+            f" {call_of_by_role(rules, [], other)} if all parameters have that order, or"
+            f" {call_of_by_role(rules, groups, layout)} if these alone have"
         )
     if unknown:
         groups = groups_of_unknown(unknown, known)
