@@ -237,7 +237,7 @@ PATCHES = ("convolution", ((-4, -3, -2), -1))
         ("mlp/gateup_proj/kernel", (8, 64), GATE_AND_UP),
         ("mlp/w1_w3/kernel", (8, 64), GATE_AND_UP),
         ("mlp/w12/kernel", (8, 64), GATE_AND_UP),
-        ("mlp/aggregate_update/kernel", (8, 64), ("matrix", MATRICES)),
+        ("b/aggregate_update/kernel", (8, 64), ("matrix", MATRICES)),
         ("lora_a/kernel", (8, 4), ("adapter", None)),
         ("attn/q_lora_b", (8, 4), ("adapter", None)),
         ("attn/q_proj/lora/lora_a", (8, 4), ("adapter", None)),
