@@ -19,7 +19,8 @@ def without_contradictions(
 ) -> list[Found]:
     """Returns what is found, with no view for parameters that the layout does not fit.
 
-    -   A bias beside a kernel has the size of its output.
+    -   A bias beside a kernel has the size of its output. Where that is not the size of the input,
+        the bias decides.
     -   The window of a convolution is small.
     -   An MLP widens, and then narrows. This counts against (in, out) alone, for the name `weight`,
         which Equinox, Haliax and PyTorch give to (out, in). Some experts are narrower: they do not
@@ -49,9 +50,10 @@ def _reason(name: str, of_one: Found, shapes: dict[str, Shape], layout: Layout) 
     *_, rows, cols = of_one.shape
     other: Layout = "out_in" if layout == "in_out" else "in_out"
     bias = shapes.get(f"{module}/bias") or shapes.get(f"{module}/b")
-    if bias and module != name and not fits_bias(shape, bias, layout):
-        if fits_bias(shape, bias, other):
-            return "whose bias has the size of its input"
+    if bias and module != name:
+        fits, fits_other = (fits_bias(shape, bias, order) for order in (layout, other))
+        if fits != fits_other:  # else the bias tells nothing, and names and widths may
+            return "whose bias has the size of its input" if fits_other else ""
     is_weight = layout == "in_out" and re.search("/weights?$", name) is not None
     is_window = of_one.role == "convolution" or of_one.role == "embedding" and len(shape) > 3
     if is_window and len(shape) > 2 and has_other_window(shape, layout, not is_weight):

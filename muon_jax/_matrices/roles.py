@@ -25,8 +25,8 @@ from muon_jax._matrices.shapes import (
     gate_of_experts,
     input_projection,
     last_two_axes,
+    nothing_known,
     pointwise,
-    unknown,
 )
 from muon_jax._matrices.views import MATRICES, View
 
@@ -72,7 +72,7 @@ def look_up(name: str, shape: Shape, axes: tuple[int, ...], layout: Layout) -> F
             answer = found(role, view_of)
             if answer.view is not NEXT_ROW:
                 return answer
-    return found("unknown", unknown)
+    return found("unknown", nothing_known)
 
 
 @functools.cache
@@ -127,7 +127,7 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
         rf"(bias(es)?|\w*_bias){_END}|((?!w?(q|kv?|v)_b)\w+_b|b_(in|out|up|down|gate)){_LAST}",
         adamw,
     ),
-    ("bias", rf"b[io]?\d*{_LAST}", adamw_below(3, unknown)),  # (heads, dim) at most
+    ("bias", rf"b[io]?\d*{_LAST}", adamw_below(3, nothing_known)),  # (heads, dim) at most
     (
         "norm",
         rf"(\w*norm\w*|ln(_?\w)?|bn\d*)(?=(/(?!kernel$)[^/]+)?$)|(scale|gamma|beta){_LAST}",
@@ -158,7 +158,7 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     ("router", rf"\w*router\w*|(gating|switch|dispatch){_END}", adamw),
     ("router", rf"\w*moe\w*/(wg|gate(_({LEAF}))?){_END}", adamw_below(3, last_two_axes)),
     ("gate", r"smear\w*", adamw),
-    ("adapter", r"lora\w*", unknown),
+    ("adapter", r"lora\w*", nothing_known),
     ("fused gate and up", _FUSED_GATE, fused_gate),
     # (in, out) may be a router, or the gate of one expert.
     ("experts", rf"\w*experts?/(gate|wg){_END}", gate_of_experts),
@@ -176,8 +176,8 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     ("convolution", rf"(\w*(pointwise|pw)_?conv\w*){_END}", pointwise),
     ("convolution", rf"\w*conv\w*{_END}|\w*embed\w*(/proj\w*)?/({LEAF})", convolution),
     # A hidden layer or the output head, and nothing beside it could tell.
-    ("unnamed", rf"^(?!.*/\d+/)(.*/)?final\w*|heads(/[^/]+)?{_END}", unknown),
-    ("unnamed", rf"(prefix|prompts?|mem(ory)?|pkm)/\w+{_END}", unknown),
+    ("unnamed", rf"^(?!.*/\d+/)(.*/)?final\w*|heads(/[^/]+)?{_END}", nothing_known),
+    ("unnamed", rf"(prefix|prompts?|mem(ory)?|pkm)/\w+{_END}", nothing_known),
     # The equations of Gemma's einsums: BTD,NDH->BTNH, and BTNH,NHD->BTD.
     (
         "einsum to heads",
@@ -190,13 +190,13 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
         NUMBERED,
         rf"^({_MODEL}/)*((dense|linear|fc|layer|out|output)"
         rf"(_out|_proj|_projection)?\d*|({CONTAINER}/)*\d+)/({LEAF})",
-        unknown,
+        nothing_known,
     ),
     ("fused qkv", r"\w*query_key_value\w*", alternating_qkv),
     ("fused qkv", _FUSED_QKV, fused_qkv),
     ("input projection", "in_proj", input_projection),
     ("fused kv", _FUSED_KV, equal_parts(2)),
-    ("fused", rf"(\w+_)?(fused|packed|pack|merged|and)(_\w+)?{_END}", unknown),
+    ("fused", rf"(\w+_)?(fused|packed|pack|merged|and)(_\w+)?{_END}", nothing_known),
     (
         TO_HEADS,
         r"w?[qkv]|(q|k|v)_proj|query|key|value|w?(q|kv?|v)_b",
@@ -214,6 +214,6 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     (FROM_HEADS, rf"\w*att\w*/c_proj{_END}", by_rank(NEXT_ROW, rank_3=VIEW_FROM_HEADS)),
     ("gate", r"\w*gate|wg", gate),
     ("matrix", rf"({_HIDDEN}){_END}", by_rank(rank_2=MATRICES)),
-    (UNNAMED, rf"^({_MODEL}/)*[^/]+{_END}", unknown),
+    (UNNAMED, rf"^({_MODEL}/)*[^/]+{_END}", nothing_known),
     ("matrix", rf".*/({LEAF})|\w*proj|fc\w*|w_\w+|linear{_LAST}", by_rank(rank_2=MATRICES)),
 )

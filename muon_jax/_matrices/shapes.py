@@ -49,7 +49,7 @@ def last_two_axes(shape: Shape) -> View:
     return MATRICES
 
 
-def unknown(shape: Shape) -> Unknown:
+def nothing_known(shape: Shape) -> Unknown:
     del shape
     return UNKNOWN
 

@@ -15,6 +15,7 @@ from model_shapes import shapes
 
 from muon_jax import MuonDimensionNumbers, Split, Unfold, by_role, describe, muon
 from muon_jax._matrices.by_role import routes
+from muon_jax._matrices.shapes import Unknown
 
 OUT_IN = functools.partial(by_role, layout="out_in")
 TOLERANCE = 2e-4  # of float32 beside float64
@@ -263,6 +264,13 @@ def test_the_other_layout_raises_and_both_remedies_work(tree, layout):
 )
 def test_what_may_be_in_out_is(name, shape):
     assert isinstance(routes([(name, shape)], {})[0].view, MuonDimensionNumbers)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("se/fc1", (64, 16)), ("conv", (3, 3, 3, 8))])
+def test_a_bias_decides_for_in_out_too(name, shape):
+    named = [(f"b/{name}/weight", shape), (f"b/{name}/bias", shape[-1:])]
+    assert isinstance(routes(named, {})[0].view, MuonDimensionNumbers)
+    assert isinstance(routes(named[:1], {})[0].view, Unknown)
 
 
 def test_layouts_are_two():
