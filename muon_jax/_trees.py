@@ -7,16 +7,19 @@ from typing import Any
 import jax
 import optax
 
+# The last key of a path to an array in a box: Flax' `value`, and the only child of Haliax'.
+_BOXES = (jax.tree_util.GetAttrKey("value"), jax.tree_util.FlattenedIndexKey(0))
+
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """Returns the names of a path joined by slashes, without the boxes of Flax."""
+    """Returns the names of a path joined by slashes, without the boxes of Flax and Haliax."""
     name = jax.tree_util.keystr(unboxed(path), simple=True, separator="/")
     return name.removeprefix("params/")
 
 
 def unboxed(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the path without the box that Flax may have around an array."""
-    return path[:-1] if path and path[-1] == jax.tree_util.GetAttrKey("value") else path
+    """Returns the path without the box that Flax, or Haliax, may have around an array."""
+    return path[:-1] if path and path[-1] in _BOXES else path
 
 
 @contextlib.contextmanager

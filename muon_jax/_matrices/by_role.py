@@ -1,50 +1,74 @@
 """Which parameters are matrices, and of which axes, told by role: by path and shape."""
 
+import dataclasses
 import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
+from optax.contrib import MuonDimensionNumbers
 
-from muon_jax._matrices.roles import (
-    FROM_HEADS,
-    LEAF,
-    TO_HEADS,
-    NamedShape,
-    Route,
-    Shape,
-    look_up_route,
-)
+from muon_jax._checks import check_choice
+from muon_jax._matrices.evidence import without_contradictions
+from muon_jax._matrices.heads import without_unconfirmed_heads
+from muon_jax._matrices.layouts import Layout, Shape, relabelled
+from muon_jax._matrices.neighbours import told_by_neighbours
+from muon_jax._matrices.roles import Found, NamedShape, look_up
+from muon_jax._matrices.shapes import ALTERNATING, UNKNOWN, Unknown
 from muon_jax._matrices.stacked_layers import Layers, layers_of
-from muon_jax._matrices.views import View, ViewTree
+from muon_jax._matrices.unknown_roles import (
+    VIEWS_OF_LAYOUT,
+    UnknownParameter,
+    call_of_by_role,
+    groups_of_unknown,
+    listed,
+)
+from muon_jax._matrices.views import Split, View, ViewTree
 from muon_jax._trees import path_name
 
 type Rules = Mapping[str, View | None]
 
-_VECTOR = Route("vector", None)
+
+class Route(NamedTuple):
+    """The role of a parameter and its view; the view None leaves it to AdamW."""
+
+    role: str
+    view: View | None | Unknown
 
 
-def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
+# The view of `query_key_value` where its heads alternate, by the axes that are (in, out).
+_ALTERNATING: dict[tuple[int, ...], str] = {
+    (-2, -1): "Unfold(-1, (heads, 3, -1), MuonDimensionNumbers(-4, (-3, -1)))",
+    (-1, -2): "Unfold(-2, (heads, 3, -1), MuonDimensionNumbers(-1, (-4, -2)))",
+}
+
+
+def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") -> ViewTree:
     """Returns the view of each parameter by what it is for; None leaves it to AdamW.
 
     Pass the function itself to the optimizer: `muon(…, muon_weight_dimension_numbers=by_role)`. To
-    add rules of your own, pass `functools.partial(by_role, rules={…})`. The path and the shape of a
-    parameter, and those of the parameters beside it, tell what it is for:
+    add arguments, pass `functools.partial(by_role, rules={…}, layout="out_in")`. The path and the
+    shape of a parameter, and those of the parameters beside it, tell what it is for:
 
-    -   AdamW has vectors, biases and norms, also those of stacked layers.
+    -   AdamW has vectors, biases and norms, also those of stacked layers. A kernel with one output
+        is a vector.
     -   AdamW has embeddings, tables of positions, tokens, output heads, routers, smear gates and
         depthwise filters. It also has a convolution of one channel, which has the shape of a
         depthwise filter.
+    -   AdamW has adapters and the factors of LoRA, as Flax, Qwix and Haliax name them.
     -   A convolution `(*window, in, out)` is a matrix (window·in) × out.
     -   Projections of attention may have axes of heads, as in Flax. `(in, heads, dim)` is one
         matrix, and so is `(heads, dim, out)` beside it. `(in, 3, heads, dim)` is three matrices.
+        Gemma's einsums are matrices by their equations.
     -   `qkv` of width 3·in, `kv` and `gate_up` are split into equal parts, one matrix each.
     -   Experts `(experts, in, out)` are one matrix each.
+    -   Numbered layers, such as `Dense_0`, are matrices where the next one, or an output head,
+        takes their result.
     -   Stacked layers are one matrix each. A stack is below a name such as `layers` that no number
-        follows, and all its parameters have as many layers along their first axis.
+        follows, and all its parameters have as many layers along their first axis. Layers may be
+        along axis 1, where biases or norms of shape (width, layers) show this.
 
     Args:
         params: parameters of Flax (linen, boxed or not, or nnx) or in any other tree; arrays, or
@@ -52,20 +76,28 @@ def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
         rules: a view, or None for AdamW, for each regular expression. Expressions are searched for
             in paths such as `"layers/0/mlp/up/kernel"`. The first that matches decides, before all
             of the above.
+        layout: the order of axes. `"in_out"` is that of Flax, and of the shapes above. `"out_in"`
+            is that of Equinox, Haliax, PyTorch and `FlaxConv1D`: `(out, in)`, `(out, in, *window)`,
+            `(experts, out, in)`, `(heads, dim, in)` and `(out, heads, dim)`.
 
     Raises:
         ValueError: nothing above knows a parameter of that path and shape.
+        ValueError: a parameter is in the order of the other layout. Biases, windows, and the widths
+            of an MLP's `weight` show this.
         ValueError: a rule matches no path, in a tree without `optax.MaskedNode`.
         ValueError: `params` is a single array. `optax.inject_hyperparams` passes one, because it
             takes callables for schedules.
+        ValueError: there is no such layout.
+        TypeError: `params` has leaves that are no arrays, as modules of Equinox have.
     """
+    check_choice("layout", layout, Layout)
     leaves, treedef = jax.tree.flatten_with_path(params)
+    named = named_shapes(params)
     if any(not path for path, _ in leaves):
         raise ValueError(
             f"by_role needs a tree of parameters, got one array of shape {leaves[0][1].shape}: pass"
             " static_args='muon_weight_dimension_numbers' to optax.inject_hyperparams"
         )
-    named = [(path_name(path), leaf.shape) for path, leaf in leaves]
     rules = rules or {}
     idle = [rule for rule in rules if not any(re.search(rule, name) for name, _ in named)]
     if idle and named and not _has_masked(params):
@@ -73,26 +105,71 @@ def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
             f"the rules {idle} match none of the {len(named)} paths, such as {named[0][0]!r}:"
             " describe(params) prints all paths"
         )
-    found = routes(named, rules)
-    unknown = [leaf for leaf, route in zip(named, found, strict=True) if route is None]
-    if unknown:
-        listed = ", ".join(f"{name} of shape {shape}" for name, shape in unknown)
+    found = routes(named, rules, layout)
+    unknown = [
+        UnknownParameter(name, shape, route.view)
+        for (name, shape), route in zip(named, found, strict=True)
+        if isinstance(route.view, Unknown)
+    ]
+    known = [
+        name
+        for (name, _), route in zip(named, found, strict=True)
+        if not isinstance(route.view, Unknown) and route.role != "rule"
+    ]
+    if contradicting := [leaf for leaf in unknown if leaf.unknown.is_of_layout]:
+        other: Layout = "out_in" if layout == "in_out" else "in_out"
+        views = {
+            name: route.view
+            for (name, _), route in zip(named, routes(named, rules, other), strict=True)
+        }
+        contradicting = [leaf.with_view(views[leaf.name]) for leaf in contradicting]
+        groups = groups_of_unknown(contradicting, known)
         raise ValueError(
-            f"no rule knows the role of {listed}: pass functools.partial(by_role,"
-            f" rules={{r'^{re.escape(unknown[0][0])}$': None}}) for AdamW, or a view in place of"
-            " None for Muon. MuonDimensionNumbers(-2, -1) views matrices in the last two axes,"
-            " MuonDimensionNumbers((0, 1, 2), 3) a convolution (height, width, in, out)"
+            f"layout={layout!r} does not fit {listed(groups)}: pass"
+            f" {call_of_by_role(rules, [], other)} if all parameters have that order, or"
+            f" {call_of_by_role(rules, groups, layout)} if these alone have"
         )
-    return treedef.unflatten(route.view for route in found if route)
+    if unknown:
+        groups = groups_of_unknown(unknown, known)
+        raise ValueError(
+            f"no rule knows the role of {listed(groups)}: pass"
+            f" {call_of_by_role(rules, groups, layout)}, with None for AdamW or a view for Muon."
+            f" {VIEWS_OF_LAYOUT[layout]}"
+        )
+    return treedef.unflatten(route.view for route in found)
 
 
-def routes(named: Sequence[NamedShape], rules: Rules) -> list[Route | None]:
-    """Returns the route of each parameter, None where nothing tells it."""
-    layers = layers_of(named)  # parameters that rules claim count as well
-    by_table = [*map(_route_by_table, _without_root(named), layers)]
-    confirmed = _without_unconfirmed_heads(named, layers, by_table)
+def named_shapes(params: Any) -> list[NamedShape]:
+    """Returns the path and the shape of each parameter.
+
+    Raises:
+        TypeError: a leaf has no shape.
+    """
+    leaves = jax.tree.leaves_with_path(params)
+    for path, leaf in leaves:
+        if not hasattr(leaf, "shape"):
+            raise TypeError(
+                f"params must hold arrays or shapes of them, got {type(leaf).__name__} at"
+                f" {path_name(path)}: pass eqx.filter(model, eqx.is_array) for a module of Equinox,"
+                " or nnx.state(model, nnx.Param) for one of nnx"
+            )
+    return [(path_name(path), leaf.shape) for path, leaf in leaves]
+
+
+def routes(named: Sequence[NamedShape], rules: Rules, layout: Layout = "in_out") -> list[Route]:
+    """Returns the route of each parameter, with an `Unknown` view where nothing tells it."""
+    layers = layers_of(named, layout)  # parameters that rules claim count as well
+    below_root = _without_root(named)
+    names = [name.lower() for name, _ in below_root]
+    found = [
+        _found(name, shape, of_parameter, layout)
+        for name, (_, shape), of_parameter in zip(names, named, layers, strict=True)
+    ]
+    found = without_unconfirmed_heads(names, layers, found)
+    found = told_by_neighbours(names, found)
+    found = without_contradictions(below_root, layers, found, layout)
     by_rule = [_route_by_rule(name, rules) for name, _ in named]
-    return [claimed or found for claimed, found in zip(by_rule, confirmed, strict=True)]
+    return [claimed or _route(of_one) for claimed, of_one in zip(by_rule, found, strict=True)]
 
 
 def _has_masked(tree: Any) -> bool:
@@ -119,57 +196,29 @@ def _route_by_rule(name: str, rules: Rules) -> Route | None:
     )
 
 
-def _route_by_table(leaf: NamedShape, layers: Layers) -> Route | None:
-    """The route of a parameter by the table of roles, or by shape if it can only be a vector."""
-    name, shape = leaf
+def _found(name: str, shape: Shape, layers: Layers, layout: Layout) -> Found:
+    """What the table of roles tells of a parameter, or its shape if it can only be a vector."""
+    axes = tuple(range(-len(shape), 0))
     if len(shape) < 2:
-        return _VECTOR
+        return Found("vector", None, shape, axes)
     if not layers.is_known:
-        return None
+        return Found("unknown", UNKNOWN, shape, axes)
+    of_one = look_up(name, layers.of_one(shape), layers.of_one(axes), layout)
+    if not isinstance(of_one.view, Unknown):
+        return of_one
+    # Each layer has a vector, or a kernel has one output.
+    rank, size = len(of_one.shape), math.prod(of_one.shape)
     is_vector = layers.is_vector or len(shape) > 2 and math.prod(shape[:-1]) == 1
-    route = look_up_route(name.lower(), layers.shape_of_one(shape))
-    return route or (_VECTOR if is_vector else None)
+    if is_vector or rank > 1 and of_one.shape[-1] == 1 and size == max(of_one.shape):
+        return Found("vector", None, of_one.shape, of_one.axes)
+    return of_one
 
 
-def _without_unconfirmed_heads(
-    named: Sequence[NamedShape], layers: Sequence[Layers], found: Sequence[Route | None]
-) -> list[Route | None]:
-    """The routes, with None for those that see axes of heads where nothing confirms the axes.
-
-    A projection to heads, `(in, heads, dim)`, looks like a stack of layers below an unknown name.
-    What takes its result tells one from the other: see `_confirmed_heads`.
-    """
-    modules = defaultdict(list)
-    for (name, shape), of_leaf, route in zip(named, layers, found, strict=True):
-        if of_leaf.axes == 0 and len(shape) > 1:
-            modules[_module(name)].append((shape, route))
-    confirmed = {module: _confirmed_heads(members) for module, members in modules.items()}
-
-    def is_confirmed(leaf: NamedShape, of_leaf: Layers, route: Route | None) -> bool:
-        name, shape = leaf
-        if of_leaf.axes > 0 or route not in (TO_HEADS, FROM_HEADS):
-            return True
-        heads = confirmed[_module(name)]
-        return bool(heads) if route == TO_HEADS else shape[-3] in heads
-
-    return [
-        route if is_confirmed(leaf, of_leaf, route) else None
-        for leaf, of_leaf, route in zip(named, layers, found, strict=True)
-    ]
-
-
-def _confirmed_heads(members: Sequence[tuple[Shape, Route | None]]) -> set[int]:
-    """The numbers of heads that one parameter of a module makes and another one takes.
-
-    `(in, heads, dim)` makes heads. `(heads, dim, out)`, perhaps with another dim, takes them; so
-    does `(heads·dim, out)`.
-    """
-    made = {shape[-2:] for shape, route in members if route == TO_HEADS}
-    taken = {shape[-3] for shape, route in members if route == FROM_HEADS}
-    merged = {heads for heads, dim in made for shape, _ in members if shape[-2] == heads * dim}
-    return {heads for heads, _ in made} & (taken | merged)
-
-
-def _module(name: str) -> str:
-    """The path of the module that a projection is in."""
-    return re.sub(rf"(/[^/]+)?/({LEAF})$|/[^/]+$", "", name.lower())
+def _route(of_one: Found) -> Route:
+    """The route of a parameter, with its view of all layers and in the parameter's own order."""
+    role, view, _, axes = of_one
+    if isinstance(view, MuonDimensionNumbers | Split):
+        return Route(role, relabelled(view, axes))
+    if view == ALTERNATING:
+        view = dataclasses.replace(ALTERNATING, proposal=_ALTERNATING.get(axes, "None"))
+    return Route("unknown" if isinstance(view, Unknown) else role, view)

@@ -1,132 +1,83 @@
 """The role of a parameter, told by its path and the shape of one layer: a table."""
 
-import enum
+import functools
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
-from muon_jax._matrices.views import MATRICES, Split, View
+from muon_jax._matrices.layouts import Layout, Shape, axes_in_out
+from muon_jax._matrices.shapes import (
+    NEXT_ROW,
+    VIEW_FROM_HEADS,
+    VIEW_TO_HEADS,
+    Unknown,
+    ViewOfShape,
+    adamw,
+    adamw_below,
+    alternating_qkv,
+    by_rank,
+    convolution,
+    equal_parts,
+    fused_gate,
+    fused_qkv,
+    gate,
+    gate_of_experts,
+    input_projection,
+    last_two_axes,
+    nothing_known,
+    pointwise,
+)
+from muon_jax._matrices.views import MATRICES, View
 
-type Shape = tuple[int, ...]
 type NamedShape = tuple[str, Shape]  # the path of a parameter and its shape
 
 
-class Route(NamedTuple):
-    """The role of a parameter and its view; the view None leaves it to AdamW."""
+class Found(NamedTuple):
+    """What a path and a shape tell of a parameter.
 
-    role: str
-    view: View | None
-
-
-class _Unknown(enum.Enum):
-    """The answer, in place of a view, for a shape that a role does not have."""
-
-    SHAPE = enum.auto()
-
-
-type _ViewOfShape = Callable[[Shape], View | None | _Unknown]
-
-
-def look_up_route(name: str, shape: Shape) -> Route | None:
-    """Returns the route of a parameter of this path, in lower case, None where nothing tells it."""
-    name = re.sub(r"_\d+(?=/|$)", "", name)  # Flax appends numbers
-    name = name.replace("~/", "")  # Haiku inserts tildes
-    for role, pattern, view_of in _ROLES:
-        if re.search(rf"(^|/)({pattern})(/|$)", name):
-            view = view_of(shape)
-            return None if isinstance(view, _Unknown) else Route(role, view)
-    return None
-
-
-def _adamw(shape: Shape) -> None:
-    del shape
-
-
-def _last_two_axes(shape: Shape) -> View:
-    del shape
-    return MATRICES
-
-
-def _unknown_shape(shape: Shape) -> _Unknown:
-    del shape
-    return _Unknown.SHAPE
-
-
-def _by_rank(**views: View) -> _ViewOfShape:
-    """Returns a function that gives `rank_2=…` to shapes of two axes, if none is 1, and so on."""
-
-    def view_of(shape: Shape) -> View | _Unknown:
-        if len(shape) == 2 and 1 in shape:
-            return _Unknown.SHAPE
-        return views.get(f"rank_{len(shape)}", _Unknown.SHAPE)
-
-    return view_of
-
-
-def _adamw_below(rank: int, view_of: _ViewOfShape) -> _ViewOfShape:
-    """Returns a function that leaves shapes of fewer axes to AdamW, and others to `view_of`."""
-    return lambda shape: None if len(shape) < rank else view_of(shape)
-
-
-def _equal_parts(parts: int, width_per_row: int | None = None) -> _ViewOfShape:
-    """Returns a function that splits the columns of a matrix into equal parts.
-
-    It knows matrices whose columns are `width_per_row` times as many as their rows, if given.
+    Attributes:
+        role: what the parameter is for.
+        view: the view of one layer, with its axes in the order (in, out); None leaves the parameter
+            to AdamW, and an answer says that the view is not known.
+        shape: the shape of one layer in that order.
+        axes: which axis of the parameter each axis of `shape` is, counted from the end.
     """
 
-    def view_of(shape: Shape) -> View | _Unknown:
-        if len(shape) != 2 or shape[1] % parts:
-            return _Unknown.SHAPE
-        if width_per_row and shape[1] != width_per_row * shape[0]:
-            return _Unknown.SHAPE
-        return Split(-1, (shape[1] // parts,) * parts)
-
-    return view_of
+    role: str
+    view: View | None | Unknown
+    shape: Shape
+    axes: tuple[int, ...]
 
 
-def _fused_qkv(shape: Shape) -> View | None | _Unknown:
-    """(in, 3·in) or (in, 3, heads, dim)."""
-    if len(shape) == 4 and shape[1] == 3:
-        return MuonDimensionNumbers(-4, (-2, -1))
-    return _equal_parts(3, width_per_row=3)(shape)
+def look_up(name: str, shape: Shape, axes: tuple[int, ...], layout: Layout) -> Found:
+    """Returns what the table tells of a parameter of this path, in lower case.
+
+    Args:
+        name: the path.
+        shape: the shape of one layer.
+        axes: which axis of the parameter each axis of `shape` is.
+        layout: the order of these axes.
+    """
+    name = re.sub(r"_\d+(?=/|$)", "", name)  # Flax appends numbers
+    name = name.replace("~/", "")  # Haiku inserts tildes
+
+    def found(role: str, view_of: ViewOfShape) -> Found:
+        order = axes_in_out(layout, role, len(shape))
+        in_order = tuple(shape[axis] for axis in order)
+        return Found(role, view_of(in_order), in_order, tuple(axes[axis] for axis in order))
+
+    for role, pattern, view_of in _ROLES:
+        if _whole_names(pattern).search(name):
+            answer = found(role, view_of)
+            if answer.view is not NEXT_ROW:
+                return answer
+    return found("unknown", nothing_known)
 
 
-def _fused_gate(shape: Shape) -> View | None | _Unknown:
-    """(in, 2·out), or (experts, in, 2·out) for experts."""
-    is_split = len(shape) == 2 or len(shape) == 3 and shape[1] > 2
-    return _equal_parts(2)(shape[-2:]) if is_split else _Unknown.SHAPE
-
-
-def _gate(shape: Shape) -> View | _Unknown:
-    """The gate of an MLP is at least as wide as its input. A narrower one may be a router."""
-    return MATRICES if len(shape) == 2 and shape[0] <= shape[1] else _Unknown.SHAPE
-
-
-def _gate_of_experts(shape: Shape) -> View | _Unknown:
-    """(in, out) for one expert, or (experts, in, out) for all."""
-    return MATRICES if len(shape) == 3 else _gate(shape)
-
-
-def _convolution(shape: Shape) -> View | None | _Unknown:
-    """(*window, in, out)."""
-    rank = len(shape)
-    if rank < 3:
-        return _Unknown.SHAPE
-    if shape[-2] == 1 and shape[-1] > 1:
-        return None  # a vector for each output: the convolution is depthwise, or of one channel
-    return MuonDimensionNumbers(tuple(range(-rank, -1)), -1)
-
-
-def _pointwise(shape: Shape) -> View | None | _Unknown:
-    """(1, …, 1, in, out), or (in, out) without the window."""
-    return MATRICES if len(shape) == 2 else _convolution(shape)
-
-
-def _input_projection(shape: Shape) -> View | _Unknown:
-    """(in, out) in a state space model. If out is 3·in, it may be attention's fused qkv."""
-    return MATRICES if len(shape) == 2 and shape[1] != 3 * shape[0] else _Unknown.SHAPE
+@functools.cache
+def _whole_names(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(^|/)({pattern})(/|$)")
 
 
 CONTAINER = r"(?:layers|blocks|stages|stack|h|\w*scan\w*)"
@@ -144,10 +95,22 @@ _EMBEDDING = (
     r"wte|embedding|(?!patch)\w*embed(der|ding|dings|s)?(_(layer|table))?|(\w*_)?embs?"
     r"|embed_(?!patch)\w+|(\w+_)?(lookup|codebooks?|table)|ve|\w*ngram"
 )
-_TO_HEADS = MuonDimensionNumbers(-3, (-2, -1))
-_FROM_HEADS = MuonDimensionNumbers((-3, -2), -1)
-TO_HEADS = Route("projection to heads", _TO_HEADS)
-FROM_HEADS = Route("projection from heads", _FROM_HEADS)
+# Projections that lie side by side in one parameter.
+_FUSED_GATE = (
+    r"\w*(gate_?((and|n)_?)?up|up_?((and|n)_?)?gate)(_\w+)?|w1_?w?[23]|w3_?w?1|(fused_)?wi_fused"
+)
+_FUSED_QKV = (
+    r"c_attn|\w*qkv\w*|kqv|w_?pack|w?q_(and_)?w?k_(and_)?w?v(_\w+)?"
+    r"|\w*(attn|attention|mha)/in_proj"
+)
+_FUSED_KV = r"(to_|fused_)?w?k_?(and_)?w?v|k_?v_(proj|fused)|\w*key_(and_)?value"
+
+GATING_EINSUM = "einsum of gate and up"
+TO_HEADS = "projection to heads"
+FROM_HEADS = "projection from heads"
+_HEADS_FIRST = MuonDimensionNumbers(-2, (-3, -1))  # (…, heads, in, dim)
+# A hidden layer or the output head, or of an unknown name. What takes its result may tell.
+NUMBERED, UNNAMED = "layer", "unnamed layer"
 
 _LAST = "(?=$)"  # at the end of a path
 _END = rf"(?=(/({LEAF}))?$)"  # at the end of a path, or before the name of an array there
@@ -157,87 +120,100 @@ _ALONE = r"(?!.*/(\w*att\w*|mha|query|key|value|[qkvo](_proj)?|\w*(conv|norm)\w*
 
 # A role, a regular expression for whole names in the path, and the view by the shape of one layer.
 # The first row that matches decides.
-_ROLES: tuple[tuple[str, str, _ViewOfShape], ...] = (
+_ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
+    ("adapter", r"(\w+_)?lora_?[ab]|(\w+_)?lora(?=(/[^/]+){1,2}$)|(\w+_)?adapters?", adamw),
     (
         "bias",
-        rf"(bias(es)?|\w*_bias){_END}|((?!\w*lora|w?(q|kv?|v)_b)\w+_b|b_(in|out|up|down|gate)){_LAST}",
-        _adamw,
+        rf"(bias(es)?|\w*_bias){_END}|((?!w?(q|kv?|v)_b)\w+_b|b_(in|out|up|down|gate)){_LAST}",
+        adamw,
     ),
-    ("bias", rf"b[io]?\d*{_LAST}", _adamw_below(3, _unknown_shape)),  # (heads, dim) at most
+    ("bias", rf"b[io]?\d*{_LAST}", adamw_below(3, nothing_known)),  # (heads, dim) at most
     (
         "norm",
         rf"(\w*norm\w*|ln(_?\w)?|bn\d*)(?=(/(?!kernel$)[^/]+)?$)|(scale|gamma|beta){_LAST}",
-        _adamw,
+        adamw,
     ),
     (
         "token",
         rf"(cls|class|mask|register|dist\w*)_?tokens?|(cls|registers?){_END}",
-        _adamw,
+        adamw,
     ),
     (
         "position",
-        rf"(wpe|(abs_|rel(ative)?_)?pos(ition(?!_?wise)\w*)?(_?(emb\w*|enc\w*|table))?){_NEAR}",
-        _adamw,
+        rf"(wpe|(abs_|rel(ative)?_)?pos(ition(?!_?wise)\w*)?(_?(emb\w*|enc\w*|table))?){_NEAR}"
+        rf"|rope{_NEAR}|(cos|sin)(_cached?)?{_LAST}|(rope_)?freqs_cis{_LAST}",
+        adamw,
     ),
     (
         "embedding",
         rf"({_EMBEDDING})({_NEAR}|(?=/(?!({_LAYER})/)[^/]+/({LEAF})$))",
-        _adamw_below(4, _convolution),  # four axes: an embedding of patches
+        adamw_below(4, convolution),  # four axes: an embedding of patches
     ),
     (
         "head",
         r"(?!multi_?head)(\w+_)?head|classifier|\w*logits?\w*|\w*vocab\w*|unembed\w*|seq_relationship"
         rf"|predictions?(?!/transform)|output_layer|readout|(scores?|qa_outputs?|regressor){_END}",
-        _adamw,
+        adamw,
     ),
-    ("router", rf"\w*router\w*|(gating|switch|dispatch){_END}", _adamw),
-    ("router", rf"\w*moe\w*/(wg|gate(_({LEAF}))?){_END}", _adamw_below(3, _last_two_axes)),
-    ("gate", r"smear\w*", _adamw),
-    ("adapter", r"lora\w*", _unknown_shape),
-    ("fused gate and up", r"\w*(gate_up|up_gate)(_\w+)?|w13", _fused_gate),
+    ("router", rf"\w*router\w*|(gating|switch|dispatch){_END}", adamw),
+    ("router", rf"\w*moe\w*/(wg|gate(_({LEAF}))?){_END}", adamw_below(3, last_two_axes)),
+    ("gate", r"smear\w*", adamw),
+    ("adapter", r"lora\w*", nothing_known),
+    ("fused gate and up", _FUSED_GATE, fused_gate),
     # (in, out) may be a router, or the gate of one expert.
-    ("experts", rf"\w*experts?/(gate|wg){_END}", _gate_of_experts),
+    ("experts", rf"\w*experts?/(gate|wg){_END}", gate_of_experts),
     # (experts, n) may be a vector for each expert, or the matrix of one.
     (
         "experts",
         rf"\w*experts?{_ALONE}/(?!({LEAF}|{_HIDDEN})$)[^/]+{_LAST}",
-        _by_rank(rank_3=MATRICES),
+        by_rank(rank_3=MATRICES),
     ),
     (
         "experts",
         rf"(\w*experts?|\w*moe\w*(?=(/[^/]+){{1,2}}$)){_ALONE}",
-        _by_rank(rank_2=MATRICES, rank_3=MATRICES),
+        by_rank(rank_2=MATRICES, rank_3=MATRICES),
     ),
-    ("convolution", rf"(\w*(pointwise|pw)_?conv\w*){_END}", _pointwise),
-    ("convolution", rf"\w*conv\w*{_END}|\w*embed\w*(/proj\w*)?/({LEAF})", _convolution),
-    # A hidden layer or the output head. Only its place in the network could tell.
-    ("unnamed", rf"^(?!.*/\d+/)(.*/)?final\w*|heads(/[^/]+)?{_END}", _unknown_shape),
-    ("unnamed", rf"(prefix|prompts?|mem(ory)?|pkm)/\w+{_END}", _unknown_shape),
+    ("convolution", rf"(\w*(pointwise|pw)_?conv\w*){_END}", pointwise),
+    ("convolution", rf"\w*conv\w*{_END}|\w*embed\w*(/proj\w*)?/({LEAF})", convolution),
+    # A hidden layer or the output head, and nothing beside it could tell.
+    ("unnamed", rf"^(?!.*/\d+/)(.*/)?final\w*|heads(/[^/]+)?{_END}", nothing_known),
+    ("unnamed", rf"(prefix|prompts?|mem(ory)?|pkm)/\w+{_END}", nothing_known),
+    # The equations of Gemma's einsums: BTD,NDH->BTNH, and BTNH,NHD->BTD.
     (
-        "unnamed",
+        "einsum to heads",
+        r"(q|k|v|kv|qkv)_einsum",
+        by_rank(rank_3=_HEADS_FIRST, rank_4=_HEADS_FIRST),
+    ),
+    ("einsum from heads", r"(attn_vec|o)_einsum", by_rank(rank_3=VIEW_FROM_HEADS)),
+    (GATING_EINSUM, "gating_einsum", by_rank(rank_3=MATRICES)),
+    (
+        NUMBERED,
         rf"^({_MODEL}/)*((dense|linear|fc|layer|out|output)"
         rf"(_out|_proj|_projection)?\d*|({CONTAINER}/)*\d+)/({LEAF})",
-        _unknown_shape,
+        nothing_known,
     ),
+    ("fused qkv", r"\w*query_key_value\w*", alternating_qkv),
+    ("fused qkv", _FUSED_QKV, fused_qkv),
+    ("input projection", "in_proj", input_projection),
+    ("fused kv", _FUSED_KV, equal_parts(2)),
+    ("fused", rf"(\w+_)?(fused|packed|pack|merged|and)(_\w+)?{_END}", nothing_known),
     (
-        "fused qkv",
-        r"c_attn|\w*qkv\w*|kqv|query_key_value|\w*(attn|attention|mha)/in_proj",
-        _fused_qkv,
-    ),
-    ("input projection", "in_proj", _input_projection),
-    ("fused kv", r"(to_)?w?kv|kv_proj|\w*key_value", _equal_parts(2)),
-    (
-        TO_HEADS.role,
+        TO_HEADS,
         r"w?[qkv]|(q|k|v)_proj|query|key|value|w?(q|kv?|v)_b",
-        _by_rank(rank_2=MATRICES, rank_3=_TO_HEADS),
+        by_rank(
+            rank_2=MATRICES, rank_3=VIEW_TO_HEADS, rank_4=MuonDimensionNumbers(-4, (-3, -2, -1))
+        ),
     ),
     (
-        FROM_HEADS.role,
+        FROM_HEADS,
         r"out|wo|o|(o|out)_proj|attn_out",
-        _by_rank(rank_2=MATRICES, rank_3=_FROM_HEADS),
+        by_rank(
+            rank_2=MATRICES, rank_3=VIEW_FROM_HEADS, rank_4=MuonDimensionNumbers((-4, -3, -2), -1)
+        ),
     ),
-    ("gate", r"\w*gate|wg", _gate),
-    ("matrix", rf"({_HIDDEN}){_END}", _by_rank(rank_2=MATRICES)),
-    ("unnamed", rf"^({_MODEL}/)*[^/]+{_END}", _unknown_shape),
-    ("matrix", rf".*/({LEAF})|\w*proj|fc\w*|w_\w+", _by_rank(rank_2=MATRICES)),
+    (FROM_HEADS, rf"\w*att\w*/c_proj{_END}", by_rank(NEXT_ROW, rank_3=VIEW_FROM_HEADS)),
+    ("gate", r"\w*gate|wg", gate),
+    ("matrix", rf"({_HIDDEN}){_END}", by_rank(rank_2=MATRICES)),
+    (UNNAMED, rf"^({_MODEL}/)*[^/]+{_END}", nothing_known),
+    ("matrix", rf".*/({LEAF})|\w*proj|fc\w*|w_\w+|linear{_LAST}", by_rank(rank_2=MATRICES)),
 )

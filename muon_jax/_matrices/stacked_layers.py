@@ -1,4 +1,4 @@
-"""Which first axes of a parameter count layers, told by the containers in its path."""
+"""Which axes of a parameter count layers, told by the containers in its path."""
 
 import dataclasses
 import enum
@@ -6,7 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from muon_jax._matrices.roles import CONTAINER, NamedShape, Shape
+from muon_jax._matrices.layouts import Layout, Shape, fits_bias
+from muon_jax._matrices.roles import CONTAINER, LEAF, NamedShape
 
 # A container whose layers may be stacked: no number of a layer follows it, not even after others.
 _POSSIBLE_STACK = re.compile(rf"(?<![^/]){CONTAINER}(?=/(?!(?:{CONTAINER}/)*\d+(?:/|$)))")
@@ -17,29 +18,32 @@ class Layers:
     """What the containers in a parameter's path say about its shape.
 
     Attributes:
-        axes: how many of the first axes count layers; 0 where that is not known.
+        axes: the axes that count layers, each as of the array without those before; () where that
+            is not known.
         is_known: whether every container is known to be a stack or to be none.
         is_vector: whether each layer has a vector, beside parameters that are matrices.
     """
 
-    axes: int = 0
+    axes: tuple[int, ...] = ()
     is_known: bool = True
     is_vector: bool = False
 
-    def shape_of_one(self, shape: Shape) -> Shape:
+    def of_one(self, shape: Shape) -> Shape:
         """Returns the shape of one layer, where `shape` is the shape of all."""
-        return shape[self.axes :]
+        for axis in self.axes:
+            shape = _without(shape, axis)
+        return shape
 
 
 class _ContainerKind(enum.Enum):
     """How a container has the arrays of its layers."""
 
-    STACK = enum.auto()  # layers that share their arrays, along a first axis
+    STACK = enum.auto()  # layers that share their arrays, along one axis
     SEPARATE = enum.auto()  # modules with arrays of their own
     UNKNOWN = enum.auto()
 
 
-def layers_of(named: Sequence[NamedShape]) -> list[Layers]:
+def layers_of(named: Sequence[NamedShape], layout: Layout) -> list[Layers]:
     """Returns the layers of each parameter, by what it has in common with those beside it."""
     containers = [_containers(name) for name, _ in named]
     found = [Layers()] * len(named)
@@ -50,11 +54,12 @@ def layers_of(named: Sequence[NamedShape]) -> list[Layers]:
                 members[of_parameter[depth]].append(i)
         for container, inside in members.items():
             paths = [named[i][0].removeprefix(container) for i in inside]
-            shapes = [found[i].shape_of_one(named[i][1]) for i in inside]
-            kind = _kind_of_container(paths, shapes)
+            shapes = [found[i].of_one(named[i][1]) for i in inside]
+            axis = _axis_of_layers(paths, shapes, layout)
+            kind = _kind_of_container(paths, shapes, axis)
             for i, shape in zip(inside, shapes, strict=True):
                 is_vector = len(shape) == 2 < max(map(len, shapes))
-                found[i] = _inside(kind, found[i].axes, is_vector)
+                found[i] = _inside(kind, found[i].axes, axis, is_vector)
     return found
 
 
@@ -63,29 +68,68 @@ def _containers(name: str) -> list[str]:
     return [name[: match.end()] for match in _POSSIBLE_STACK.finditer(name.lower())]
 
 
-def _kind_of_container(paths: list[str], shapes: list[Shape]) -> _ContainerKind:
+def _axis_of_layers(paths: list[str], shapes: list[Shape], layout: Layout) -> int | None:
+    """The axis along which the parameters of a container may stack layers, None without one.
+
+    All parameters have the same size there. The window that convolutions have in common does not
+    count. Axis 1 needs vectors of layers, which a scan along axis 1 makes (width, layers): biases
+    that fit their kernels there and not along axis 0, or norms where axis 0 differs.
+    """
+    first, second = (
+        all(len(shape) > axis for shape in shapes) and len({shape[axis] for shape in shapes}) == 1
+        for axis in (0, 1)
+    )
+    first = first and not all(len(shape) > 3 and shape[0] == shape[1] for shape in shapes)
+    biased = _biased(paths, shapes)
+    widths = {size for shape in shapes if len(shape) > 2 for size in _without(shape, 1)}
+    norms = any(
+        len(shape) == 2 and path.endswith("/scale") and shape[0] in widths
+        for path, shape in zip(paths, shapes, strict=True)
+    )
+
+    def fit(axis: int) -> bool:
+        return all(
+            fits_bias(_without(kernel, axis), _without(bias, axis), layout)
+            for kernel, bias in biased
+        )
+
+    if second and fit(1) and (not fit(0) if first else biased or norms):
+        return 1
+    return 0 if first else None
+
+
+def _biased(paths: list[str], shapes: list[Shape]) -> list[tuple[Shape, Shape]]:
+    """The shapes of each kernel and the bias beside it."""
+    shape_of = {path.lower(): shape for path, shape in zip(paths, shapes, strict=True)}
+    pairs = []
+    for path, shape in shape_of.items():
+        module, is_kernel = re.subn(rf"/({LEAF})$", "/", path)
+        bias = shape_of.get(f"{module}bias") or shape_of.get(f"{module}b")
+        if is_kernel and bias:
+            pairs.append((shape, bias))
+    return pairs
+
+
+def _kind_of_container(
+    paths: list[str], shapes: list[Shape], axis_of_layers: int | None
+) -> _ContainerKind:
     """Whether the parameters of a container, with paths that begin below it, are a stack.
 
-    | layers lead | numbers below | more than matrices | the container is |
-    |-------------|---------------|--------------------|------------------|
-    | yes         | no            | any                | a stack          |
-    | yes         | yes           | yes                | a stack          |
-    | yes         | yes           | no                 | separate modules |
-    | no          | yes           | any                | separate modules |
-    | no          | no            | any                | unknown          |
+    | an axis of layers | numbers below | more than matrices | the container is |
+    |-------------------|---------------|--------------------|------------------|
+    | yes               | no            | any                | a stack          |
+    | yes               | yes           | yes                | a stack          |
+    | yes               | yes           | no                 | separate modules |
+    | no                | yes           | any                | separate modules |
+    | no                | no            | any                | unknown          |
 
-    -   Layers lead: all parameters have a first axis, of one size. The window that convolutions
-        have in common does not count.
     -   Numbers below: every name right below the container ends in a number, as in `Block_0`.
     -   More than matrices: some parameter has three axes or more. If none has, the size that
         matrices have in common may be the width of a layer.
     """
-    are_windows = all(len(shape) > 3 and shape[0] == shape[1] for shape in shapes)
-    have_first_axis = () not in shapes and len({shape[:1] for shape in shapes}) == 1
-    layers_lead = have_first_axis and not are_windows
     numbers_below = all(re.match(r"/\w+_\d+/", path) for path in paths)
     more_than_matrices = max(map(len, shapes)) > 2
-    match layers_lead, numbers_below, more_than_matrices:
+    match axis_of_layers is not None, numbers_below, more_than_matrices:
         case True, False, _:
             return _ContainerKind.STACK
         case True, True, True:
@@ -98,12 +142,16 @@ def _kind_of_container(paths: list[str], shapes: list[Shape]) -> _ContainerKind:
             return _ContainerKind.UNKNOWN
 
 
-def _inside(kind: _ContainerKind, outer_axes: int, is_vector: bool) -> Layers:
-    """The layers of a parameter in a container, below others that have `outer_axes` layer axes."""
-    match kind:
-        case _ContainerKind.STACK:
-            return Layers(outer_axes + 1, is_vector=is_vector)
-        case _ContainerKind.SEPARATE:
-            return Layers(outer_axes)
-        case _ContainerKind.UNKNOWN:
-            return Layers(is_known=False)
+def _inside(
+    kind: _ContainerKind, outer_axes: tuple[int, ...], axis: int | None, is_vector: bool
+) -> Layers:
+    """The layers of a parameter in a container, below others that have `outer_axes` for layers."""
+    if kind is _ContainerKind.STACK and axis is not None:
+        return Layers((*outer_axes, axis), is_vector=is_vector)
+    if kind is _ContainerKind.SEPARATE:
+        return Layers(outer_axes)
+    return Layers(is_known=False)
+
+
+def _without(values: Shape, axis: int) -> Shape:
+    return (*values[:axis], *values[axis + 1 :])

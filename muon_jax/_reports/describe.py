@@ -1,6 +1,7 @@
 """`describe`: what `muon` will do with the parameters, as data and as a table."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +11,12 @@ import jax.numpy as jnp
 
 from muon_jax._iteration.grouping import groups
 from muon_jax._iteration.iteration import Iteration
-from muon_jax._matrices.by_role import routes
+from muon_jax._matrices.by_role import by_role, named_shapes, routes
+from muon_jax._matrices.layouts import Layout
 from muon_jax._matrices.views import View, assigned_views, shapes_of_stacks
 from muon_jax._reports.arguments import all_arguments, iteration_of
 from muon_jax._reports.table import table
-from muon_jax._trees import errors_naming, path_name
+from muon_jax._trees import errors_naming
 from pallas_kernels import select_implementation, unsupported_reason
 from pallas_kernels._selection import check_supported
 
@@ -99,11 +101,12 @@ def describe(params: Any, **arguments: Any) -> Description:
             matrices are ignored.
 
     Raises:
-        TypeError: `muon` has no such argument.
+        TypeError: `muon` has no such argument, or `params` has leaves that are no arrays.
         ValueError: as `muon`, and `by_role` where it is used.
         NotImplementedError: the named implementation cannot run here.
     """
     given = all_arguments(arguments)
+    named = named_shapes(params)
     iteration, leaves = iteration_of(given), jax.tree.leaves_with_path(params)
     views = assigned_views(given["muon_weight_dimension_numbers"], params)
     stacks = [
@@ -114,24 +117,30 @@ def describe(params: Any, **arguments: Any) -> Description:
     grouped = groups(flat, given["max_group_bytes"])
     group_of = {j: i for i, group in enumerate(grouped) for j in group}
     positions = itertools.count()
-    named = [(path_name(path), leaf.shape) for path, leaf in leaves]
     parameters = [
         DescribedParameter(
             path=name,
             shape=shape,
-            role=route.role if route else "unknown",
+            role=route.role,
             optimizer="adamw" if view is None else "muon",
             matrices=tuple(stack.shape for stack in own),
             groups=tuple(group_of[next(positions)] for _ in own),
         )
         for (name, shape), view, own, route in zip(
-            named, views, stacks, routes(named, {}), strict=True
+            named, views, stacks, routes(named, {}, _layout_of(given)), strict=True
         )
     ]
     described = [_described_group([flat[i] for i in group], iteration) for group in grouped]
     description = Description(tuple(parameters), tuple(described))
     print(description)
     return description
+
+
+def _layout_of(given: dict[str, Any]) -> Layout:
+    """The layout that `by_role` is told."""
+    views = given["muon_weight_dimension_numbers"]
+    is_of_by_role = isinstance(views, functools.partial) and views.func is by_role
+    return views.keywords.get("layout", "in_out") if is_of_by_role else "in_out"
 
 
 def _momentum_of(x: Any, given: dict[str, Any]) -> jax.ShapeDtypeStruct:

@@ -14,6 +14,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from helpers import mostly_nightly
+from model_shapes import shapes
 
 from muon_jax import MuonDimensionNumbers, Split, by_role, describe, muon
 from muon_jax._matrices.by_role import routes
@@ -144,6 +145,7 @@ def test_updates_follow_the_routes(name):
         assert is_adamw == (path not in matrices), path
 
 
+GATE_AND_UP = ("fused gate and up", Split(-1, (32, 32)))
 PATCHES = ("convolution", ((-4, -3, -2), -1))
 
 
@@ -226,7 +228,31 @@ PATCHES = ("convolution", ((-4, -3, -2), -1))
         ("attn/key_value/kernel", (8, 16), ("fused kv", Split(-1, (8, 8)))),
         ("attn/fused_qkv/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
         ("attn/to_qkv/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
-        ("attn/query_key_value/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
+        ("attn/query_key_value/kernel", (8, 3, 2, 4), ("fused qkv", (-4, (-2, -1)))),
+        ("attn/W_pack/weight", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
+        ("attn/wq_wk_wv/kernel", (8, 24), ("fused qkv", Split(-1, (8, 8, 8)))),
+        ("attn/k_and_v/kernel", (8, 16), ("fused kv", Split(-1, (8, 8)))),
+        ("mlp/wi_fused/kernel", (8, 64), GATE_AND_UP),
+        ("mlp/up_and_gate/kernel", (8, 64), GATE_AND_UP),
+        ("mlp/gateup_proj/kernel", (8, 64), GATE_AND_UP),
+        ("mlp/w1_w3/kernel", (8, 64), GATE_AND_UP),
+        ("mlp/w12/kernel", (8, 64), GATE_AND_UP),
+        ("b/aggregate_update/kernel", (8, 64), ("matrix", MATRICES)),
+        ("lora_a/kernel", (8, 4), ("adapter", None)),
+        ("attn/q_lora_b", (8, 4), ("adapter", None)),
+        ("attn/q_proj/lora/lora_a", (8, 4), ("adapter", None)),
+        ("attn/q_proj/lora/lora_B/weight", (4, 8), ("adapter", None)),
+        ("attn/q_einsum/w_lora_b", (4, 2, 8), ("adapter", None)),
+        ("blocks/0/adapter/down/kernel", (8, 4), ("adapter", None)),
+        ("blocks/0/exploration/kernel", (8, 4), ("matrix", MATRICES)),
+        ("value/kernel", (8, 1), ("vector", None)),  # of a critic
+        ("blocks/0/gate/kernel", (8, 1), ("vector", None)),
+        ("Dense_0/kernel", (1, 1), ("vector", None)),
+        ("rope/cos", (32, 4), ("position", None)),
+        ("layers/0/attn/sin_cached", (32, 4), ("position", None)),
+        ("freqs_cis", (32, 4), ("position", None)),
+        ("layers/0/mlp/linear", (16, 8), ("matrix", MATRICES)),
+        ("attn/qkv_einsum/w", (3, 2, 8, 4), ("einsum to heads", (-2, (-3, -1)))),
     ],
 )
 def test_roles(name, shape, expected):
@@ -250,14 +276,11 @@ def test_roles(name, shape, expected):
         ("attn/qkvg/kernel", (8, 32)),
         ("mlp/gate/kernel", (8, 4)),  # a router, or the gate of an MLP
         ("ffn/wg/kernel", (8, 4)),  # likewise
-        ("lora_a/kernel", (8, 4)),
-        ("attn/q_lora_b", (8, 4)),
+        ("LoRALinear_0/kernel", (8, 4)),  # what the factors are added to, or a factor
         ("patch_embedding_layer/kernel", (8, 64)),
-        ("attn/q_proj/lora/lora_a", (8, 4)),
         ("attn/kqv/kernel", (8, 12)),
         ("out/kernel", (8, 10)),
         ("model/output/kernel", (8, 10)),
-        ("value/kernel", (8, 1)),  # a head, or a vector
         ("something", (8, 4)),
         ("shared/weight", (100, 8)),  # an embedding in T5
         ("proj_out/kernel", (8, 10)),
@@ -279,6 +302,9 @@ def test_roles(name, shape, expected):
         ("encoder_layers/q_proj/kernel", (3, 8, 8)),  # a stack, or axes of heads
         ("layers/blocks/0/q_proj/kernel", (3, 8, 8)),
         ("ffn/wo", (3, 16, 8)),
+        ("attn/query_key_value/kernel", (8, 32)),  # of fewer heads for keys
+        ("mlp/fused_dense/kernel", (8, 64)),  # of how many?
+        ("mlp/gating_einsum", (2, 8, 16)),  # (2, in, out) or (2, out, in)
     ],
 )
 def test_what_is_ambiguous_raises_with_the_remedy(name, shape):
@@ -286,7 +312,7 @@ def test_what_is_ambiguous_raises_with_the_remedy(name, shape):
     for part in reversed(name.split("/")):
         tree = {part: tree}
     tree["bias"] = jnp.zeros(4)
-    message = rf"role of {name} of shape .*rules=\{{r'\^{name}\$': None\}}\) for AdamW.*view"
+    message = rf"role of {name} of shape .*rules=\{{r'\^{name}\$': None\}}\), with None for.*view"
     with pytest.raises(ValueError, match=message):
         by_role(tree)
     assert jax.tree.leaves(by_role(tree, {f"^{name}$": None})) == []
@@ -295,14 +321,6 @@ def test_what_is_ambiguous_raises_with_the_remedy(name, shape):
 
 
 QUERY_AND_OUT = {"query": {"kernel": (8, 2, 4)}, "out": {"kernel": (2, 4, 8)}}
-
-
-def shapes(tree):
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        tree,
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
 
 
 @pytest.mark.parametrize("out", [(2, 4, 8), (8, 8), (2, 3, 8)])

@@ -1,0 +1,81 @@
+"""The order of a parameter's axes, (in, out) or (out, in), and what betrays the other order."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from optax.contrib import MuonDimensionNumbers
+
+from muon_jax._matrices.views import Split, View
+
+type Shape = tuple[int, ...]
+# "in_out": (in, out), convolutions (*window, in, out). "out_in": (out, in), (out, in, *window).
+type Layout = Literal["in_out", "out_in"]
+
+# Along an axis no window is larger. Common ones are 1 to 7, and 11 in AlexNet.
+_LARGEST_WINDOW = 11
+
+
+def axes_in_out(layout: Layout, role: str, rank: int) -> tuple[int, ...]:
+    """Returns which axis of an array of this role each of its axes is in the order (in, out)."""
+    axes = tuple(range(rank))
+    if layout == "in_out" or rank < 2 or role.startswith("einsum"):
+        return axes  # the axes of an einsum are those of its equation
+    if role in ("projection to heads", "fused qkv"):  # (heads, dim, in)
+        return axes[-1:] + axes[:-1]
+    if role == "projection from heads":  # (out, heads, dim)
+        return axes[1:] + axes[:1]
+    if role in ("convolution", "embedding"):  # (out, in, *window)
+        return (*axes[2:], 1, 0)
+    return (*axes[:-2], rank - 1, rank - 2)  # (…, out, in), such as the matrices of experts
+
+
+def relabelled(view: MuonDimensionNumbers | Split, axes: tuple[int, ...]) -> View:
+    """Returns the same view of an array that has axis i of the view at `axes[i]`.
+
+    All parts of a `Split` have the same `MuonDimensionNumbers`.
+    """
+    if isinstance(view, Split):
+        (numbers, *_) = view.views
+        return Split(axes[view.axis], view.sizes, MuonDimensionNumbers(*_moved(numbers, axes)))
+    return MuonDimensionNumbers(*_moved(view, axes))
+
+
+def _moved(numbers: Any, axes: tuple[int, ...]) -> Iterator[int | tuple[int, ...]]:
+    for group in numbers:
+        yield axes[group] if isinstance(group, int) else tuple(sorted(axes[i] for i in group))
+
+
+def fits_bias(shape: Shape, bias: Shape, layout: Layout) -> bool:
+    """Whether a kernel of this shape makes what a bias of that shape is added to.
+
+    The bias has the axes of the output, after those of experts where the kernel has some.
+    """
+    bias = tuple(size for size in bias if size > 1)
+    experts, out = bias[:-1], bias[-1:]
+    of_experts = shape[: len(experts)] == experts
+    if layout == "in_out":
+        return not bias or shape[-len(bias) :] == bias or of_experts and shape[-1:] == out
+    return shape[: len(bias)] == bias or of_experts and shape[-2:-1] == out
+
+
+def has_other_window(shape: Shape, layout: Layout, is_sure_of_layout: bool) -> bool:
+    """Whether a convolution may have its window at the end where the other layout has it.
+
+    -   A window is smaller than the channels at the other end. If `layout` is sure, what speaks
+        against the layout is a square there alone, or a small window there alone.
+    -   Otherwise both ends that might be windows speak against it, too.
+
+    Args:
+        shape: of the convolution.
+        layout: the layout that is assumed.
+        is_sure_of_layout: whether the name of the convolution is common in this layout.
+    """
+    ends = shape[:-2], shape[2:]
+    here, there = ends if layout == "in_out" else ends[::-1]
+    is_smaller, is_small = max(there) < max(here), max(there) <= _LARGEST_WINDOW
+    if not is_sure_of_layout:
+        return is_smaller or is_small
+    squares = len({*here}), len({*there})
+    if 1 in squares and squares[0] != squares[1]:
+        return is_smaller and squares[1] == 1
+    return is_small and max(here) > _LARGEST_WINDOW

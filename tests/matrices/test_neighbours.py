@@ -1,0 +1,121 @@
+"""What parameters tell of those beside them, in trees of published models."""
+
+import model_shapes
+import pytest
+from model_shapes import shapes
+
+from muon_jax import MuonDimensionNumbers, Split, by_role, describe
+from muon_jax._matrices.by_role import routes
+from muon_jax._matrices.shapes import Unknown
+from muon_jax._matrices.views import MATRICES
+
+
+def roles_of(tree):
+    return {p.path: p.role for p in describe(shapes(tree)).parameters}
+
+
+# A tree, the matrices of its kernels in (in, out), and the paths that only a rule can tell.
+MODELS = {
+    "ResNet-18": (model_shapes.resnet18(), {"Dense_0"}),
+    "CNN": (model_shapes.cnn(), {"Dense_1"}),
+    "VAE": (model_shapes.vae(), {"decoder/fc2"}),
+    "PPO": (model_shapes.ppo(), set()),
+    "PureJaxRL": (model_shapes.purejaxrl(), {"Dense_2"}),
+    "Gemma": (model_shapes.gemma(), set()),
+    "transposed gates": (model_shapes.gemma(transposed=True), set()),
+    "BLOOM": (
+        model_shapes.bloom(),
+        {f"transformer/h/{i}/self_attention/query_key_value" for i in range(2)},
+    ),
+    "adapters": (model_shapes.qwix_lora(), set()),
+}
+
+
+@pytest.mark.parametrize(("tree", "unknown"), MODELS.values(), ids=MODELS)
+def test_only_what_nothing_tells_is_unknown(tree, unknown):
+    found = {path for path, role in roles_of(tree).items() if role == "unknown"}
+    assert found == {f"{path}/kernel" for path in unknown}
+
+
+def test_layers_between_layers_are_hidden():
+    roles = roles_of(model_shapes.cnn())
+    assert roles["Dense_0/kernel"] == "matrix"
+    roles = roles_of(model_shapes.purejaxrl())
+    hidden = {path for path, role in roles.items() if role == "matrix"}
+    assert hidden == {f"Dense_{i}/kernel" for i in (0, 1, 3, 4)}
+    assert roles["Dense_5/kernel"] == "vector"
+    roles = roles_of(model_shapes.ppo())
+    assert [roles[f"{name}/kernel"] for name in ("hidden", "logits", "value")] == [
+        "matrix",
+        "head",
+        "vector",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ({"Dense_0/kernel": (8, 16), "logits/kernel": (16, 5)}, ["matrix", "head"]),
+        ({"Dense_0/kernel": (8, 16), "logits/kernel": (8, 5)}, ["unknown", "head"]),
+        ({"shared/weight": (32, 8), "lm_head/weight": (8, 32)}, ["unknown", "head"]),
+        ({"0/w": (4, 8), "1/w": (8, 8), "2/w": (8, 2)}, ["matrix", "matrix", "unknown"]),
+        ({"linear/w": (4, 8), "linear_1/w": (8, 2)}, ["matrix", "unknown"]),
+        ({"layers/2/kernel": (4, 8), "layers/10/kernel": (8, 2)}, ["matrix", "unknown"]),
+        ({"heads/0/kernel": (8, 8), "heads/1/kernel": (8, 8)}, ["unknown"] * 2),
+        ({"w_in": (8, 32), "w_out": (32, 8)}, ["unknown"] * 2),  # the first and the last?
+        (
+            {"embed/embedding": (50, 8), "w_in": (8, 32), "w_out": (32, 8)},
+            ["embedding", "matrix", "matrix"],
+        ),
+        ({"ffn/w_in": (4, 8, 32), "ffn/w_out": (4, 32, 8)}, ["experts"] * 2),
+        (
+            {"b/wi": (4, 8, 6), "b/gate": (4, 8, 6), "b/wo": (4, 6, 8)},
+            ["experts"] * 3,
+        ),
+        ({"ffn/w_in": (4, 8, 32), "ffn/w_out": (3, 32, 8)}, ["unknown"] * 2),
+    ],
+)
+def test_what_takes_the_result_tells(named, expected):
+    assert [route.role for route in routes([*named.items()], {})] == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "parts"),
+    [
+        ("mlp/fc1/kernel", "mlp/fc2/kernel", 2),
+        ("mlp/wi/kernel", "mlp/wo/kernel", 2),
+        ("b/Dense_0/kernel", "b/Dense_1/kernel", 3),
+        ("b/linear_in/kernel", "b/linear_out/kernel", 2),
+    ],
+)
+def test_a_layer_wider_than_what_is_taken_has_several_matrices(first, second, parts):
+    route, _ = routes([(first, (8, parts * 16)), (second, (16, 8))], {})
+    assert route.role == "unknown"
+    assert isinstance(route.view, Unknown)
+    assert eval(route.view.proposal) == Split(-1, (16,) * parts)
+    route, _ = routes([(first, (8, 16)), (second, (16, 8))], {})
+    assert route == ("matrix", MATRICES)
+
+
+def test_einsums_of_gemma():
+    views = by_role(shapes(model_shapes.gemma()))["transformer"]
+    attention = views["layer_0"]["attn"]
+    heads_first = MuonDimensionNumbers(-2, (-3, -1))
+    assert attention["q_einsum"]["w"] == attention["kv_einsum"]["w"] == heads_first
+    assert views["layer_1"]["attn"]["qkv_einsum"]["w"] == heads_first
+    assert attention["attn_vec_einsum"]["w"] == MuonDimensionNumbers((-3, -2), -1)
+    assert views["layer_0"]["mlp"] == {"gating_einsum": MATRICES, "linear": MATRICES}
+    transposed = by_role(shapes(model_shapes.gemma(transposed=True)))["transformer"]["layer_0"]
+    assert transposed["mlp"]["gating_einsum"] == MuonDimensionNumbers(-1, -2)
+
+
+def test_adapters_are_left_to_adamw_unless_a_rule_says_otherwise():
+    tree = shapes(model_shapes.qwix_lora())
+    parameters = describe(tree, muon_weight_dimension_numbers=by_role).parameters
+    of_muon = {p.path.partition("/")[2] for p in parameters if p.optimizer == "muon"}
+    kernels = {"gate_proj/kernel", "up_proj/kernel", "down_proj/wrapped/weight"}
+    einsums = {"q_einsum/w", "attn_vec_einsum/w"}
+    assert of_muon == {f"{i}/{path}" for i in range(2) for path in kernels | einsums}
+    assert {p.role for p in parameters if p.optimizer == "adamw"} == {"adapter"}
+    views = by_role(tree, {r"kernel_lora_[ab]$": MATRICES})
+    assert views["layers"]["0"]["gate_proj"]["kernel_lora_a"] == MATRICES

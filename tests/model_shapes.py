@@ -1,0 +1,243 @@
+"""The parameters of published models as their sources name them: shapes, small, in nested dicts."""
+
+import jax
+import jax.numpy as jnp
+
+
+def shapes(tree):
+    """The tree with arrays' shapes in the place of tuples."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        tree,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def _linear(rows, cols, name="kernel"):
+    """A kernel and its bias, (in, out) or, as `weight`, (out, in)."""
+    return {name: (rows, cols), "bias": (cols if name == "kernel" else rows,)}
+
+
+def _norm(width, name="scale"):
+    return {name: (width,), "bias": (width,)}
+
+
+def bloom(layers=2, width=8, vocabulary=32):
+    """Flax BLOOM of Hugging Face."""
+    block = {
+        "input_layernorm": _norm(width),
+        "self_attention": {
+            "query_key_value": _linear(width, 3 * width),
+            "dense": _linear(width, width),
+        },
+        "post_attention_layernorm": _norm(width),
+        "mlp": {
+            "dense_h_to_4h": _linear(width, 4 * width),
+            "dense_4h_to_h": _linear(4 * width, width),
+        },
+    }
+    return {
+        "transformer": {
+            "word_embeddings": {"embedding": (vocabulary, width)},
+            "word_embeddings_layernorm": _norm(width),
+            "h": {str(i): block for i in range(layers)},
+            "ln_f": _norm(width),
+        }
+    }
+
+
+def gpt2(layers=2, width=8, vocabulary=32):
+    """Flax GPT-2 of Hugging Face: its `FlaxConv1D` has kernels (out, in)."""
+
+    def conv1d(out, rows):
+        return {"kernel": (out, rows), "bias": (out,)}
+
+    block = {
+        "ln_1": _norm(width),
+        "attn": {"c_attn": conv1d(3 * width, width), "c_proj": conv1d(width, width)},
+        "ln_2": _norm(width),
+        "mlp": {"c_fc": conv1d(4 * width, width), "c_proj": conv1d(width, 4 * width)},
+    }
+    return {
+        "transformer": {
+            "wte": {"embedding": (vocabulary, width)},
+            "wpe": {"embedding": (16, width)},
+            "h": {str(i): block for i in range(layers)},
+            "ln_f": _norm(width),
+        }
+    }
+
+
+def gemma(width=8, heads=2, dim=6, hidden=24, transposed=False):
+    """Gemma of DeepMind: one layer with as many key heads as heads, one with a single one."""
+    gates = (2, hidden, width) if transposed else (2, width, hidden)
+    grouped = {"q_einsum": {"w": (heads, width, dim)}, "kv_einsum": {"w": (2, 1, width, dim)}}
+    equal = {"qkv_einsum": {"w": (3, heads, width, dim)}}
+
+    def layer(attention):
+        return {
+            "pre_attention_norm": {"scale": (width,)},
+            "attn": {**attention, "attn_vec_einsum": {"w": (heads, dim, width)}},
+            "pre_ffw_norm": {"scale": (width,)},
+            "mlp": {"gating_einsum": gates, "linear": (hidden, width)},
+        }
+
+    return {
+        "transformer": {
+            "embedder": {"input_embedding": (32, width)},
+            "layer_0": layer(grouped),
+            "layer_1": layer(equal),
+            "final_norm": {"scale": (width,)},
+        }
+    }
+
+
+def maxtext(layers=3, width=8, heads=2, dim=6, hidden=24):
+    """MaxText, with `param_scan_axis=1`, its default: layers along axis 1."""
+    heads_of = {"kernel": (width, layers, heads, dim)}
+    return {
+        "token_embedder": {"embedding": (32, width)},
+        "decoder": {
+            "layers": {
+                "pre_self_attention_layer_norm": {"scale": (width, layers)},
+                "self_attention": {
+                    **{name: heads_of for name in ("query", "key", "value")},
+                    "out": {"kernel": (heads, layers, dim, width)},
+                },
+                "mlp": {
+                    "wi_0": {"kernel": (width, layers, hidden)},
+                    "wi_1": {"kernel": (width, layers, hidden)},
+                    "wo": {"kernel": (hidden, layers, width)},
+                },
+            },
+            "decoder_norm": {"scale": (width,)},
+            "logits_dense": {"kernel": (width, 32)},
+        },
+    }
+
+
+def levanter_llama(layers=3, width=8, groups=2, per_group=2, dim=4, hidden=24):
+    """Llama of Levanter, of Haliax' modules: stacked layers, the axes of outputs first."""
+    return {
+        "transformer": {
+            "layers": {
+                "stacked": {
+                    "self_attn": {
+                        "q_proj": {"weight": (layers, groups, per_group, dim, width)},
+                        "k_proj": {"weight": (layers, groups, dim, width)},
+                        "v_proj": {"weight": (layers, groups, dim, width)},
+                        "o_proj": {"weight": (layers, width, groups * per_group, dim)},
+                    },
+                    "mlp": {
+                        "gate_proj": {"weight": (layers, hidden, width)},
+                        "up_proj": {"weight": (layers, hidden, width)},
+                        "down_proj": {"weight": (layers, width, hidden)},
+                    },
+                    "input_layernorm": {"weight": (layers, width)},
+                }
+            },
+            "norm": {"weight": (width,)},
+        },
+        "embeddings": {"token_embeddings": {"weight": (32, width)}},
+        "lm_head": {"weight": (32, width)},
+    }
+
+
+def equinox(width=16):
+    """A network of Equinox' modules: (out, in), (out, in, height, width)."""
+    sizes = [(64, width), (64, 64), (10, 64)]
+    return {
+        "conv": {"weight": (8, 3, 5, 5), "bias": (8, 1, 1)},
+        "pointwise": {"conv": {"weight": (width, 8, 1, 1), "bias": (width, 1, 1)}},
+        "attention": {
+            f"{name}_proj": {"weight": (width, width)}
+            for name in ("query", "key", "value", "output")
+        },
+        "norm": _norm(width, "weight"),
+        "mlp": {"layers": [_linear(*size, "weight") for size in sizes]},
+    }
+
+
+def resnet18():
+    """The first and the last layers of ResNet-18 in Flax' example."""
+    block = {
+        "Conv_0": {"kernel": (3, 3, 8, 8)},
+        "BatchNorm_0": _norm(8),
+        "Conv_1": {"kernel": (3, 3, 8, 8)},
+        "BatchNorm_1": _norm(8),
+    }
+    return {
+        "conv_init": {"kernel": (7, 7, 3, 8)},
+        "bn_init": _norm(8),
+        "ResNetBlock_0": block,
+        "ResNetBlock_1": {**block, "conv_proj": {"kernel": (1, 1, 8, 8)}, "norm_proj": _norm(8)},
+        "Dense_0": _linear(8, 10),
+    }
+
+
+def cnn():
+    """The network for MNIST of Flax' example."""
+    return {
+        "Conv_0": {"kernel": (3, 3, 1, 32), "bias": (32,)},
+        "Conv_1": {"kernel": (3, 3, 32, 64), "bias": (64,)},
+        "Dense_0": _linear(3136, 256),
+        "Dense_1": _linear(256, 10),
+    }
+
+
+def vae():
+    """Flax' example."""
+    return {
+        "encoder": {
+            "fc1": _linear(784, 500),
+            "fc2_mean": _linear(500, 20),
+            "fc2_logvar": _linear(500, 20),
+        },
+        "decoder": {"fc1": _linear(20, 500), "fc2": _linear(500, 784)},
+    }
+
+
+def ppo():
+    """The actor and critic of Flax' example."""
+    return {
+        "conv1": {"kernel": (8, 8, 4, 32), "bias": (32,)},
+        "conv2": {"kernel": (4, 4, 32, 64), "bias": (64,)},
+        "conv3": {"kernel": (3, 3, 64, 64), "bias": (64,)},
+        "hidden": _linear(3136, 512),
+        "logits": _linear(512, 4),
+        "value": _linear(512, 1),
+    }
+
+
+def purejaxrl():
+    """The actor and critic of PureJaxRL: layers 0 to 2 and 3 to 5, numbered as one network."""
+    sizes = [(17, 64), (64, 64), (64, 6), (17, 64), (64, 64), (64, 1)]
+    return {**{f"Dense_{i}": _linear(*size) for i, size in enumerate(sizes)}, "log_std": (6,)}
+
+
+def qwix_lora(layers=2, width=8, rank=2):
+    """Gemma's attention with the factors that Qwix adds, and a linear layer with Flax' own."""
+    attention = {
+        "q_einsum": {
+            "w": (2, width, 6),
+            "w_lora_a": (width, rank),
+            "w_lora_b": (rank, 2, 6),
+        },
+        "attn_vec_einsum": {
+            "w": (2, 6, width),
+            "w_lora_a": (2, 6, rank),
+            "w_lora_b": (rank, width),
+        },
+        "gate_proj": {
+            "kernel": (width, 24),
+            "kernel_lora_a": (width, rank),
+            "kernel_lora_b": (rank, 24),
+        },
+        "up_proj": {"kernel": (width, 24), "lora": {"lora_a": (width, rank), "lora_b": (rank, 24)}},
+        "down_proj": {
+            "wrapped": {"weight": (24, width)},
+            "lora": {"lora_A": {"weight": (24, rank)}, "lora_B": {"weight": (rank, width)}},
+        },
+        "adapter": {"down": {"kernel": (width, rank)}, "up": {"kernel": (rank, width)}},
+    }
+    return {"layers": {str(i): attention for i in range(layers)}}
