@@ -29,7 +29,7 @@ ALLOWED = {
         "sklearn",
         "tqdm",
     }
-    | {"torch", "gram_newton_schulz", "dion"},  # rivals in the benchmarks, where installed
+    | {"torch", "gram_newton_schulz", "dion", "quack"},  # rivals in the benchmarks, where installed
 }
 # The rooms, the lowest first. A room imports from lower rooms alone.
 ORDER = {
@@ -37,6 +37,7 @@ ORDER = {
         "_device",
         "_tuning",
         "_stacked",
+        "_dither",
         "_reference",
         "_triton",
         "_mosaic_gpu",
@@ -65,7 +66,7 @@ ORDER = {
 # The iteration knows stacks of matrices alone.
 NOT_FOR_ITERATION = {"_trees", "_matrices"}
 # What muon_jax takes from pallas_kernels besides its public names.
-SURFACE = ("_device", "_selection.check_supported")
+SURFACE = ("_device", "_selection.check_supported", "_dither.rounded")
 SURFACE_OF_BENCHMARKS = (*SURFACE, "_tuning", "_mosaic_gpu", "_triton")
 # One interface that each implementation has under the same name.
 INTERFACE = {"gemm", "syrkx", "unsupported_reason"}
