@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+from muon_jax._checks import checks_arguments
 from muon_jax._matrices.roles import (
     FROM_HEADS,
     LEAF,
@@ -27,6 +28,7 @@ type Rules = Mapping[str, View | None]
 _VECTOR = Route("vector", None)
 
 
+@checks_arguments
 def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
     """Returns the view of each parameter by what it is for; None leaves it to AdamW.
 

@@ -23,7 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
-from muon_jax._matrices.axes import from_matrices, matrix_axes, to_matrices
+from muon_jax._checks import check_fields
+from muon_jax._matrices.axes import (
+    are_dimension_numbers,
+    from_matrices,
+    matrix_axes,
+    to_matrices,
+    with_own_numbers,
+)
 from muon_jax._trees import broadcast_prefix, errors_naming
 
 MATRICES = MuonDimensionNumbers(-2, -1)  # the last two axes
@@ -43,6 +50,10 @@ class Split:
     axis: int
     sizes: tuple[int, ...]
     view: View | list[View] | tuple[View, ...] = MATRICES
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        object.__setattr__(self, "view", with_own_numbers(self.view))
 
     @property
     def views(self) -> list[View]:
@@ -88,6 +99,10 @@ class Unfold:
     sizes: tuple[int, ...]
     view: View = MATRICES
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        object.__setattr__(self, "view", with_own_numbers(self.view))
+
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape that an array of the given shape has once it is unfolded.
 
@@ -113,7 +128,7 @@ type Views = ViewTree | Callable[[Any], ViewTree] | None
 
 def is_view(node: Any) -> bool:
     """Returns whether `node` is a leaf of a tree of views, which is a view or None."""
-    return node is None or isinstance(node, MuonDimensionNumbers | Split | Unfold)
+    return node is None or isinstance(node, Split | Unfold) or are_dimension_numbers(node)
 
 
 def to_stacks(x: jax.Array, view: View) -> list[jax.Array]:
@@ -264,7 +279,22 @@ def values_per_matrix(
 
 
 def _view_of_each_leaf(views: ViewTree | Callable[[Any], ViewTree], tree: Any) -> list[View | None]:
-    return broadcast_prefix(lambda _, view: view, views, tree, is_view)
+    return broadcast_prefix("weight_dimension_numbers", as_view, views, tree, is_view)
+
+
+def as_view(path: tuple[Any, ...], node: Any) -> View | None:
+    """Returns the view or None that `node` is.
+
+    Raises:
+        ValueError: `node` is neither.
+    """
+    if is_view(node):
+        return with_own_numbers(node)
+    raise ValueError(
+        f"weight_dimension_numbers{jax.tree_util.keystr(path)} must be MuonDimensionNumbers, Split,"
+        f" Unfold or None, got {node!r}: pass MuonDimensionNumbers(-2, -1) for matrices in the last"
+        " two axes, None for AdamW"
+    )
 
 
 def _axis_size(shape: tuple[int, ...], view: Split | Unfold) -> int:

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from muon_jax._checks import checks_arguments
 from muon_jax._distributed.reductions import Matrices, matrices_of_tree, stack
 from muon_jax._distributed.sharding import Placed, Shardings, locate
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import norm_of_any_size, over, wide
 from muon_jax._transforms.momentum import MuonState
-from muon_jax._trees import fill_missing
+from muon_jax._trees import fill_missing, is_placeholder
+from pallas_kernels._promotion import standard_promotion
 
 POWER_ITERATIONS = 16
 
@@ -34,6 +36,7 @@ class MetricsState(NamedTuple):
     metrics: dict[str, jax.Array]
 
 
+@checks_arguments
 def with_metrics(
     transform: optax.GradientTransformation,
     weight_dimension_numbers: Views = None,
@@ -70,11 +73,16 @@ def with_metrics(
     wrapped = optax.with_extra_args_support(transform)
     measure = functools.partial(_measure_update, weight_dimension_numbers, shardings)
 
+    @standard_promotion()
     def init_fn(params: optax.Params) -> MetricsState:
         state = wrapped.init(params)
+        if is_placeholder(params):
+            # A leaf stands for the metrics, whose names only the parameters tell.
+            return MetricsState(state, jnp.zeros([]))  # pyright: ignore[reportArgumentType]
         shapes = jax.eval_shape(measure, params, params, state)
         return MetricsState(state, {name: jnp.zeros([], jnp.float32) for name in shapes})
 
+    @standard_promotion()
     def update_fn(
         updates: optax.Updates,
         state: Any,

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._checks import check_choice
-
 type DecayForm = Literal["decoupled", "independent", "l2", "palm", "scaled_palm"]
 
 
@@ -17,7 +15,7 @@ def chain_with_weight_decay(
     direction: optax.GradientTransformation,
     scale: optax.GradientTransformation | None,
     learning_rate: optax.ScalarOrSchedule,
-    weight_decay: optax.ScalarOrSchedule,
+    weight_decay: optax.ScalarOrSchedule | None,
     mask: Any | Callable[[optax.Params], Any] | None,
     form: DecayForm,
     cautious: bool,
@@ -36,21 +34,22 @@ def chain_with_weight_decay(
         direction: makes O of the gradient.
         scale: multiplies by s; None for s = 1.
         learning_rate: η, a number or a schedule.
-        weight_decay: λ, a number or a schedule.
+        weight_decay: λ, a number or a schedule; None is 0.
         mask: which parameters decay: a tree of booleans, a callable that makes one, or None for
             all.
         form: see above.
         cautious: whether p decays only in entries with p·O ≥ 0.
 
     Raises:
-        ValueError: `form` is unknown, or `"l2"` with `cautious`.
+        ValueError: `form` is `"l2"` with `cautious`.
     """
-    check_choice("weight_decay_form", form, DecayForm)
     if cautious and form == "l2":
         raise ValueError(
             "cautious_weight_decay compares the decay with the update, got weight_decay_form='l2',"
             " whose decay is a part of the gradient: pass another form, such as 'decoupled'"
         )
+
+    weight_decay = 0.0 if weight_decay is None else weight_decay
 
     def decay(
         rate: optax.ScalarOrSchedule, cautious: bool = cautious
