@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from pallas_kernels._checks import check_array, check_flag, check_name, shown, suggestion
+from pallas_kernels._checks import check_array, check_flag, check_name, is_real, shown, suggestion
 from pallas_kernels._selection import IMPLEMENTATIONS
 
 type Check = Callable[[str, Any], None]
@@ -274,15 +274,6 @@ def _check_of(name: str, annotation: Any) -> Check | None:
             declared(name, each)
 
     return check
-
-
-def is_real(value: Any) -> bool:
-    """Returns whether `value` is a real number or an array of such, and no boolean."""
-    if isinstance(value, int | float):
-        return not isinstance(value, bool)
-    return isinstance(value, np.generic | np.ndarray | jax.Array) and any(
-        jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer)
-    )
 
 
 def is_integer(value: Any) -> bool:

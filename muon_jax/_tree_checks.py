@@ -5,13 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 type Path = tuple[Any, ...]
 
 
 def check_params(params: Any) -> None:
-    """Raises TypeError where there is no tree, or a leaf is neither an array nor a shape of one."""
+    """Raises TypeError where there is no tree, or a leaf is no array, shape of one, or number."""
     if params is None:
         raise TypeError("params must be a tree of arrays or of their shapes, got None")
     for path, leaf in jax.tree.leaves_with_path(params):
@@ -25,22 +26,24 @@ def check_params(params: Any) -> None:
 def check_floats(params: Any) -> None:
     """Raises ValueError where a parameter is not of a float dtype."""
     for path, leaf in jax.tree.leaves_with_path(params):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        if not jnp.issubdtype(_dtype(leaf), jnp.inexact):
             raise ValueError(
                 f"the parameter {jax.tree_util.keystr(path)} must have a float dtype, got"
-                f" {leaf.dtype}: name it None in muon_weight_dimension_numbers, or leave it out of"
-                " the parameters"
+                f" {_dtype(leaf)}: name it None in muon_weight_dimension_numbers, or leave it out"
+                " of the parameters"
             )
 
 
 def check_mu_dtype(params: Any, mu_dtype: jax.typing.DTypeLike | None) -> None:
     """Raises ValueError where `mu_dtype` is complex and a parameter is not, or conversely."""
     for path, leaf in jax.tree.leaves_with_path(params):
-        if mu_dtype is not None and _is_complex(jnp.dtype(mu_dtype)) != _is_complex(leaf.dtype):
+        if mu_dtype is not None and jnp.issubdtype(mu_dtype, jnp.complexfloating) != _is_complex(
+            leaf
+        ):
             raise ValueError(
                 "mu_dtype must be real for real parameters and complex for complex ones, got"
                 f" {jnp.dtype(mu_dtype)} for the parameter {jax.tree_util.keystr(path)}, which is"
-                f" {leaf.dtype}: pass mu_dtype=None"
+                f" {_dtype(leaf)}: pass mu_dtype=None"
             )
 
 
@@ -73,14 +76,14 @@ def check_gradients(gradients: Any, like: Any, owner: str) -> None:
             return
         if not _is_array(gradient):
             raise TypeError(f"{name} must be an array, got {gradient!r}: pass jnp.asarray of it")
-        if not jnp.issubdtype(gradient.dtype, jnp.inexact):
+        if not jnp.issubdtype(_dtype(gradient), jnp.inexact):
             raise ValueError(
-                f"{name} must have a float dtype, got {gradient.dtype}: pass None, which counts as"
-                " zeros, where there is no gradient"
+                f"{name} must have a float dtype, got {_dtype(gradient)}: pass None, which counts"
+                " as zeros, where there is no gradient"
             )
-        if _is_complex(gradient.dtype) and not _is_complex(of_owner.dtype):
+        if _is_complex(gradient) and not _is_complex(of_owner):
             raise ValueError(
-                f"{name} is {gradient.dtype}, but {owner} there {of_owner.dtype}: pass its real"
+                f"{name} is {_dtype(gradient)}, but {owner} there {_dtype(of_owner)}: pass its real"
                 " part, or complex parameters"
             )
 
@@ -143,8 +146,8 @@ def _first_difference(
         return path, _described(left), _described(right)
     for key in {**of_left, **of_right}:
         if key not in of_left or key not in of_right:
-            sides = (of_left, of_right)
-            return (*path, key), *(_described(s[key]) if key in s else "nothing" for s in sides)
+            of_both = [_described(s[key]) if key in s else "nothing" for s in (of_left, of_right)]
+            return (*path, key), of_both[0], of_both[1]
         found = _first_difference(of_left[key], of_right[key], compare, is_leaf, (*path, key))
         if found:
             return found
@@ -159,7 +162,7 @@ def _children(node: Any) -> dict[Any, Any]:
 
 def _compare_gradient(gradient: Any, of_owner: Any) -> tuple[str, str] | None:
     if gradient is None or (
-        _is_array(gradient) and _is_array(of_owner) and gradient.shape == of_owner.shape
+        _is_array(gradient) and _is_array(of_owner) and np.shape(gradient) == np.shape(of_owner)
     ):
         return None
     return _described(gradient), _described(of_owner)
@@ -175,7 +178,7 @@ def _are_alike(left: Any, right: Any) -> bool:
 
 def _described(node: Any) -> str:
     if _is_array(node):
-        return f"{node.dtype}{list(node.shape)}"
+        return f"{_dtype(node)}{[*np.shape(node)]}"
     if node is not None and not jax.tree_util.all_leaves([node]):
         return f"a {type(node).__name__}"
     return repr(node)
@@ -186,11 +189,16 @@ def _shown(path: Path) -> str:
 
 
 def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    is_number = isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
+    return is_number or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
 
 
-def _is_complex(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.complexfloating)
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def _is_complex(leaf: Any) -> bool:
+    return jnp.issubdtype(_dtype(leaf), jnp.complexfloating)
 
 
 def _is_none(node: Any) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -37,9 +38,18 @@ def check_operand(name: str, value: Any) -> None:
     """Raises TypeError unless `value` has the shape of matrices, and a dtype."""
     if not hasattr(value, "dtype") or len(getattr(value, "shape", ())) < 2:
         raise TypeError(
-            f"{name} must have a dtype and the shape (..., m, n), got {shown(value)}: pass a matrix,"
-            " or jax.ShapeDtypeStruct((m, n), dtype)"
+            f"{name} must have a dtype and the shape (..., m, n), got {shown(value)}: pass a"
+            " matrix, or jax.ShapeDtypeStruct((m, n), dtype)"
         )
+
+
+def is_real(value: Any) -> bool:
+    """Returns whether `value` is a real number or an array of such, and no boolean."""
+    if isinstance(value, int | float):
+        return not isinstance(value, bool)
+    return isinstance(value, np.generic | np.ndarray | jax.Array) and any(
+        jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer)
+    )
 
 
 def suggestion(value: Any, names: Collection[str]) -> str:

@@ -1,12 +1,9 @@
 """`syrk` and `syrkx`: they check operands and choose an implementation before tracing it."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels._checks import check_array, check_flag, check_name, shown
+from pallas_kernels._checks import check_array, check_flag, check_name, is_real, shown
 from pallas_kernels._promotion import standard_promotion
 from pallas_kernels._selection import (
     IMPLEMENTATIONS,
@@ -220,7 +217,11 @@ def _checked_coefficients(
     given = (alpha, diagonal, *betas)
     names = ("alpha", "diagonal", *("beta" for _ in betas))
     for name, value in zip(names, given, strict=True):
-        _check_real(name, value)
+        if not is_real(value):
+            raise TypeError(
+                f"{name} must be a real number, or an array of one for each matrix, got"
+                f" {shown(value)}: pass {name}=1.0, for example"
+            )
     coefficients = tuple(jnp.asarray(x, accumulator) for x in given)
     for name, value in zip(names, coefficients, strict=True):
         if value.shape not in ((), batch):
@@ -229,16 +230,3 @@ def _checked_coefficients(
                 f" {value.shape}"
             )
     return coefficients
-
-
-def _check_real(name: str, value: Any) -> None:
-    """Raises TypeError unless `value` is a real number, or an array of such."""
-    is_array = isinstance(value, np.generic | np.ndarray | jax.Array)
-    dtype = value.dtype if is_array else type(value)
-    if dtype not in (int, float) and not (
-        is_array and any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.floating))
-    ):
-        raise TypeError(
-            f"{name} must be a real number, or an array of one for each matrix, got {shown(value)}:"
-            f" pass {name}=1.0, for example"
-        )

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from muon_jax._checks import is_real
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax._iteration.published import DEFAULT_STEPS, DIVERGING, NAMED
 from muon_jax._iteration.steps import Schedule
-from pallas_kernels._checks import check_name
+from pallas_kernels._checks import check_name, is_real
 
 type Triple = tuple[float | jax.Array, float | jax.Array, float | jax.Array]
 type NSCoeffs = str | Triple | tuple[Triple, ...]

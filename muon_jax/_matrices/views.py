@@ -177,7 +177,9 @@ def assigned_views(views: Views, params: Any) -> list[View | None]:
         params: the parameters, or shapes of them.
     """
     if views is None:
-        return [MuonDimensionNumbers() if p.ndim == 2 else None for p in jax.tree.leaves(params)]
+        return [
+            MuonDimensionNumbers() if np.ndim(p) == 2 else None for p in jax.tree.leaves(params)
+        ]
     return _view_of_each_leaf(views, params)
 
 
@@ -251,31 +253,6 @@ def batch_axes(view: View, ndim: int) -> tuple[int, ...]:
         # In the unfolded array, the axes after the unfolded one are `added` further back.
         return tuple(axis for axis in others if axis + added * (axis > unfolded) in inner)
     return matrix_axes(ndim, view).batch
-
-
-def values_per_matrix(
-    function: Callable[[int, int], float], view: View, shape: tuple[int, ...]
-) -> np.ndarray:
-    """Returns `function(rows, cols)` of each element's matrix, in a shape that broadcasts."""
-    if isinstance(view, Split):
-        axis = view.axis % len(shape)
-        of_parts = []
-        for part, inner in view.parts(shape):
-            size = part.stop - part.start
-            values = values_per_matrix(function, inner, (*shape[:axis], size, *shape[axis + 1 :]))
-            of_parts.append(values.repeat(size // values.shape[axis], axis))
-        common = np.max([(*v.shape[:axis], 1, *v.shape[axis + 1 :]) for v in of_parts], axis=0)
-        return np.concatenate([v * np.ones(common) for v in of_parts], axis)
-    if isinstance(view, Unfold):
-        axis, unfolded = view.axis % len(shape), view.shape(shape)
-        end = axis + len(view.sizes)
-        values = values_per_matrix(function, view.view, unfolded)
-        if max(values.shape[axis:end]) > 1:  # else one size 1 stands for the whole axis
-            values = values * np.ones(unfolded[axis:end] + (1,) * (len(unfolded) - end))
-        return values.reshape(*values.shape[:axis], -1, *values.shape[end:])
-    _, reduction, output = matrix_axes(len(shape), view)
-    rows, cols = (math.prod(shape[axis] for axis in axes) for axes in (reduction, output))
-    return np.full([1] * len(shape), function(rows, cols))
 
 
 def _view_of_each_leaf(views: ViewTree | Callable[[Any], ViewTree], tree: Any) -> list[View | None]:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax._checks import check_fields, is_integer, is_real
+from muon_jax._checks import check_fields, is_integer
 from muon_jax._matrices.views import Split
+from pallas_kernels._checks import is_real
 
 # The size of each part of a head, and its power of γ.
 type Parts = tuple[tuple[int, float], ...]
@@ -101,8 +102,8 @@ def _checked_key_heads(
     named = [axis % ndim for axis in (*axes, *((spec.layer_axis,) * (gammas.ndim - 1)))]
     if len({*named}) < len(named):
         raise ValueError(
-            f"{spec} names an axis twice: heads, parts and layers need an axis each, so set axis and"
-            " layer_axis to different axes"
+            f"{spec} names an axis twice: give heads, parts and layers an axis each, by axis and"
+            " layer_axis"
         )
     head_size, size = sum(size for size, _ in spec.parts), shape[axes[-1]]
     if size % head_size or (len(axes) == 2 and size != head_size):

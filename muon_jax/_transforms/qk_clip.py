@@ -76,7 +76,7 @@ def qk_clip(
         Kimi Team, `Kimi K2: Open Agentic Intelligence <https://arxiv.org/abs/2507.20534>`_, 2025.
     """
 
-    _check_heads(heads)
+    _check_specs(heads)
 
     @standard_promotion()
     def update_fn(
@@ -122,7 +122,7 @@ def qk_clip(
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 
 
-def _check_heads(heads: Mapping[str, Any]) -> None:
+def _check_specs(heads: Mapping[str, Any]) -> None:
     """Raises TypeError where a value is none of the views that `qk_clip` takes."""
     for pattern, spec in heads.items():
         for part in spec.views if isinstance(spec, Split) else [spec]:
