@@ -149,6 +149,12 @@ def _check_axis(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be an integer, got {shown(value)}: pass {name}=-1, the last")
 
 
+def _check_mask(name: str, value: Any) -> None:
+    if not callable(value):
+        for path, leaf in jax.tree.leaves_with_path(value):
+            check_flag(f"{name}{jax.tree_util.keystr(path)}", leaf)
+
+
 def _check_transform(name: str, value: Any) -> None:
     if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
         raise TypeError(
@@ -200,6 +206,7 @@ _DECLARED: dict[str, Check] = {
     "mu_dtype": FloatDType(least_bits=16),
     "implementation": _check_implementation,
     "x": check_array,
+    "weight_decay_mask": _check_mask,
     "axis": _check_axis,
     "layer_axis": _check_axis,
     "sizes": _check_sizes,

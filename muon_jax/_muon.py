@@ -46,6 +46,7 @@ from muon_jax._transforms.rounding import Rounding
 from muon_jax._transforms.shape_scale import ShapeScale, scale_by_shape
 from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
 from muon_jax._tree_checks import (
+    check_floats_or_none,
     check_gradients,
     check_mu_dtype,
     check_params,
@@ -250,6 +251,7 @@ def muon(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
+        check_floats_or_none(updates)
         if params is not None:
             check_gradients(updates, params, "the parameters")
         if any_missing(updates):

@@ -20,7 +20,13 @@ from muon_jax._matrices.view_checks import check_views, check_views_fit
 from muon_jax._matrices.views import Views
 from muon_jax._transforms.momentum import Momentum, MuonState, accumulate_momentum
 from muon_jax._transforms.rounding import Rounding, cast_like, widen
-from muon_jax._tree_checks import check_floats, check_gradients, check_mu_dtype, check_params
+from muon_jax._tree_checks import (
+    check_floats,
+    check_floats_or_none,
+    check_gradients,
+    check_mu_dtype,
+    check_params,
+)
 from muon_jax._trees import fill_missing
 from pallas_kernels._promotion import standard_promotion
 
@@ -153,6 +159,7 @@ def scale_by_muon(
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MuonState]:
+        check_floats_or_none(updates)
         if params is not None:
             check_gradients(updates, params, "the parameters")
         check_gradients(updates, state.mu, "the state")

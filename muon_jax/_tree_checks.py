@@ -36,10 +36,10 @@ def check_floats(params: Any) -> None:
 
 def check_mu_dtype(params: Any, mu_dtype: jax.typing.DTypeLike | None) -> None:
     """Raises ValueError where `mu_dtype` is complex and a parameter is not, or conversely."""
+    if mu_dtype is None:
+        return
     for path, leaf in jax.tree.leaves_with_path(params):
-        if mu_dtype is not None and jnp.issubdtype(mu_dtype, jnp.complexfloating) != _is_complex(
-            leaf
-        ):
+        if jnp.issubdtype(mu_dtype, jnp.complexfloating) != _is_complex(leaf):
             raise ValueError(
                 "mu_dtype must be real for real parameters and complex for complex ones, got"
                 f" {jnp.dtype(mu_dtype)} for the parameter {jax.tree_util.keystr(path)}, which is"
@@ -47,18 +47,33 @@ def check_mu_dtype(params: Any, mu_dtype: jax.typing.DTypeLike | None) -> None:
             )
 
 
-def check_gradients(gradients: Any, like: Any, owner: str) -> None:
-    """Raises unless each gradient has the place, the shape and the kind of its parameter.
-
-    Args:
-        gradients: arrays of float dtypes. None stands for zeros of all that is below it.
-        like: the parameters, or their momenta.
-        owner: what `like` is, for errors.
+def check_floats_or_none(gradients: Any) -> None:
+    """Raises where a gradient is neither an array of a float dtype nor None.
 
     Raises:
         TypeError: a gradient is no array.
-        ValueError: the trees or shapes differ, or a gradient is of integers, or is complex where
-            the parameter is real.
+        ValueError: a gradient is of integers or booleans.
+    """
+    for path, gradient in jax.tree.leaves_with_path(gradients):
+        name = f"the gradient {jax.tree_util.keystr(path)}"
+        if not _is_array(gradient):
+            raise TypeError(f"{name} must be an array, got {gradient!r}: pass jnp.asarray of it")
+        if not jnp.issubdtype(_dtype(gradient), jnp.inexact):
+            raise ValueError(
+                f"{name} must have a float dtype, got {_dtype(gradient)}: pass None, which counts"
+                " as zeros, where there is no gradient"
+            )
+
+
+def check_gradients(gradients: Any, like: Any, owner: str) -> None:
+    """Raises ValueError unless each gradient has the place and the shape of its parameter.
+
+    It also raises where a gradient is complex and its parameter is real.
+
+    Args:
+        gradients: arrays. None stands for zeros of all that is below it.
+        like: the parameters, or their momenta.
+        owner: what `like` is, for errors.
     """
     if not _are_alike(gradients, like):
         difference = _first_difference(gradients, like, _compare_gradient, _is_none)
@@ -71,20 +86,10 @@ def check_gradients(gradients: Any, like: Any, owner: str) -> None:
             )
 
     def check(path: Path, gradient: Any, of_owner: Any) -> None:
-        name = f"the gradient {jax.tree_util.keystr(path)}"
-        if gradient is None:
-            return
-        if not _is_array(gradient):
-            raise TypeError(f"{name} must be an array, got {gradient!r}: pass jnp.asarray of it")
-        if not jnp.issubdtype(_dtype(gradient), jnp.inexact):
+        if gradient is not None and _is_complex(gradient) and not _is_complex(of_owner):
             raise ValueError(
-                f"{name} must have a float dtype, got {_dtype(gradient)}: pass None, which counts"
-                " as zeros, where there is no gradient"
-            )
-        if _is_complex(gradient) and not _is_complex(of_owner):
-            raise ValueError(
-                f"{name} is {_dtype(gradient)}, but {owner} there {_dtype(of_owner)}: pass its real"
-                " part, or complex parameters"
+                f"the gradient {jax.tree_util.keystr(path)} is {_dtype(gradient)}, but {owner}"
+                f" there {_dtype(of_owner)}: pass its real part, or complex parameters"
             )
 
     jax.tree.map_with_path(check, gradients, like, is_leaf=_is_none)

@@ -177,9 +177,8 @@ def assigned_views(views: Views, params: Any) -> list[View | None]:
         params: the parameters, or shapes of them.
     """
     if views is None:
-        return [
-            MuonDimensionNumbers() if np.ndim(p) == 2 else None for p in jax.tree.leaves(params)
-        ]
+        ranks = map(np.ndim, jax.tree.leaves(params))
+        return [MuonDimensionNumbers() if rank == 2 else None for rank in ranks]
     return _view_of_each_leaf(views, params)
 
 

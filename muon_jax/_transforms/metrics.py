@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._checks import checks_arguments
 from muon_jax._distributed.reductions import Matrices, matrices_of_tree, stack
-from muon_jax._distributed.sharding import Placed, Shardings, locate
+from muon_jax._distributed.sharding import Placed, Shardings, check_shardings, locate
+from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import norm_of_any_size, over, wide
 from muon_jax._transforms.momentum import MuonState
@@ -70,6 +71,8 @@ def with_metrics(
             `shardings` is missing or does not fit.
         NotImplementedError: a shard_map shards a parameter, or is over only some axes of a mesh.
     """
+    check_views(weight_dimension_numbers)
+    check_shardings(shardings)
     wrapped = optax.with_extra_args_support(transform)
     measure = functools.partial(_measure_update, weight_dimension_numbers, shardings)
 

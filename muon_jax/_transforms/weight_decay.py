@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muon_jax._trees import broadcast_prefix
+from pallas_kernels._checks import check_flag
+
 type DecayForm = Literal["decoupled", "independent", "l2", "palm", "scaled_palm"]
 
 
@@ -49,6 +52,10 @@ def chain_with_weight_decay(
             " whose decay is a part of the gradient: pass another form, such as 'decoupled'"
         )
 
+    def mask_of(params: optax.Params) -> Any:
+        found = broadcast_prefix("weight_decay_mask", _decays, mask, params, lambda node: False)
+        return jax.tree.structure(params).unflatten(found)
+
     weight_decay = 0.0 if weight_decay is None else weight_decay
 
     def decay(
@@ -56,8 +63,8 @@ def chain_with_weight_decay(
     ) -> optax.GradientTransformation:
         if isinstance(weight_decay, int | float) and weight_decay == 0:
             nothing = optax.identity()  # spares a pass over all parameters
-            return nothing if mask is None else optax.masked(nothing, mask)
-        return _add_decayed(rate, mask, cautious)
+            return nothing if mask is None else optax.masked(nothing, mask_of)
+        return _add_decayed(rate, mask if mask is None else mask_of, cautious)
 
     independent_decay = decay(_product_of_rates(-1, weight_decay), cautious=False)
     palm_decay = decay(_product_of_rates(weight_decay, learning_rate))
@@ -73,6 +80,12 @@ def chain_with_weight_decay(
     if cautious and form == "independent":
         return _cautious_by_direction(chained)
     return optax.chain(*chained)
+
+
+def _decays(path: tuple[Any, ...], node: Any) -> bool:
+    """Whether parameters decay, by a leaf of the mask."""
+    check_flag(f"weight_decay_mask{jax.tree_util.keystr(path)}", node)
+    return bool(node)
 
 
 def _product_of_rates(*factors: Any) -> optax.ScalarOrSchedule:
