@@ -60,9 +60,10 @@ class Number:
                 " for example"
             )
         if not isinstance(value, Tracer) and not self._holds(value):
+            kind = "an integer in" if self.is_whole else "in"
             raise ValueError(
-                f"{name} must be {'an integer ' * self.is_whole}in {self.interval}, got {value}:"
-                f" pass {name}={self.example}, for example"
+                f"{name} must be {kind} {self.interval}, got {value}: pass {name}={self.example},"
+                " for example"
             )
 
     def _holds(self, value: Any) -> bool:

@@ -45,13 +45,7 @@ from muon_jax._transforms.normuon import Averaged, scale_by_normuon
 from muon_jax._transforms.rounding import Rounding
 from muon_jax._transforms.shape_scale import ShapeScale, scale_by_shape
 from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
-from muon_jax._tree_checks import (
-    check_floats_or_none,
-    check_gradients,
-    check_mu_dtype,
-    check_params,
-    checking_gradients,
-)
+from muon_jax._tree_checks import check_mu_dtype, check_params, check_update, checking_gradients
 from muon_jax._trees import any_missing, fill_missing
 from pallas_kernels._promotion import standard_promotion
 
@@ -160,11 +154,12 @@ def muon(
         distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
 
     Raises:
-        TypeError: `beta`, `eps`, `normuon_b2` or `consistent_rms` is a schedule.
-        ValueError: an argument is none of the values above, two of them contradict each other, a
-            parameter is no matrix, `ns_dtype` is one that the composed schedule is unsafe in, or
-            `shardings` is missing or wrong. Or a preset came with a value for every argument, as
-            `optax.inject_hyperparams` passes them.
+        TypeError: there is no such argument; an argument that is a number or a boolean got another
+            type; or an argument is a schedule, and takes none.
+        ValueError: an argument is none of the values above or out of range, two of them contradict
+            each other, a view does not fit, gradients do not fit the parameters, `ns_dtype` is one
+            that the composed schedule is unsafe in, or `shardings` is missing or wrong. Or a preset
+            came with a value for every argument, as `optax.inject_hyperparams` passes them.
         NotImplementedError: the named implementation cannot run here; or see `scale_by_normuon`.
 
     References:
@@ -251,9 +246,7 @@ def muon(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        check_floats_or_none(updates)
-        if params is not None:
-            check_gradients(updates, params, "the parameters")
+        check_update(updates, params)
         if any_missing(updates):
             if params is None:
                 raise ValueError(

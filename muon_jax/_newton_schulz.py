@@ -117,6 +117,7 @@ def newton_schulz(
         float32 are not rounded to 16 bits.
 
     Raises:
+        TypeError: `x` is no array, or `eps` or `ns_steps` no number.
         ValueError: `x` is no float matrix, or is sharded within its matrices; an argument is none
             of the values above; `dtype` has 8 bits, in which nothing here is safe, or 16 bits under
             the name `"cans"`; or the gram form does not exist, or is not safe, for the other

@@ -22,10 +22,10 @@ from muon_jax._transforms.momentum import Momentum, MuonState, accumulate_moment
 from muon_jax._transforms.rounding import Rounding, cast_like, widen
 from muon_jax._tree_checks import (
     check_floats,
-    check_floats_or_none,
     check_gradients,
     check_mu_dtype,
     check_params,
+    check_update,
 )
 from muon_jax._trees import fill_missing
 from pallas_kernels._promotion import standard_promotion
@@ -121,12 +121,13 @@ def scale_by_muon(
             - False: no matrices.
 
     Raises:
-        TypeError: `beta` or `eps` is a schedule.
+        TypeError: an argument that is a number or a boolean got another type, such as a schedule.
         ValueError: an argument is none of the values above; `beta` is not in [0, 1); `eps` or
-            `max_group_bytes` is negative; a dtype is that of integers; `mu_dtype` has 8 bits; a
-            parameter is no matrix; `ns_dtype` is one that the composed schedule is unsafe in;
-            `shardings` is missing or wrong; or `distributed_gram` is True, matrices are sharded,
-            and none of them can stay in pieces.
+            `max_group_bytes` is negative; a dtype is that of integers; `mu_dtype` has 8 bits, or is
+            complex where a parameter is real, or conversely; a parameter is no matrix of floats;
+            gradients do not fit the parameters; `ns_dtype` is one that the composed schedule is
+            unsafe in; `shardings` is missing or wrong; or `distributed_gram` is True, matrices are
+            sharded, and none of them can stay in pieces.
         NotImplementedError: the named implementation cannot run here.
     """
     check_views(weight_dimension_numbers)
@@ -159,9 +160,7 @@ def scale_by_muon(
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MuonState]:
-        check_floats_or_none(updates)
-        if params is not None:
-            check_gradients(updates, params, "the parameters")
+        check_update(updates, params)
         check_gradients(updates, state.mu, "the state")
         updates = fill_missing(updates, state.mu if params is None else params)
         count = jnp.asarray(optax.safe_increment(state.count))

@@ -47,12 +47,16 @@ def check_mu_dtype(params: Any, mu_dtype: jax.typing.DTypeLike | None) -> None:
             )
 
 
-def check_floats_or_none(gradients: Any) -> None:
-    """Raises where a gradient is neither an array of a float dtype nor None.
+def check_update(gradients: Any, params: Any) -> None:
+    """Raises where gradients are no arrays of floats, or do not fit the parameters.
+
+    Args:
+        gradients: what `update` got.
+        params: what `update` got, perhaps None.
 
     Raises:
-        TypeError: a gradient is no array.
-        ValueError: a gradient is of integers or booleans.
+        TypeError: a gradient is neither an array nor None.
+        ValueError: a gradient is of integers or booleans; or as `check_gradients`.
     """
     for path, gradient in jax.tree.leaves_with_path(gradients):
         name = f"the gradient {jax.tree_util.keystr(path)}"
@@ -63,6 +67,8 @@ def check_floats_or_none(gradients: Any) -> None:
                 f"{name} must have a float dtype, got {_dtype(gradient)}: pass None, which counts"
                 " as zeros, where there is no gradient"
             )
+    if params is not None:
+        check_gradients(gradients, params, "the parameters")
 
 
 def check_gradients(gradients: Any, like: Any, owner: str) -> None:

@@ -22,9 +22,9 @@ def check_name(name: str, value: Any, names: Collection[str], *, or_none: bool =
 def check_flag(name: str, value: Any, *, or_none: bool = False) -> None:
     """Raises TypeError unless `value` is a boolean, or None where `or_none` says so."""
     if not isinstance(value, bool | np.bool_) and not (value is None and or_none):
+        flags = "True, False or None" if or_none else "True or False"
         raise TypeError(
-            f"{name} must be True or False{' or None' * or_none}, got {shown(value)}: pass"
-            f" {name}=True or {name}=False"
+            f"{name} must be {flags}, got {shown(value)}: pass {name}=True or {name}=False"
         )
 
 

@@ -72,7 +72,11 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
     ("call", "error", "message"),
     [
         # Flags.
-        (of_muon(distributed_gram="False"), Type, rf"distributed_gram {FLAG} or None, got 'F"),
+        (
+            of_muon(distributed_gram="False"),
+            Type,
+            r"distributed_gram must be True, False or None, got 'F",
+        ),
         (
             of_muon(nesterov="False"),
             Type,
@@ -80,7 +84,7 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
         ),
         (of_muon(adaptive="False"), Type, rf"adaptive {FLAG}, got 'False'"),
         (of_muon(cautious_weight_decay="yes"), Type, rf"cautious_weight_decay {FLAG}, got 'y"),
-        (of_muon(adam_nesterov=1), Type, rf"adam_nesterov {FLAG} or None, got 1"),
+        (of_muon(adam_nesterov=1), Type, r"adam_nesterov must be True, False or None, got 1"),
         (of_muon(nesterov=None), Type, rf"nesterov {FLAG}, got None"),
         (
             lambda: syrk(MATRIX, symmetrize_output="no"),

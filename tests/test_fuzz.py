@@ -12,6 +12,7 @@ A mistake that passes, a refusal of what is right, and every other error fail th
 
 import collections
 import functools
+import inspect
 import os
 import traceback
 from pathlib import Path
@@ -143,7 +144,9 @@ STATE = muon_jax.scale_by_muon().init(jnp.ones((2, 3)))
 MATRIX = jnp.asarray(np.random.default_rng(0).standard_normal((4, 6)), jnp.float32)
 ABSTRACT = jax.ShapeDtypeStruct((4, 6), jnp.float32)
 PARAMS = {"up": {"kernel": ABSTRACT}}
-of_muon = [*muon_jax.muon.__wrapped__.__annotations__]
+of_muon, of_scale = (
+    {*inspect.signature(f).parameters} for f in (muon_jax.muon, muon_jax.scale_by_muon)
+)
 of_iteration = "ns_coeffs ns_steps eps eps_mode dtype preconditioning method implementation"
 of_product = "alpha diagonal symmetrize_output implementation"
 
@@ -158,7 +161,7 @@ CALLS = {
     "scale_by_muon": (
         muon_jax.scale_by_muon,
         [],
-        [n for n in ARGUMENTS if n in muon_jax.scale_by_muon.__wrapped__.__annotations__],
+        [n for n in ARGUMENTS if n in of_scale],
     ),
     "scale_by_normuon": (
         muon_jax.scale_by_normuon,

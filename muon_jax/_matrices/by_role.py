@@ -56,6 +56,7 @@ def by_role(params: Any, rules: Rules | None = None) -> ViewTree:
             of the above.
 
     Raises:
+        TypeError: `rules` is no dict of regular expressions.
         ValueError: nothing above knows a parameter of that path and shape.
         ValueError: a rule matches no path, in a tree without `optax.MaskedNode`.
         ValueError: `params` is a single array. `optax.inject_hyperparams` passes one, because it

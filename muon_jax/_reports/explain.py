@@ -114,7 +114,7 @@ def explain(
             matrices are ignored.
 
     Raises:
-        TypeError: `muon` has no such argument.
+        TypeError: `muon` has no such argument, or `params` is None.
         ValueError: an argument is wrong; a sharding or the mesh is missing; or the call is in a
             shard_map.
     """

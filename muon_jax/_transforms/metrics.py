@@ -67,6 +67,7 @@ def with_metrics(
         shardings: as for `scale_by_muon`; needed only in a shard_map.
 
     Raises:
+        TypeError: `transform` has no `init` and `update`.
         ValueError: the state has no `MuonState` or several, a parameter is no matrix, or
             `shardings` is missing or does not fit.
         NotImplementedError: a shard_map shards a parameter, or is over only some axes of a mesh.

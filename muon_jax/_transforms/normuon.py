@@ -68,7 +68,7 @@ def scale_by_normuon(
         shardings: as for `scale_by_muon`; needed only in a shard_map.
 
     Raises:
-        TypeError: `b2` is a schedule.
+        TypeError: `b2` or `eps` is no number, such as a schedule.
         ValueError: a parameter is no matrix, `averaged` is unknown, `b2` is not in [0, 1), or
             `shardings` is missing or does not fit.
         NotImplementedError: one of

@@ -64,6 +64,7 @@ def qk_clip(
     bits.
 
     Raises:
+        TypeError: `threshold` is no number, or `heads` no dict of regular expressions with views.
         ValueError: one of
 
             *   `threshold` is not above 0;
