@@ -45,7 +45,13 @@ from muon_jax._transforms.normuon import Averaged, scale_by_normuon
 from muon_jax._transforms.rounding import Rounding
 from muon_jax._transforms.shape_scale import ShapeScale, scale_by_shape
 from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
-from muon_jax._tree_checks import check_mu_dtype, check_params, check_update, checking_gradients
+from muon_jax._tree_checks import (
+    check_mu_dtype,
+    check_params,
+    check_state,
+    check_update,
+    checking_gradients,
+)
 from muon_jax._trees import any_missing, fill_missing
 from pallas_kernels._promotion import standard_promotion
 
@@ -247,6 +253,7 @@ def muon(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         check_update(updates, params)
+        check_state(state, "inner_states")
         if any_missing(updates):
             if params is None:
                 raise ValueError(

@@ -25,6 +25,7 @@ from muon_jax._tree_checks import (
     check_gradients,
     check_mu_dtype,
     check_params,
+    check_state,
     check_update,
 )
 from muon_jax._trees import fill_missing
@@ -161,6 +162,7 @@ def scale_by_muon(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MuonState]:
         check_update(updates, params)
+        check_state(state, "mu")
         check_gradients(updates, state.mu, "the state")
         updates = fill_missing(updates, state.mu if params is None else params)
         count = jnp.asarray(optax.safe_increment(state.count))

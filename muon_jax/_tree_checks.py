@@ -47,6 +47,16 @@ def check_mu_dtype(params: Any, mu_dtype: jax.typing.DTypeLike | None) -> None:
             )
 
 
+def check_state(state: Any, field: str) -> None:
+    """Raises TypeError where `state` lacks the field that the state of a transformation has."""
+    if not hasattr(state, field):
+        raise TypeError(
+            f"state must be what init returned, with the field {field!r}, got a"
+            f" {type(state).__name__}: call update(updates, state, params) with state ="
+            " optimizer.init(params)"
+        )
+
+
 def check_update(gradients: Any, params: Any) -> None:
     """Raises where gradients are no arrays of floats, or do not fit the parameters.
 
@@ -107,6 +117,7 @@ def checking_gradients(inner: optax.GradientTransformation) -> optax.GradientTra
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, Any]:
+        check_state(state, "mu")
         check_gradients(updates, state.mu, "the state")
         return inner.update(updates, state, params)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import muon_jax
 from muon_jax import (
@@ -26,6 +27,7 @@ from muon_jax import (
     muon,
     newton_schulz,
     qk_clip,
+    scale_by_muon,
     scale_by_normuon,
     scale_to_param_norm,
     with_metrics,
@@ -234,6 +236,17 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             r"query of shape \(4, 4\): QueryHeads.* names an axis twice: give heads",
         ),
         (clipped((4, 4), KeyHeads(((4, 1),), (-1, 1)), jnp.ones(4)), Value, "an axis twice"),
+        (
+            lambda: muon(0.1).update(PARAMS, None),
+            Type,
+            "state must be what .* 'inner_states'",
+        ),
+        (
+            lambda: scale_by_muon().update(PARAMS, ()),
+            Type,
+            "init ret.* 'mu', got a tuple: call",
+        ),
+        (lambda: explain(PARAMS, mesh="x"), Type, "mesh must be a Mesh or None, got 'x'"),
         # Parameters.
         (lambda: explain(None), Type, "params must be a tree of arrays .* got None"),
         (
@@ -421,6 +434,19 @@ def test_muon_is_traced_under_strict_promotion(arguments):
     expected = jax.eval_shape(update, params)
     with jax.numpy_dtype_promotion("strict"):
         chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(update, params), expected)
+
+
+@pytest.mark.slow
+def test_sharded_parameters_are_updated_under_strict_promotion():
+    """XLA traces what it partitions after `update` has returned."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x = jax.random.normal(jax.random.key(0), (8, 16), "bfloat16")
+    sharded = {"w": jax.device_put(x, NamedSharding(mesh, PartitionSpec("x")))}
+    optimizer = muon(0.1, ns_steps=1)
+    update = functools.partial(optimizer.update, state=optimizer.init(sharded), params=sharded)
+    expected = jax.jit(update)(sharded)
+    with jax.numpy_dtype_promotion("strict"):
+        chex.assert_trees_all_equal(jax.jit(update)(sharded), expected)
 
 
 def test_kernels_compute_under_strict_promotion():

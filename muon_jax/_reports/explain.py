@@ -119,6 +119,8 @@ def explain(
             shard_map.
     """
     check_params(params)
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh | None):
+        raise TypeError(f"mesh must be a Mesh or None, got {mesh!r}: pass that of the shardings")
     given = all_arguments(arguments)
     views, matrices = _matrices_of(params, given)
     placed = _stated_shardings(matrices) if shardings is None else None

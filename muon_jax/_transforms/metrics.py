@@ -19,6 +19,7 @@ from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import norm_of_any_size, over, wide
 from muon_jax._transforms.momentum import MuonState
+from muon_jax._tree_checks import check_state
 from muon_jax._trees import fill_missing, is_placeholder
 from pallas_kernels._promotion import standard_promotion
 
@@ -93,6 +94,7 @@ def with_metrics(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MetricsState]:
+        check_state(state, "inner")
         new_updates, inner = wrapped.update(updates, state.inner, params, **extra_args)
         return new_updates, MetricsState(inner, measure(updates, new_updates, inner))
 

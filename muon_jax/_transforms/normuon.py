@@ -13,7 +13,7 @@ from muon_jax._distributed.sharding import Shardings, check_shardings
 from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, wide
-from muon_jax._tree_checks import check_params
+from muon_jax._tree_checks import check_params, check_state
 from muon_jax._trees import with_arrays
 from pallas_kernels._promotion import standard_promotion
 
@@ -116,6 +116,7 @@ def scale_by_normuon(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, NorMuonState]:
         del params
+        check_state(state, "nu")
         matrices, unflatten = matrices_of_tree(weight_dimension_numbers, updates, shardings)
         moments, treedef = jax.tree.flatten(state.nu)
         every = [*itertools.chain(*matrices)]
