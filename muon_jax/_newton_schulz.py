@@ -63,7 +63,8 @@ def newton_schulz(
         x: matrices of shape `(..., m, n)` and a float dtype of 16 bits or more. Where m > n the
             iteration runs on Xᵀ, whose XXᵀ is the smaller. The shape alone decides that. Explicit
             mesh axes may shard the stack: then each device computes its own matrices.
-        ns_coeffs: one triple for every step, a table with one triple for each step, or a name.
+        ns_coeffs: one triple (a, b, c) with a > 0 for every step, a table with one triple for each
+            step, or a name.
 
             - Names of one triple: `"standard"` (Keller Jordan's), `"standard_1.02"`.
             - Names of a published table: `"dion"`, `"polar_express"`, `"polar_express_nanogpt"`,
@@ -71,10 +72,10 @@ def newton_schulz(
             - Names of a table for `preconditioning="aol"`: `"aol"` and `"aol_nvidia"`. The latter,
               as published, makes σ > 0.8837 negative.
             - Names of a composed schedule: `"fast"`, `"balanced"`, `"accurate"`.
-        ns_steps: number of steps of one triple. A named table runs its last `ns_steps` rows; for 5,
-            the default, it runs all of its rows, be they 4 or 10. A table of the caller's own runs
-            its rows whatever `ns_steps` says. A composed schedule runs whole: pass 5 or its own
-            number.
+        ns_steps: number of steps of one triple, at most 100. A named table runs its last `ns_steps`
+            rows; for 5, the default, it runs all of its rows, be they 4 or 10. A table of the
+            caller's own runs its rows whatever `ns_steps` says. A composed schedule runs whole:
+            pass 5 or its own number.
         eps: added to the norm of X. With 0 the result does not depend on scale; a larger `eps`
             shrinks the result for ‖X‖ of that order. Under `"schatten"` and `"aol"` it is the least
             value of the squared norms instead, as in optax.

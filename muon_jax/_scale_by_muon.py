@@ -83,8 +83,9 @@ def scale_by_muon(
             parameters' tree, or a callable that makes such a tree from the parameters.
             `MuonDimensionNumbers` says which axes are rows (the reduction axes) and which are
             columns. All other axes are batch axes, whose matrices are orthogonalized each by
-            itself. None stands for matrices: parameters of rank 2. Parameters that `by_role` leaves
-            to AdamW must not get here; `muon` sees to that.
+            itself. A class of another package with the same two fields is taken, too, such as
+            MaxText's. None stands for matrices: parameters of rank 2. Parameters that `by_role`
+            leaves to AdamW must not get here; `muon` sees to that.
         momentum: the form of the momentum.
 
             - `"bias_corrected"`: the above.
