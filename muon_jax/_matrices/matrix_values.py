@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from muon_jax._matrices.axes import matrix_axes
-from muon_jax._matrices.views import Split, Unfold, View
+from muon_jax._matrices.views import Split, Unfold, View, axis_of
 
 
 def values_per_matrix(
@@ -14,7 +14,7 @@ def values_per_matrix(
 ) -> np.ndarray:
     """Returns `function(rows, cols)` of each element's matrix, in a shape that broadcasts."""
     if isinstance(view, Split):
-        axis = view.axis % len(shape)
+        axis = axis_of(shape, view)
         of_parts = []
         for part, inner in view.parts(shape):
             size = part.stop - part.start
@@ -23,7 +23,7 @@ def values_per_matrix(
         common = np.max([(*v.shape[:axis], 1, *v.shape[axis + 1 :]) for v in of_parts], axis=0)
         return np.concatenate([v * np.ones(common) for v in of_parts], axis)
     if isinstance(view, Unfold):
-        axis, unfolded = view.axis % len(shape), view.shape(shape)
+        axis, unfolded = axis_of(shape, view), view.shape(shape)
         end = axis + len(view.sizes)
         values = values_per_matrix(function, view.view, unfolded)
         if max(values.shape[axis:end]) > 1:  # else one size 1 stands for the whole axis

@@ -69,7 +69,7 @@ class Split:
             ValueError: the array has no such axis, `sizes` do not add up to its size, or there are
                 not as many views as sizes.
         """
-        whole, views = _axis_size(shape, self), self.views
+        whole, views = shape[axis_of(shape, self)], self.views
         if min(self.sizes, default=0) < 0 or sum(self.sizes) != whole:
             raise ValueError(
                 f"{self} has sizes that add up to {sum(self.sizes)}: give it sizes of at least 0"
@@ -109,7 +109,8 @@ class Unfold:
         Raises:
             ValueError: the array has no such axis, or `sizes` do not multiply to its size.
         """
-        whole, axis = _axis_size(shape, self), self.axis % len(shape)
+        axis = axis_of(shape, self)
+        whole = shape[axis]
         stated = math.prod(self.sizes)  # negative where one size is -1
         sizes = [whole // -stated if size == -1 and stated < 0 else size for size in self.sizes]
         if math.prod(sizes) != whole or min(sizes, default=1) < 0:
@@ -138,7 +139,7 @@ def to_stacks(x: jax.Array, view: View) -> list[jax.Array]:
         ValueError: `x` lacks an axis that the view names, or an axis has another size.
     """
     if isinstance(view, Split):
-        before = (slice(None),) * (view.axis % x.ndim)
+        before = (slice(None),) * axis_of(x.shape, view)
         parts = view.parts(x.shape)
         return [stack for part, inner in parts for stack in to_stacks(x[(*before, part)], inner)]
     if isinstance(view, Unfold):
@@ -152,7 +153,7 @@ def from_stacks(stacks: Iterator[jax.Array], view: View, shape: tuple[int, ...])
     It takes from `stacks` as many stacks as `to_stacks` returns.
     """
     if isinstance(view, Split):
-        axis = view.axis % len(shape)
+        axis = axis_of(shape, view)
         parts = [
             from_stacks(stacks, inner, (*shape[:axis], part.stop - part.start, *shape[axis + 1 :]))
             for part, inner in view.parts(shape)
@@ -273,11 +274,15 @@ def as_view(path: tuple[Any, ...], node: Any) -> View | None:
     )
 
 
-def _axis_size(shape: tuple[int, ...], view: Split | Unfold) -> int:
-    """The size of the axis of `view` in an array of the given shape."""
+def axis_of(shape: tuple[int, ...], view: Split | Unfold) -> int:
+    """Returns the axis of `view` in an array of the given shape, counted from the front.
+
+    Raises:
+        ValueError: the array has no such axis.
+    """
     if not -len(shape) <= view.axis < len(shape):
         raise ValueError(
             f"{view} names axis {view.axis}, which is out of range for shape {shape}: name an axis"
             f" in [-{len(shape)}, {len(shape)})"
         )
-    return shape[view.axis]
+    return view.axis % len(shape)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from muon_jax._checks import check_fields, is_integer
-from muon_jax._matrices.views import Split
+from muon_jax._matrices.views import Split, axis_of
 from pallas_kernels._checks import is_real
 
 # The size of each part of a head, and its power of γ.
@@ -70,7 +70,7 @@ def head_factors(spec: Any, shape: tuple[int, ...], gammas: jax.Array) -> jax.Ar
     if spec is None:
         return jnp.ones((1,) * len(shape))
     if isinstance(spec, Split):
-        axis = spec.axis % len(shape)
+        axis = axis_of(shape, spec)
         parts = []
         for place, inner in spec.parts(shape):
             part = (*shape[:axis], place.stop - place.start, *shape[axis + 1 :])
