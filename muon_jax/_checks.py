@@ -1,40 +1,289 @@
-"""Checks of arguments: one of several names, a number in a range, a float dtype."""
+"""The one place where arguments are checked: what each public argument may be, by its name.
 
+An annotation declares which names there are (`Literal`), what is a boolean, and where None or a
+schedule is taken. `_DECLARED` declares the rest. Values are checked where they are known: numbers,
+and arrays outside of a trace. A traced number is known to be real and to be one number.
+"""
+
+import collections.abc
+import dataclasses
+import functools
+import inspect
 import math
-from typing import Any, TypeAliasType, get_args
+import re
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAliasType, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from pallas_kernels._checks import check_array, check_flag, check_name, is_real, shown, suggestion
+from pallas_kernels._selection import IMPLEMENTATIONS
+
+type Check = Callable[[str, Any], None]
+
+_FLOATS = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
 
 
-def check_choice(name: str, value: Any, choices: TypeAliasType) -> None:
-    """Raises ValueError unless `value` is one of `choices`, an alias of a `Literal` type."""
-    names = get_args(choices.__value__)
-    if value not in names:
-        raise ValueError(f"{name} must be one of {names}, got {value!r}")
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """One real number in an interval.
 
-
-def check_number(name: str, value: Any, below: float = math.inf) -> None:
-    """Raises unless `value` is a number in [0, below) or an array, which may be traced.
-
-    The entries of an array are not checked.
-
-    Raises:
-        TypeError: `value` is callable, as schedules are.
-        ValueError: `value` is a number outside of [0, below).
+    Attributes:
+        interval: such as "[0, 1)", with the number 0 and without the number 1.
+        example: a number that is mostly right, for errors.
+        is_whole: whether it is an integer.
     """
-    if callable(value):
+
+    interval: str
+    example: float
+    is_whole: bool = False
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raises unless `value` is such a number.
+
+        Raises:
+            TypeError: `value` is no real number, or is an array of several.
+            ValueError: `value` is outside of the interval.
+        """
+        if callable(value):
+            raise TypeError(
+                f"{name} must be a number, got the callable {value}: to give it a schedule, wrap"
+                " the optimizer in optax.inject_hyperparams"
+            )
+        if not is_real(value) or np.ndim(value) > 0:
+            raise TypeError(
+                f"{name} must be one real number, got {shown(value)}: pass {name}={self.example},"
+                " for example"
+            )
+        if not isinstance(value, Tracer) and not self._holds(value):
+            kind = "an integer in" if self.is_whole else "in"
+            raise ValueError(
+                f"{name} must be {kind} {self.interval}, got {value}: pass {name}={self.example},"
+                " for example"
+            )
+
+    def _holds(self, value: Any) -> bool:
+        try:
+            value = float(value)
+        except OverflowError:  # an integer beyond all floats
+            value = math.inf
+        low, high = map(float, self.interval[1:-1].split(","))
+        above = low <= value if self.interval[0] == "[" else low < value
+        below = value <= high if self.interval[-1] == "]" else value < high
+        return above and below and not (self.is_whole and value % 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatDType:
+    """A float or complex dtype, or None.
+
+    Attributes:
+        least_bits: how many bits it has at least.
+        or_auto: whether `"auto"` is taken.
+    """
+
+    least_bits: int = 0
+    or_auto: bool = False
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raises unless `value` is such a dtype.
+
+        Raises:
+            ValueError: `value` is none. `optax.inject_hyperparams` makes an array of a dtype that
+                is callable.
+        """
+        _check_static(name, value)
+        if value is None or (self.or_auto and isinstance(value, str) and value == "auto"):
+            return
+        try:
+            dtype = jnp.dtype(value)
+        except (TypeError, ValueError, SyntaxError):
+            names = (*_FLOATS, "auto") if self.or_auto else _FLOATS
+            raise ValueError(
+                f"{name} must be the name of a float dtype, got"
+                f" {shown(value)}{suggestion(value, names)}"
+            ) from None
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise ValueError(
+                f"{name} must be a float dtype, got {dtype}: pass 'float32', for example"
+            )
+        if jnp.finfo(dtype).bits < self.least_bits:
+            raise ValueError(
+                f"{name} must have {self.least_bits} bits or more, got {dtype}: pass 'bfloat16', or"
+                " None for the parameters' dtype"
+            )
+
+
+def _check_patterns(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is a dict whose keys are regular expressions."""
+    if not isinstance(value, Mapping):
         raise TypeError(
-            f"{name} must be a number, got the callable {value}: to give it a schedule, wrap the"
-            " optimizer in optax.inject_hyperparams"
+            f"{name} must be a dict by regular expressions of paths, got {shown(value)}: pass"
+            f" {name}={{'kernel$': ...}}"
         )
-    if not isinstance(value, jax.Array) and not 0 <= value < below:
-        raise ValueError(f"{name} must be in [0, {below}), got {value}")
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except (TypeError, re.error) as error:
+            raise TypeError(
+                f"{name} must have regular expressions as its keys, got {pattern!r} ({error}): pass"
+                f" {name}={{'kernel$': ...}}"
+            ) from None
 
 
-def check_float_dtype(name: str, dtype: jax.typing.DTypeLike | None) -> None:
-    """Raises ValueError unless `dtype` is None, `"auto"`, or a float or complex dtype."""
-    if dtype not in (None, "auto") and not jnp.issubdtype(dtype, jnp.inexact):
+def _check_sizes(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is a tuple or a list of integers."""
+    if not isinstance(value, tuple | list) or not all(map(is_integer, value)):
+        raise TypeError(
+            f"{name} must be a tuple of integers, got {shown(value)}: pass {name}=(8, 8), for"
+            " example"
+        )
+
+
+def _check_axis(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is an integer."""
+    if not is_integer(value):
+        raise TypeError(f"{name} must be an integer, got {shown(value)}: pass {name}=-1, the last")
+
+
+def _check_mask(name: str, value: Any) -> None:
+    if not callable(value):
+        for path, leaf in jax.tree.leaves_with_path(value):
+            check_flag(f"{name}{jax.tree_util.keystr(path)}", leaf)
+
+
+def _check_transform(name: str, value: Any) -> None:
+    if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
+        raise TypeError(
+            f"{name} must be a transformation with init and update, got {shown(value)}: pass"
+            " scale_by_muon(), for example"
+        )
+
+
+def _check_static(name: str, value: Any) -> None:
+    if isinstance(value, jax.Array):
         raise ValueError(
-            f"{name} must be a float dtype, got {jnp.dtype(dtype)}: pass 'float32', for example"
+            f"{name} must be no array, got {value}: optax.inject_hyperparams makes one of it;"
+            f" give it static_args={name!r}"
         )
+
+
+def _check_group_bytes(name: str, value: Any) -> None:
+    _check_static(name, value)
+    Number("[0, inf)", 2**30, is_whole=True)(name, value)
+
+
+def _check_implementation(name: str, value: Any) -> None:
+    check_name(name, value, sorted(IMPLEMENTATIONS), or_none=True)
+
+
+_RATE, _DECAY, _EPS = Number("[0, inf)", 0.02), Number("[0, inf)", 0.1), Number("[0, inf)", 1e-8)
+_BETA = Number("[0, 1)", 0.95)
+# What annotations do not say, by the names that arguments have in every function.
+_DECLARED: dict[str, Check] = {
+    "learning_rate": _RATE,
+    "adam_learning_rate": _RATE,
+    "weight_decay": _DECAY,
+    "adam_weight_decay": _DECAY,
+    "beta": _BETA,
+    "b2": _BETA,
+    "normuon_b2": _BETA,
+    "adam_b1": Number("[0, 1)", 0.9),
+    "adam_b2": Number("[0, 1)", 0.999),
+    "eps": _EPS,
+    "adam_eps": _EPS,
+    "adam_eps_root": _EPS,
+    "consistent_rms": Number("[0, inf)", 0.2),
+    "threshold": Number("(0, inf)", 100.0),
+    "ns_steps": Number("[1, 100]", 5, is_whole=True),
+    "key_heads": Number("[1, inf)", 4, is_whole=True),
+    "max_group_bytes": _check_group_bytes,
+    "dtype": FloatDType(or_auto=True),
+    "ns_dtype": FloatDType(or_auto=True),
+    "mu_dtype": FloatDType(least_bits=16),
+    "implementation": _check_implementation,
+    "x": check_array,
+    "weight_decay_mask": _check_mask,
+    "axis": _check_axis,
+    "layer_axis": _check_axis,
+    "sizes": _check_sizes,
+    "heads": _check_patterns,
+    "rules": _check_patterns,
+    "transform": _check_transform,
+}
+
+
+def checks_arguments[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Returns `function` with a check of each argument that a call gives.
+
+    The result raises TypeError for an argument that `function` does not have, and TypeError or
+    ValueError for a value that is not as declared.
+    """
+    signature = inspect.signature(function)
+    checks = _checks_of({p.name: p.annotation for p in signature.parameters.values()})
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        unknown = [name for name in kwargs if name not in signature.parameters]
+        if unknown and not takes_any:
+            raise TypeError(
+                f"{function.__name__} has no argument"
+                f" {unknown[0]!r}{suggestion(unknown[0], signature.parameters)}"
+            )
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if name in checks:
+                checks[name](name, value)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def check_fields(instance: Any) -> None:
+    """Raises TypeError or ValueError where a field of a dataclass is not as declared."""
+    for name, check in _checks_of_class(type(instance)).items():
+        check(name, getattr(instance, name))
+
+
+@functools.cache
+def _checks_of_class(of_class: type) -> dict[str, Check]:
+    return _checks_of({field.name: field.type for field in dataclasses.fields(of_class)})
+
+
+def _checks_of(annotations: Mapping[str, Any]) -> dict[str, Check]:
+    found = {name: _check_of(name, annotation) for name, annotation in annotations.items()}
+    return {name: check for name, check in found.items() if check}
+
+
+def _check_of(name: str, annotation: Any) -> Check | None:
+    """The check of the argument of this name and annotation, None where all is taken."""
+    members = get_args(annotation) or (annotation,)
+    or_none = types.NoneType in members
+    if bool in members:
+        return functools.partial(check_flag, or_none=or_none)
+    for member in members:
+        if isinstance(member, TypeAliasType) and get_origin(member.__value__) is Literal:
+            names = get_args(member.__value__)
+            return functools.partial(check_name, names=names, or_none=or_none)
+    if name not in _DECLARED:
+        return None
+    declared = _DECLARED[name]
+    or_schedule = any(get_origin(member) is collections.abc.Callable for member in members)
+    or_tuple = any(get_origin(member) is tuple for member in members)
+
+    def check(name: str, value: Any) -> None:
+        if or_none and value is None or or_schedule and callable(value):
+            return
+        for each in value if or_tuple and isinstance(value, tuple) else (value,):
+            declared(name, each)
+
+    return check
+
+
+def is_integer(value: Any) -> bool:
+    """Returns whether `value` is an integer that is no array and no boolean."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

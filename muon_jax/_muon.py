@@ -32,7 +32,7 @@ from typing import Any
 import jax
 import optax
 
-from muon_jax._checks import check_number
+from muon_jax._checks import checks_arguments
 from muon_jax._distributed.sharding import Shardings, whole_tree
 from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
@@ -45,9 +45,18 @@ from muon_jax._transforms.normuon import Averaged, scale_by_normuon
 from muon_jax._transforms.rounding import Rounding
 from muon_jax._transforms.shape_scale import ShapeScale, scale_by_shape
 from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
+from muon_jax._tree_checks import (
+    check_mu_dtype,
+    check_params,
+    check_state,
+    check_update,
+    checking_gradients,
+)
 from muon_jax._trees import any_missing, fill_missing
+from pallas_kernels._promotion import standard_promotion
 
 
+@checks_arguments
 @takes_preset
 def muon(
     learning_rate: optax.ScalarOrSchedule,
@@ -55,7 +64,7 @@ def muon(
     ns_steps: int | jax.Array = 5,
     beta: float | jax.Array = 0.95,
     eps: float | jax.Array = 1e-8,
-    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay: optax.ScalarOrSchedule | None = 0.0,
     weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
     *,
@@ -65,7 +74,7 @@ def muon(
     adam_b1: float | jax.Array = 0.9,
     adam_b2: float | jax.Array = 0.999,
     adam_eps_root: float | jax.Array = 0.0,
-    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule | None = 0.0,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     muon_weight_dimension_numbers: Views = None,
     consistent_rms: float | jax.Array | None = None,
@@ -101,7 +110,7 @@ def muon(
         beta: decay rate of Muon's momentum.
         eps: added to the norm that the momentum is divided by, and to AdamW's denominator.
         weight_decay: λ, a number or a schedule, multiplied by the learning rate
-            (`weight_decay_form`); on matrices.
+            (`weight_decay_form`); on matrices. None is 0.
         weight_decay_mask: tree of booleans (or a callable that makes one): which matrices decay.
         mu_dtype: dtype of the momentum and of AdamW's first moment; None for the parameters', or
             for AdamW, after the first update, what optax promotes that and the gradients' to.
@@ -112,7 +121,7 @@ def muon(
         adam_b1: decay rate of AdamW's first moment.
         adam_b2: decay rate of AdamW's second moment.
         adam_eps_root: added under the square root of AdamW's denominator.
-        adam_weight_decay: weight decay on everything else.
+        adam_weight_decay: weight decay on everything else; None is 0.
         adam_learning_rate: AdamW's learning rate; None for `learning_rate`.
         muon_weight_dimension_numbers: which parameters are matrices, and how: a tree of
             `optax.contrib.MuonDimensionNumbers` that may be a prefix of the parameters', None where
@@ -151,27 +160,28 @@ def muon(
         distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
 
     Raises:
-        TypeError: `beta`, `eps`, `normuon_b2` or `consistent_rms` is a schedule.
-        ValueError: an argument is none of the values above, two of them contradict each other, a
-            parameter is no matrix, `ns_dtype` is one that the composed schedule is unsafe in, or
-            `shardings` is missing or wrong. Or a preset came with a value for every argument, as
-            `optax.inject_hyperparams` passes them.
+        TypeError: there is no such argument; an argument that is a number or a boolean got another
+            type; or an argument is a schedule, and takes none.
+        ValueError: an argument is none of the values above or out of range, two of them contradict
+            each other, a view does not fit, gradients do not fit the parameters, `ns_dtype` is one
+            that the composed schedule is unsafe in, or `shardings` is missing or wrong. Or a preset
+            came with a value for every argument, as `optax.inject_hyperparams` passes them.
         NotImplementedError: the named implementation cannot run here; or see `scale_by_normuon`.
 
     References:
         Jordan et al., `Muon: an optimizer for hidden layers in neural networks
         <https://kellerjordan.github.io/posts/muon/>`_, 2024.
     """
-    if normuon_b2 is not None:
-        check_number("normuon_b2", normuon_b2, below=1)
     on_the_rest = chain_with_weight_decay(
-        optax.scale_by_adam(
-            b1=adam_b1,
-            b2=adam_b2,
-            eps=eps if adam_eps is None else adam_eps,
-            eps_root=adam_eps_root,
-            mu_dtype=mu_dtype,
-            nesterov=nesterov if adam_nesterov is None else adam_nesterov,
+        checking_gradients(
+            optax.scale_by_adam(
+                b1=adam_b1,
+                b2=adam_b2,
+                eps=eps if adam_eps is None else adam_eps,
+                eps_root=adam_eps_root,
+                mu_dtype=mu_dtype,
+                nesterov=nesterov if adam_nesterov is None else adam_nesterov,
+            )
         ),
         scale=None,
         learning_rate=learning_rate if adam_learning_rate is None else adam_learning_rate,
@@ -229,15 +239,21 @@ def muon(
 
     optimizer_of = _by_tree(with_views, muon_weight_dimension_numbers, shardings)
 
+    @standard_promotion()
     def init_fn(params: optax.Params) -> optax.OptState:
+        check_params(params)
+        check_mu_dtype(params, mu_dtype)
         return optimizer_of(params).init(params)
 
+    @standard_promotion()
     def update_fn(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
+        check_update(updates, params)
+        check_state(state, "inner_states")
         if any_missing(updates):
             if params is None:
                 raise ValueError(

@@ -1,12 +1,10 @@
 """`newton_schulz`: any stack of matrices orthogonalized."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from muon_jax._checks import check_choice, check_float_dtype
+from muon_jax._checks import checks_arguments
 from muon_jax._distributed.on_shards import by_device
 from muon_jax._distributed.sharding import axes_of_entry
 from muon_jax._iteration.form import Method, ProductsDType
@@ -14,24 +12,16 @@ from muon_jax._iteration.iteration import Iteration
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.operand import WholeMatrices
 from muon_jax._iteration.passes import is_tall
-from muon_jax._iteration.recipes import NSCoeffs
-
-STATIC = (
-    "ns_coeffs",
-    "ns_steps",
-    "eps_mode",
-    "dtype",
-    "preconditioning",
-    "method",
-    "implementation",
-)
+from muon_jax._iteration.recipes import NSCoeffs, canonicalize
+from pallas_kernels._promotion import standard_promotion
 
 
-@functools.partial(jax.jit, static_argnames=STATIC)
+@checks_arguments
+@standard_promotion()
 def newton_schulz(
     x: jax.Array,
     ns_coeffs: NSCoeffs = "standard",
-    ns_steps: int = 5,
+    ns_steps: int | jax.Array = 5,
     eps: float | jax.Array = 0.0,
     *,
     eps_mode: EpsMode = "add",
@@ -73,8 +63,8 @@ def newton_schulz(
         x: matrices of shape `(..., m, n)` and a float dtype of 16 bits or more. Where m > n the
             iteration runs on Xᵀ, whose XXᵀ is the smaller. The shape alone decides that. Explicit
             mesh axes may shard the stack: then each device computes its own matrices.
-        ns_coeffs: one triple for every step, a table with one triple for each step, or a name.
-            Pass tuples of numbers, not lists or arrays.
+        ns_coeffs: one triple (a, b, c) with a > 0 for every step, a table with one triple for each
+            step, or a name.
 
             - Names of one triple: `"standard"` (Keller Jordan's), `"standard_1.02"`.
             - Names of a published table: `"dion"`, `"polar_express"`, `"polar_express_nanogpt"`,
@@ -82,10 +72,10 @@ def newton_schulz(
             - Names of a table for `preconditioning="aol"`: `"aol"` and `"aol_nvidia"`. The latter,
               as published, makes σ > 0.8837 negative.
             - Names of a composed schedule: `"fast"`, `"balanced"`, `"accurate"`.
-        ns_steps: number of steps of one triple. A named table runs its last `ns_steps` rows; for 5,
-            the default, it runs all of its rows, be they 4 or 10. A table of the caller's own runs
-            its rows whatever `ns_steps` says. A composed schedule runs whole: pass 5 or its own
-            number.
+        ns_steps: number of steps of one triple, at most 100. A named table runs its last `ns_steps`
+            rows; for 5, the default, it runs all of its rows, be they 4 or 10. A table of the
+            caller's own runs its rows whatever `ns_steps` says. A composed schedule runs whole:
+            pass 5 or its own number.
         eps: added to the norm of X. With 0 the result does not depend on scale; a larger `eps`
             shrinks the result for ‖X‖ of that order. Under `"schatten"` and `"aol"` it is the least
             value of the squared norms instead, as in optax.
@@ -128,6 +118,7 @@ def newton_schulz(
         float32 are not rounded to 16 bits.
 
     Raises:
+        TypeError: `x` is no array, or `eps` or `ns_steps` no number.
         ValueError: `x` is no float matrix, or is sharded within its matrices; an argument is none
             of the values above; `dtype` has 8 bits, in which nothing here is safe, or 16 bits under
             the name `"cans"`; or the gram form does not exist, or is not safe, for the other
@@ -154,11 +145,8 @@ def newton_schulz(
             f"x must not be sharded within its matrices, got {spec} on {dict(mesh.shape)}: reshard"
             f" it (jax.reshard) to {PartitionSpec(*spec[:-2])}, or use scale_by_muon"
         )
-    check_choice("preconditioning", preconditioning, Preconditioning)
-    check_choice("eps_mode", eps_mode, EpsMode)
-    check_float_dtype("dtype", dtype)
     iteration = Iteration.resolve(
-        ns_coeffs,
+        canonicalize(ns_coeffs),
         ns_steps,
         eps,
         eps_mode=eps_mode,
@@ -167,6 +155,12 @@ def newton_schulz(
         method=method,
         implementation=implementation,
     )
+    return polar_factors(iteration, x)
+
+
+@jax.jit
+def polar_factors(iteration: Iteration, x: jax.Array) -> jax.Array:
+    """`newton_schulz` with that iteration."""
     form = iteration.form_of_stack((*x.shape[:-2], *sorted(x.shape[-2:])), x.dtype)
     operand = WholeMatrices(
         implementation=form.implementation,

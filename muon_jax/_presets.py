@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from pallas_kernels._checks import check_name
+
 _KELLER = {
     "momentum": "ema",
     "eps": 1e-7,
@@ -165,8 +167,7 @@ def arguments_of(preset: str | None) -> dict[str, Any]:
     """
     if preset is None:
         return {}
-    if preset not in PRESETS:
-        raise ValueError(f"preset must be one of {sorted(PRESETS)}, got {preset!r}")
+    check_name("preset", preset, sorted(PRESETS))
     return PRESETS[preset]
 
 

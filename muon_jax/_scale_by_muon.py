@@ -6,22 +6,33 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._checks import check_choice, check_float_dtype, check_number
+from muon_jax._checks import checks_arguments
 from muon_jax._distributed.map_matrices import map_matrices
 from muon_jax._distributed.on_shards import inner_products
 from muon_jax._distributed.planning import Limits
-from muon_jax._distributed.sharding import Shardings
+from muon_jax._distributed.sharding import Shardings, check_shardings, is_in_shard_map
 from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.iteration import Iteration
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.recipes import NSCoeffs, canonicalize
 from muon_jax._iteration.steps import Schedule
+from muon_jax._matrices.view_checks import check_views, check_views_fit
 from muon_jax._matrices.views import Views
 from muon_jax._transforms.momentum import Momentum, MuonState, accumulate_momentum
 from muon_jax._transforms.rounding import Rounding, cast_like, widen
+from muon_jax._tree_checks import (
+    check_floats,
+    check_gradients,
+    check_mu_dtype,
+    check_params,
+    check_state,
+    check_update,
+)
 from muon_jax._trees import fill_missing
+from pallas_kernels._promotion import standard_promotion
 
 
+@checks_arguments
 def scale_by_muon(
     ns_coeffs: NSCoeffs = "standard",
     ns_steps: int | jax.Array = 5,
@@ -72,8 +83,9 @@ def scale_by_muon(
             parameters' tree, or a callable that makes such a tree from the parameters.
             `MuonDimensionNumbers` says which axes are rows (the reduction axes) and which are
             columns. All other axes are batch axes, whose matrices are orthogonalized each by
-            itself. None stands for matrices: parameters of rank 2. Parameters that `by_role` leaves
-            to AdamW must not get here; `muon` sees to that.
+            itself. A class of another package with the same two fields is taken, too, such as
+            MaxText's. None stands for matrices: parameters of rank 2. Parameters that `by_role`
+            leaves to AdamW must not get here; `muon` sees to that.
         momentum: the form of the momentum.
 
             - `"bias_corrected"`: the above.
@@ -111,25 +123,17 @@ def scale_by_muon(
             - False: no matrices.
 
     Raises:
-        TypeError: `beta` or `eps` is a schedule.
+        TypeError: an argument that is a number or a boolean got another type, such as a schedule.
         ValueError: an argument is none of the values above; `beta` is not in [0, 1); `eps` or
-            `max_group_bytes` is negative; a dtype is that of integers; `mu_dtype` has 8 bits; a
-            parameter is no matrix; `ns_dtype` is one that the composed schedule is unsafe in;
-            `shardings` is missing or wrong; or `distributed_gram` is True, matrices are sharded,
-            and none of them can stay in pieces.
+            `max_group_bytes` is negative; a dtype is that of integers; `mu_dtype` has 8 bits, or is
+            complex where a parameter is real, or conversely; a parameter is no matrix of floats;
+            gradients do not fit the parameters; `ns_dtype` is one that the composed schedule is
+            unsafe in; `shardings` is missing or wrong; or `distributed_gram` is True, matrices are
+            sharded, and none of them can stay in pieces.
         NotImplementedError: the named implementation cannot run here.
     """
-    check_choice("preconditioning", preconditioning, Preconditioning)
-    check_choice("momentum", momentum, Momentum)
-    check_choice("eps_mode", eps_mode, EpsMode)
-    check_choice("mu_rounding", mu_rounding, Rounding)
-    check_number("beta", beta, below=1)
-    check_number("eps", eps)
-    _check_static(ns_dtype=ns_dtype, max_group_bytes=max_group_bytes)
-    _check_mu_dtype(mu_dtype)
-    check_float_dtype("ns_dtype", ns_dtype)
-    if max_group_bytes is not None and max_group_bytes < 0:
-        raise ValueError(f"max_group_bytes must be None or at least 0, got {max_group_bytes}")
+    check_views(weight_dimension_numbers)
+    check_shardings(shardings)
     iteration = Iteration.resolve(
         canonicalize(ns_coeffs),
         ns_steps,
@@ -145,13 +149,22 @@ def scale_by_muon(
     limits = Limits(max_group_bytes, distributed_gram)
 
     def init_fn(params: optax.Params) -> MuonState:
+        check_params(params)
+        check_floats(params)
+        check_mu_dtype(params, mu_dtype)
+        if not is_in_shard_map():  # where arrays are shards
+            check_views_fit(weight_dimension_numbers, params)
         return MuonState(
             count=jnp.zeros([], jnp.int32), mu=optax.tree.zeros_like(params, dtype=mu_dtype)
         )
 
+    @standard_promotion()
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MuonState]:
+        check_update(updates, params)
+        check_state(state, "mu")
+        check_gradients(updates, state.mu, "the state")
         updates = fill_missing(updates, state.mu if params is None else params)
         count = jnp.asarray(optax.safe_increment(state.count))
         wide, old_mu = widen(updates, state.mu, mu_rounding)
@@ -165,22 +178,3 @@ def scale_by_muon(
         return orthogonal, MuonState(count, mu)
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _check_static(**arguments: Any) -> None:
-    """Raises ValueError where `optax.inject_hyperparams` made an array of an argument."""
-    for name, value in arguments.items():
-        if isinstance(value, jax.Array):
-            raise ValueError(
-                f"{name} must be no array, got {value}: optax.inject_hyperparams makes one of it;"
-                f" give it static_args={name!r}"
-            )
-
-
-def _check_mu_dtype(mu_dtype: jax.typing.DTypeLike | None) -> None:
-    check_float_dtype("mu_dtype", mu_dtype)
-    if mu_dtype is not None and jnp.finfo(mu_dtype).bits < 16:
-        raise ValueError(
-            f"mu_dtype must have 16 bits or more, got {jnp.dtype(mu_dtype)}: pass 'bfloat16', or"
-            " None for the parameters' dtype"
-        )

@@ -5,7 +5,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+
+from muon_jax._tree_checks import check_prefix
 
 # The last key of a path to an array in a box: Flax' `value`, and the only child of Haliax'.
 _BOXES = (jax.tree_util.GetAttrKey("value"), jax.tree_util.FlattenedIndexKey(0))
@@ -32,6 +35,7 @@ def errors_naming(name: str, shape: tuple[int, ...]) -> Iterator[None]:
 
 
 def broadcast_prefix[Node, Found](
+    argument: str,
     convert: Callable[[tuple[Any, ...], Node], Found],
     prefix: Any,
     tree: Any,
@@ -43,17 +47,25 @@ def broadcast_prefix[Node, Found](
     the path of `node`.
 
     Args:
+        argument: the name of `prefix`, for errors.
         convert: called once for each leaf of `prefix`.
         prefix: a prefix of `tree`, or a callable that makes one from `tree`.
-        tree: a tree in which None is no leaf.
+        tree: a tree in which None is no leaf. A tree without leaves has any prefix, because
+            `optax.tree.map_params` passes a node of its own in the place of the parameters.
         is_leaf: whether a node is a leaf of `prefix`.
+
+    Raises:
+        ValueError: `prefix` is no prefix of `tree`.
     """
+    if not jax.tree.leaves(tree):
+        return []
     found = []
 
     def find(path: tuple[Any, ...], node: Node, subtree: Any) -> None:
         found.extend([convert(path, node)] * len(jax.tree.leaves(subtree)))
 
     prefix = prefix(tree) if callable(prefix) else prefix
+    check_prefix(argument, prefix, tree, is_leaf)
     jax.tree.map_with_path(find, prefix, tree, is_leaf=is_leaf)
     return found
 
@@ -66,6 +78,24 @@ def fill_missing(updates: optax.Updates, like: Any) -> optax.Updates:
         like,
         is_leaf=lambda g: g is None,
     )
+
+
+def with_arrays(params: Any) -> Any:
+    """Returns `params` with zeros in the place of shapes (`jax.ShapeDtypeStruct`)."""
+
+    def zeros(p: Any) -> Any:
+        return jnp.zeros_like(p) if isinstance(p, jax.ShapeDtypeStruct) else p
+
+    return jax.tree.map(zeros, params)
+
+
+def is_placeholder(params: Any) -> bool:
+    """Returns whether `params` is what `optax.tree.map_params` passes in the place of parameters.
+
+    It is a node of a class of optax, without children.
+    """
+    is_container = params is None or isinstance(params, dict | list | tuple)
+    return not is_container and not jax.tree.leaves(params)
 
 
 def any_missing(updates: optax.Updates) -> bool:

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _device
+from pallas_kernels._checks import check_array, check_name, shown
 from pallas_kernels._mosaic_gpu.gemm import gemm as mosaic_gpu_gemm
 from pallas_kernels._mosaic_gpu.gemm import predict_gemm_efficiency
+from pallas_kernels._promotion import standard_promotion
 from pallas_kernels._selection import (
     Operand,
     as_one_stack,
@@ -38,6 +40,7 @@ _LEAST_K, _LEAST_EFFICIENCY = 3072, 0.9
 _LEAST_TILES_IN_ALL = 64
 
 
+@standard_promotion()
 def gemm(
     a_matrix: jax.Array,
     b_matrix: jax.Array,
@@ -76,6 +79,7 @@ def gemm(
         The product, of shape `(..., m, n)` and dtype `out_dtype`.
 
     Raises:
+        TypeError: an operand is no array.
         ValueError: the operands do not fit together, `out_dtype` is no float dtype, or
             `implementation` is no implementation.
         NotImplementedError: the named implementation cannot run here.
@@ -83,29 +87,23 @@ def gemm(
     References:
         `GEMM <https://www.netlib.org/lapack/explore-html/>`_ of the BLAS.
     """
+    check_name("implementation", implementation, sorted([*_KERNELS, "xla"]), or_none=True)
     _check_gemm_operands(a_matrix, b_matrix)
-    out_dtype = jnp.dtype(a_matrix.dtype if out_dtype is None else out_dtype)
-    if not jnp.issubdtype(out_dtype, jnp.inexact):
-        raise ValueError(
-            f"out_dtype must be a float dtype, got {out_dtype}: pass None for that of the operands"
-        )
+    out_dtype = _checked_out_dtype(a_matrix.dtype if out_dtype is None else out_dtype)
     if implementation is None:
         device = _device.cache_key()
         implementation = _fastest_gemm(described(a_matrix), described(b_matrix), out_dtype, device)
     if implementation == "xla":
         return _xla_gemm(a_matrix, b_matrix, out_dtype)
-    if implementation not in _KERNELS:
-        raise ValueError(
-            f"implementation must be one of {sorted([*_KERNELS, 'xla'])} or None,"
-            f" got {implementation!r}"
-        )
     reason = _gemm_unsupported_reason(implementation, a_matrix, b_matrix, out_dtype)
     check_supported(implementation, reason)
     return _KERNELS[implementation](a_matrix, b_matrix, out_dtype=out_dtype)
 
 
 def _check_gemm_operands(a_matrix: jax.Array, b_matrix: jax.Array) -> None:
-    """Raises ValueError where A and B have no product."""
+    """Raises TypeError or ValueError where A and B have no product."""
+    check_array("a_matrix", a_matrix)
+    check_array("b_matrix", b_matrix)
     if a_matrix.ndim < 2 or not jnp.issubdtype(a_matrix.dtype, jnp.inexact):
         raise ValueError(
             "a_matrix must have a float dtype and shape (..., m, k), got"
@@ -117,6 +115,19 @@ def _check_gemm_operands(a_matrix: jax.Array, b_matrix: jax.Array) -> None:
             f"b_matrix must be {a_matrix.dtype}{[*batch, k]} and n columns to fit a_matrix,"
             f" {a_matrix.dtype}{list(a_matrix.shape)}; got {b_matrix.dtype}{list(b_matrix.shape)}"
         )
+
+
+def _checked_out_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or not jnp.issubdtype(known, jnp.inexact):
+        raise ValueError(
+            f"out_dtype must be a float dtype, got {known or shown(dtype)}: pass None for that of"
+            " the operands"
+        )
+    return known
 
 
 def _xla_gemm(a_matrix: jax.Array, b_matrix: jax.Array, out_dtype: jnp.dtype) -> jax.Array:

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import jax
 
 from pallas_kernels import _device, _reference, _tuning
+from pallas_kernels._checks import check_flag, check_name, check_operand
 from pallas_kernels._mosaic_gpu import syrkx as mosaic_gpu
 from pallas_kernels._mosaic_gpu.config import mosaic_syrkx_beats_xla
 from pallas_kernels._triton import syrkx as triton
@@ -57,13 +58,11 @@ def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
         a_matrix: the operand, or anything with its `shape` and `dtype`.
 
     Raises:
+        TypeError: `a_matrix` has no shape of a matrix.
         ValueError: `implementation` is not one of the three.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be one of {sorted(IMPLEMENTATIONS)} or None,"
-            f" got {implementation!r}"
-        )
+    check_name("implementation", implementation, sorted(IMPLEMENTATIONS))
+    check_operand("a_matrix", a_matrix)
     return _unsupported_reason(implementation, described(a_matrix), _device.cache_key())
 
 
@@ -103,6 +102,9 @@ def select_implementation(
         addend: whether there is a `c_matrix`.
         symmetrize_output: as for `syrkx`.
     """
+    check_operand("a_matrix", a_matrix)
+    check_flag("addend", addend)
+    check_flag("symmetrize_output", symmetrize_output)
     operand, device = described(a_matrix), _device.cache_key()
     supported = _supported(operand, device)
     if len(supported) == 1:

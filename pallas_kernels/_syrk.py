@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._checks import check_array, check_flag, check_name, is_real, shown
+from pallas_kernels._promotion import standard_promotion
 from pallas_kernels._selection import (
     IMPLEMENTATIONS,
     check_supported,
@@ -112,6 +114,8 @@ def syrkx(
         The product, of shape `(..., m, m)` and the operands' dtype.
 
     Raises:
+        TypeError: an operand is no array, a coefficient no real number, or `symmetrize_output` no
+            boolean.
         ValueError: the operands do not fit together, or `implementation` is no implementation.
         NotImplementedError: the named implementation cannot run here; `unsupported_reason` says
             why.
@@ -132,6 +136,7 @@ def syrkx(
     return out
 
 
+@standard_promotion()
 def symmetric_product(
     a_matrix: jax.Array,
     b_matrix: jax.Array | None = None,
@@ -158,6 +163,8 @@ def symmetric_product(
     Returns:
         The product, followed by its residual if `residual`.
     """
+    check_name("implementation", implementation, sorted(IMPLEMENTATIONS), or_none=True)
+    check_flag("symmetrize_output", symmetrize_output)
     c_matrices, betas = _addends_and_betas(c_matrix, beta)
     _check_syrkx_operands(a_matrix, b_matrix, c_matrices)
     coefficients = _checked_coefficients(a_matrix, alpha, diagonal, betas)
@@ -201,7 +208,8 @@ def _addends_and_betas(
 def _check_syrkx_operands(
     a_matrix: jax.Array, b_matrix: jax.Array | None, c_matrices: tuple[jax.Array, ...]
 ) -> None:
-    """Raises ValueError where shapes or dtypes do not fit together."""
+    """Raises TypeError or ValueError where shapes or dtypes do not fit together."""
+    check_array("a_matrix", a_matrix)
     if a_matrix.ndim < 2 or not jnp.issubdtype(a_matrix.dtype, jnp.inexact):
         raise ValueError(
             "a_matrix must have a float dtype and shape (..., m, n), got"
@@ -211,6 +219,7 @@ def _check_syrkx_operands(
     expected = [("b_matrix", b_matrix, a_matrix.shape)] if b_matrix is not None else []
     expected += [("c_matrix", c_matrix, (*batch, m, m)) for c_matrix in c_matrices]
     for name, operand, shape in expected:
+        check_array(name, operand)
         if (operand.shape, operand.dtype) != (shape, a_matrix.dtype):
             raise ValueError(
                 f"{name} must be {a_matrix.dtype}{list(shape)} to fit a_matrix,"
@@ -229,8 +238,15 @@ def _checked_coefficients(
     """
     batch = a_matrix.shape[:-2]
     accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
-    coefficients = tuple(jnp.asarray(x, accumulator) for x in (alpha, diagonal, *betas))
+    given = (alpha, diagonal, *betas)
     names = ("alpha", "diagonal", *("beta" for _ in betas))
+    for name, value in zip(names, given, strict=True):
+        if not is_real(value):
+            raise TypeError(
+                f"{name} must be a real number, or an array of one for each matrix, got"
+                f" {shown(value)}: pass {name}=1.0, for example"
+            )
+    coefficients = tuple(jnp.asarray(x, accumulator) for x in given)
     for name, value in zip(names, coefficients, strict=True):
         if value.shape not in ((), batch):
             raise ValueError(

@@ -1,7 +1,9 @@
 """Inputs, float64 oracles and error measures that several tests share."""
 
+import inspect
 from collections.abc import Callable, Container, Iterable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from muon_jax import scale_by_muon
+from muon_jax import _newton_schulz, newton_schulz, scale_by_muon
 from pallas_kernels import _device, symmetric_product, syrk, syrk_with_residual, syrkx
 from pallas_kernels._mosaic_gpu.config import MosaicSyrkxConfig
 from pallas_kernels._mosaic_gpu.syrkx import syrkx as mosaic_gpu_syrkx
@@ -38,6 +40,13 @@ def mostly_nightly(cases: Iterable, quick: Container, slower: Container = ()) ->
         case if case in quick else pytest.param(case, marks=slow if case in slower else nightly)
         for case in cases
     ]
+
+
+def unjitted_newton_schulz(x, *args, **kwargs):
+    """`newton_schulz` traced anew. JAX keeps what its own jit has traced."""
+    traced_anew = inspect.unwrap(_newton_schulz.polar_factors)
+    with mock.patch.object(_newton_schulz, "polar_factors", traced_anew):
+        return newton_schulz(x, *args, **kwargs)
 
 
 def described_gpu(name: str):

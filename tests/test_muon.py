@@ -351,11 +351,11 @@ def test_scale_by_shape(shape, numbers, consistent_rms, factor):
 def test_the_factor_and_a_constant_learning_rate_are_rounded_one_after_the_other():
     """Or XLA multiplies by their product in some programs: updates on a mesh would be others."""
     grads = {"wide": tree()["wide"]}
-    optimizer = muon(-0.1)
+    optimizer = muon(0.1)
     updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads), grads)
     orthogonal = helpers.compiled_update(grads, ns_steps=5, ns_dtype="auto")[1]["wide"]
     factor = np.float32(math.sqrt(50 / 20))
-    chex.assert_trees_all_equal(updates["wide"], np.float32(0.1) * (factor * orthogonal))
+    chex.assert_trees_all_equal(updates["wide"], np.float32(-0.1) * (factor * orthogonal))
 
 
 def test_none_in_the_parameters_is_none_in_the_updates():
@@ -415,21 +415,24 @@ def test_eps_reaches_every_preconditioning(preconditioning):
     [
         (lambda: muon(0.1, ns_coeffs="muon"), r"one of \[.*'dion'.*\], got 'muon'"),
         (lambda: muon(0.1, ns_coeffs="dion", ns_steps=10), r"has 5 steps, got ns_steps=10"),
-        (lambda: muon(0.1, ns_coeffs=[1.0, 2.0]), r"shape \(3,\) or \(steps, 3\), got \(2,\)"),
+        (lambda: muon(0.1, ns_coeffs=[1.0, 2.0]), r"shape \(3,\) or \(steps, 3\).*, got \(2,\)"),
         (lambda: muon(0.1, ns_coeffs=None), r"a name, or have shape"),
-        (lambda: muon(0.1, ns_steps=0), r"at least 1, got 0"),
+        (lambda: muon(0.1, ns_steps=0), r"ns_steps must be an integer in \[1, 100\], got 0"),
         (lambda: muon(0.1, ns_coeffs="fast", ns_steps=3), r"'fast' is a whole of 1 .*ns_steps=3"),
         (lambda: muon(0.1, "fast", preconditioning="aol"), r"'fast'.*preconditioning='aol'"),
         (lambda: muon(0.1, "fast", ns_dtype="float8_e4m3fn"), r"'fast' is unsafe in float8_e4m3fn"),
-        (lambda: muon(0.1, ns_method=["gram"]), r"ns_method of .*got \['gram'\]"),
+        (lambda: muon(0.1, ns_method=["gram"]), r"ns_method must be .*got \['gram'\]"),
         (lambda: muon(0.1, implementation=["xla"]), r"implementation must be .*got \['xla'\]"),
         (
-            lambda: scale_by_muon().update(BIAS, scale_by_muon().init(BIAS), {"b": jnp.ones(3)}),
-            r"[Kk]ey",
+            lambda: muon(0.1).update(BIAS, muon(0.1).init(BIAS), {"b": jnp.ones(3)}),
+            r"at \['a'\] the gradients have float32\[3\], the parameters nothing",
         ),
         (lambda: muon(0.1, ns_dtype="int8"), "ns_dtype must be a float dtype, got int8"),
         (lambda: muon(0.1, mu_dtype="int8"), "mu_dtype must be a float dtype, got int8"),
-        (lambda: muon(0.1, max_group_bytes=-1), "max_group_bytes must be .* at least 0, got -1"),
+        (
+            lambda: muon(0.1, max_group_bytes=-1),
+            r"max_group_bytes must be an integer in \[0, inf\), got -1",
+        ),
         (lambda: muon(0.1, beta=1.0), r"beta must be in \[0, 1\), got 1.0"),
         (lambda: muon(0.1, beta=np.float32(1.5)), r"beta must be in \[0, 1\), got 1.5"),
         (lambda: muon(0.1, eps=-1e-8), r"eps must be in \[0, inf\), got -1e-08"),

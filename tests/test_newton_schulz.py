@@ -1,5 +1,4 @@
 import functools
-import inspect
 import itertools
 
 import chex
@@ -16,7 +15,7 @@ from muon_jax import newton_schulz
 from muon_jax._iteration import packed, quintic
 from muon_jax._iteration.published import NAMED
 
-unjitted = inspect.unwrap(newton_schulz)
+unjitted = helpers.unjitted_newton_schulz
 STANDARD = NAMED["standard"][0]
 DION = NAMED["dion"]
 # Relative errors of five steps in each dtype, on the spectra below; float32 at highest precision.
@@ -376,10 +375,13 @@ def test_the_implementation_is_obeyed_or_refused():
             r"16 bits or more, got float8_e5m2: pass",
         ),
         (lambda x: newton_schulz(x, "muon"), r"one of \[.*'dion'.*\], got 'muon'"),
-        (lambda x: newton_schulz(x, (1.0, 2.0)), r"shape \(3,\) or \(steps, 3\), got \(2,\)"),
+        (lambda x: newton_schulz(x, (1.0, 2.0)), r"shape \(3,\) or \(steps, 3\).*, got \(2,\)"),
         (lambda x: newton_schulz(x, "dion", 6), r"'dion' has 5 steps, got ns_steps=6"),
         (lambda x: newton_schulz(x, None), r"a name, or have shape \(3,\).*got \(\)"),
-        (lambda x: newton_schulz(x, ns_steps=0), r"at least 1, got 0"),
+        (
+            lambda x: newton_schulz(x, ns_steps=0),
+            r"ns_steps must be an integer.*got 0",
+        ),
         (lambda x: newton_schulz(x, ns_steps=2.5), r"ns_steps must be an integer.*got 2\.5"),
         (lambda x: newton_schulz(x, preconditioning="svd"), r"preconditioning must be.*got 'svd'"),
         (lambda x: newton_schulz(x, implementation="cuda"), r"implementation must be.*got 'cuda'"),

@@ -342,7 +342,7 @@ def test_shape_scale(shape_scale, shape, factor):
         ),
         (lambda: convert({}), r"state must have a MuonState in it, got dict with none"),
         (lambda: convert(beta=lambda count: 0.9), r"got the schedule .* only where β is constant"),
-        (lambda: convert(beta=1.0), r"beta must be a number in \[0, 1\), got 1.0"),
+        (lambda: convert(beta=1.0), r"beta must be in \[0, 1\), got 1.0"),
         (lambda: convert(target="nesterov"), r"target must be one of.*got 'nesterov'"),
     ],
 )

@@ -34,6 +34,8 @@ ALLOWED = {
 # The rooms, the lowest first. A room imports from lower rooms alone.
 ORDER = {
     "pallas_kernels": (
+        "_checks",
+        "_promotion",
         "_device",
         "_tuning",
         "_stacked",
@@ -49,6 +51,7 @@ ORDER = {
     "muon_jax": (
         "_checks",
         "_numerics",
+        "_tree_checks",
         "_trees",
         "_matrices",
         "_iteration",
@@ -64,9 +67,16 @@ ORDER = {
     ),
 }
 # The iteration knows stacks of matrices alone.
-NOT_FOR_ITERATION = {"_trees", "_matrices"}
+NOT_FOR_ITERATION = {"_tree_checks", "_trees", "_matrices"}
 # What muon_jax takes from pallas_kernels besides its public names.
-SURFACE = ("_device", "_selection.check_supported", "_dither.rounded")
+SURFACE = (
+    "_checks",
+    "_device",
+    "_dither.rounded",
+    "_promotion",
+    "_selection.check_supported",
+    "_selection.IMPLEMENTATIONS",
+)
 SURFACE_OF_BENCHMARKS = (*SURFACE, "_tuning", "_mosaic_gpu", "_triton")
 # One interface that each implementation has under the same name.
 INTERFACE = {"gemm", "syrkx", "unsupported_reason"}
@@ -118,8 +128,7 @@ def test_what_is_public_is_pickled_by_its_public_name():
     for name in {*muon_jax.__all__} - {"PRESETS", "MuonDimensionNumbers"}:
         public = getattr(muon_jax, name)
         assert public.__module__ == "muon_jax"
-        if public is not muon_jax.newton_schulz:  # a jitted function has no pickle
-            assert pickle.loads(pickle.dumps(public)) is public
+        assert pickle.loads(pickle.dumps(public)) is public
     for view in (muon_jax.Split, muon_jax.Unfold):
         assert "view" in typing.get_type_hints(view)
 

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._distributed import sources
 from muon_jax._distributed.sharding import axes_of_entry
+from pallas_kernels._promotion import standard_promotion
 
 # A function of shards, and of the arrays of an iteration, that runs a plan.
 type Planned = Callable[[Sequence[jax.Array], Sequence[jax.Array]], list[jax.Array]]
@@ -88,6 +89,7 @@ def _operation(
     ) -> list[jax.Array]:
         return planned([PartitionSpec()] * len(leaves), {})(leaves, arrays)
 
+    @standard_promotion()
     def partition(mesh: jax.sharding.Mesh, operands: Any, results: Any) -> tuple[Any, ...]:
         del results
         leaves, arrays, _ = operands
@@ -95,6 +97,7 @@ def _operation(
         replicated = NamedSharding(mesh, PartitionSpec())
         run = planned([s.spec for s in shardings], mesh.shape)
 
+        @standard_promotion()  # XLA traces this long after `update` has returned
         def of_shards(
             leaves: Sequence[jax.Array], arrays: Sequence[jax.Array], _: jax.Array
         ) -> list[jax.Array]:

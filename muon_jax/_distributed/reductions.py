@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from muon_jax._distributed.sharding import Shardings, locate, mesh_axes_by_dim
 from muon_jax._matrices.axes import MatrixAxes, matrix_axes
-from muon_jax._matrices.views import Split, Unfold, View, Views, views_of_leaves
+from muon_jax._matrices.views import Split, Unfold, View, Views, axis_of, views_of_leaves
 from muon_jax._numerics import norm_of_any_size
 from muon_jax._trees import errors_naming
 
@@ -144,7 +144,7 @@ def _matrices_of_array(
     if not isinstance(view, Split | Unfold):
         return [Matrices(x, matrix_axes(x.ndim, view), layout)], next
 
-    shape, i = tuple(axis.size for axis in layout), view.axis % x.ndim
+    shape, i = tuple(axis.size for axis in layout), axis_of(x.shape, view)
     (*before, axis), after = layout[: i + 1], layout[i + 1 :]
 
     def require(fits: bool) -> None:

@@ -152,31 +152,45 @@ def shardings_of_leaves(shardings: Shardings, tree: Any) -> list[PartitionSpec |
             or leaves an axis unconstrained.
     """
 
-    def checked(path: tuple[Any, ...], sharding: Any) -> PartitionSpec | NamedSharding:
-        sharding = PartitionSpec() if sharding is None else sharding
-        if not isinstance(sharding, PartitionSpec | NamedSharding):
-            raise ValueError(
-                f"shardings{jax.tree_util.keystr(path)} must be a PartitionSpec, a"
-                f" NamedSharding or None, got {sharding!r}"
-            )
-        spec = spec_of(sharding)
-        if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
-            raise ValueError(
-                f"shardings{jax.tree_util.keystr(path)} must say how every axis is sharded, got"
-                f" {spec}: put None or mesh axes in the place of UNCONSTRAINED"
-            )
-        return sharding
+    return broadcast_prefix("shardings", _as_sharding, shardings, tree, _is_sharding)
 
-    def is_sharding(node: Any) -> bool:
-        return node is None or isinstance(node, PartitionSpec | NamedSharding)
 
-    return broadcast_prefix(checked, shardings, tree, is_sharding)
+def check_shardings(shardings: Shardings) -> None:
+    """Raises ValueError where a leaf of a tree of shardings is none. A callable makes its later."""
+    if not callable(shardings):
+        for path, node in jax.tree.leaves_with_path(shardings, is_leaf=_is_sharding):
+            _as_sharding(path, node)
 
 
 def mesh_of(leaves: Sequence[jax.Array]) -> Mesh:
     """Returns the mesh of the arrays, or else the mesh in force."""
     meshes = [jax.typeof(x).sharding.mesh for x in leaves] + [jax.sharding.get_abstract_mesh()]
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+
+
+def _is_sharding(node: Any) -> bool:
+    return node is None or isinstance(node, PartitionSpec | NamedSharding)
+
+
+def _as_sharding(path: tuple[Any, ...], node: Any) -> PartitionSpec | NamedSharding:
+    """The sharding that a leaf stands for.
+
+    Raises:
+        ValueError: `node` is no sharding, or leaves an axis unconstrained.
+    """
+    sharding = PartitionSpec() if node is None else node
+    if not _is_sharding(sharding):
+        raise ValueError(
+            f"shardings{jax.tree_util.keystr(path)} must be a PartitionSpec, a NamedSharding or"
+            f" None, got {sharding!r}"
+        )
+    spec = spec_of(sharding)
+    if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
+        raise ValueError(
+            f"shardings{jax.tree_util.keystr(path)} must say how every axis is sharded, got"
+            f" {spec}: put None or mesh axes in the place of UNCONSTRAINED"
+        )
+    return sharding
 
 
 def _check_types(tree: Any, specs: Sequence[PartitionSpec]) -> None:

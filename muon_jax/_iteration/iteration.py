@@ -74,34 +74,15 @@ class Iteration:
         eps: float | jax.Array,
         *,
         preconditioning: Preconditioning,
-        method: Method | None,
-        implementation: str | None,
         **attributes: Any,
     ) -> Self:
         """Returns the iteration with the steps that `ns_coeffs` and `ns_steps` stand for.
 
         Raises:
-            ValueError: as `resolve_recipe`, or `method` or `implementation` is no name.
+            ValueError: as `resolve_recipe`.
         """
-        if method not in (None, "standard", "gram"):
-            raise ValueError(
-                "method, which is ns_method of an optimizer, must be 'standard', 'gram' or None,"
-                f" got {method!r}"
-            )
-        if not isinstance(implementation, str | None):
-            raise ValueError(
-                f"implementation must be a name or None, got {implementation!r}: pass None for the"
-                " fastest"
-            )
         recipe = resolve_recipe(ns_coeffs, ns_steps, preconditioning)
-        return cls(
-            recipe,
-            eps,
-            preconditioning=preconditioning,
-            method=method,
-            implementation=implementation,
-            **attributes,
-        )
+        return cls(recipe, eps, preconditioning=preconditioning, **attributes)
 
     def form(self, shape: tuple[int, int], in_dtype: jnp.dtype) -> Form:
         """Returns the form of an optimizer's matrices `(m, n)` of `in_dtype`, m ≤ n.

@@ -10,9 +10,12 @@ from jax.core import Tracer
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax._iteration.published import DEFAULT_STEPS, DIVERGING, NAMED
 from muon_jax._iteration.steps import Schedule
+from pallas_kernels._checks import check_name, is_real
 
 type Triple = tuple[float | jax.Array, float | jax.Array, float | jax.Array]
 type NSCoeffs = str | Triple | tuple[Triple, ...]
+
+MOST_STEPS = 100  # each step is traced by itself
 
 
 class Quintics(NamedTuple):
@@ -54,13 +57,31 @@ def is_traced(value: Any) -> bool:
 
 
 def canonicalize(ns_coeffs: Any) -> Any:
-    """Returns the coefficients as a name or nested tuples of floats, which hash, or traced."""
+    """Returns the coefficients as a name or nested tuples of floats, which hash, or traced.
+
+    Raises:
+        ValueError: a wrong shape or more than `MOST_STEPS` rows; or a coefficient is no finite real
+            number, or a ≤ 0 in a triple (a, b, c), which would turn small singular values around.
+    """
     if isinstance(ns_coeffs, str):
         return ns_coeffs
-    if is_traced(ns_coeffs):
-        return jnp.asarray(ns_coeffs)
-    values = np.atleast_1d(np.asarray(ns_coeffs, np.float64)).tolist()
-    return tuple(map(tuple, values)) if np.ndim(ns_coeffs) == 2 else tuple(values)
+    traced = is_traced(ns_coeffs)
+    given = jnp.asarray(ns_coeffs) if traced else np.asarray(ns_coeffs, object)
+    shape = given.shape
+    if len(shape) not in (1, 2) or shape[-1] != 3 or not 1 <= shape[0] <= MOST_STEPS:
+        raise ValueError(
+            "ns_coeffs must be a name, or have shape (3,) or (steps, 3) with at most"
+            f" {MOST_STEPS} steps, got {shape}"
+        )
+    if isinstance(given, jax.Array):
+        return given
+    values = given.astype(np.float64) if all(map(is_real, given.flat)) else np.array([np.nan])
+    if not np.isfinite(values).all() or (values[..., 0] <= 0).any():
+        raise ValueError(
+            "ns_coeffs must be finite real numbers (a, b, c) with a > 0, got"
+            f" {ns_coeffs}: pass (3.4445, -4.775, 2.0315), for example"
+        )
+    return (*map(tuple, values.tolist()),) if values.ndim == 2 else tuple(values.tolist())
 
 
 def resolve_recipe(
@@ -78,20 +99,14 @@ def resolve_recipe(
     | a composed schedule        | the schedule, whole                                   |
 
     Raises:
-        ValueError: an unknown name, a wrong shape, a number of steps that the coefficients do not
-            have, or a preconditioning beside a composed schedule, which brings its own.
+        ValueError: an unknown name, a number of steps that the coefficients do not have, or a
+            preconditioning beside a composed schedule, which brings its own.
     """
     if not is_traced(ns_steps):
-        given, ns_steps = ns_steps, int(ns_steps)
-        if ns_steps < 1 or ns_steps != given:
-            raise ValueError(
-                f"ns_steps must be an integer, at least 1, got {given!r}: pass 5, the default"
-            )
+        ns_steps = int(ns_steps)
     if isinstance(ns_coeffs, str):
         return _resolve_name(ns_coeffs, ns_steps, preconditioning)
     shape, traced = np.shape(ns_coeffs), is_traced((ns_coeffs, ns_steps))
-    if len(shape) not in (1, 2) or shape[-1] != 3 or shape[0] == 0:
-        raise ValueError(f"ns_coeffs must be a name, or have shape (3,) or (steps, 3), got {shape}")
     if len(shape) == 2:
         return Quintics(ns_coeffs, 0, shape[0], traced=is_traced(ns_coeffs))
     return Quintics((ns_coeffs,), 0, ns_steps, traced=traced)
@@ -100,9 +115,7 @@ def resolve_recipe(
 def _resolve_name(name: str, ns_steps: int | jax.Array, preconditioning: str) -> Recipe:
     if name in SCHEDULES:
         return _resolve_schedule(SCHEDULES[name], ns_steps, preconditioning)
-    if name not in NAMED:
-        names = sorted({*NAMED, *SCHEDULES})
-        raise ValueError(f"ns_coeffs must be one of {names}, got {name!r}")
+    check_name("ns_coeffs", name, sorted({*NAMED, *SCHEDULES}))
     rows, diverging, traced = NAMED[name], name in DIVERGING, is_traced(ns_steps)
     if len(rows) == 1:
         return Quintics(rows, 0, ns_steps, traced=traced)

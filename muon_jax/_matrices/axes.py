@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from optax.contrib import MuonDimensionNumbers
+
+from muon_jax._checks import is_integer
 
 
 class MatrixAxes(NamedTuple):
@@ -14,6 +16,18 @@ class MatrixAxes(NamedTuple):
     batch: tuple[int, ...]
     reduction: tuple[int, ...]
     output: tuple[int, ...]
+
+
+def are_dimension_numbers(node: Any) -> bool:
+    """Returns whether `node` has the fields of `MuonDimensionNumbers`, as MaxText's class does."""
+    return hasattr(node, "reduction_axis") and hasattr(node, "output_axis")
+
+
+def with_own_numbers(view: Any) -> Any:
+    """Returns a view, or views, with the dimension numbers of other packages as ours."""
+    if are_dimension_numbers(view):
+        return MuonDimensionNumbers(view.reduction_axis, view.output_axis)
+    return type(view)(map(with_own_numbers, view)) if isinstance(view, list | tuple) else view
 
 
 def matrix_axes(ndim: int, dimension_numbers: MuonDimensionNumbers) -> MatrixAxes:
@@ -30,7 +44,12 @@ def matrix_axes(ndim: int, dimension_numbers: MuonDimensionNumbers) -> MatrixAxe
         )
 
     def counted_from_front(axes: int | Sequence[int]) -> tuple[int, ...]:
-        axes = (axes,) if isinstance(axes, int) else tuple(axes)
+        axes = tuple(axes) if isinstance(axes, Sequence) else (axes,)
+        if not all(map(is_integer, axes)):
+            raise ValueError(
+                f"{dimension_numbers} must name axes by integers: pass MuonDimensionNumbers(-2, -1)"
+                " for matrices in the last two axes, for example"
+            )
         if not axes:
             raise ValueError(
                 f"{dimension_numbers} must name at least one reduction axis and one output axis"

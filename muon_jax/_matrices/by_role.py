@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from muon_jax._checks import check_choice
+from muon_jax._checks import checks_arguments
 from muon_jax._matrices.evidence import without_contradictions
 from muon_jax._matrices.heads import without_unconfirmed_heads
 from muon_jax._matrices.layouts import Layout, Shape, relabelled
@@ -26,6 +27,7 @@ from muon_jax._matrices.unknown_roles import (
     listed,
 )
 from muon_jax._matrices.views import Split, View, ViewTree
+from muon_jax._tree_checks import check_params
 from muon_jax._trees import path_name
 
 type Rules = Mapping[str, View | None]
@@ -45,6 +47,7 @@ _ALTERNATING: dict[tuple[int, ...], str] = {
 }
 
 
+@checks_arguments
 def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") -> ViewTree:
     """Returns the view of each parameter by what it is for; None leaves it to AdamW.
 
@@ -81,6 +84,7 @@ def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") 
             `(experts, out, in)`, `(heads, dim, in)` and `(out, heads, dim)`.
 
     Raises:
+        TypeError: `rules` is no dict of regular expressions.
         ValueError: nothing above knows a parameter of that path and shape.
         ValueError: a parameter is in the order of the other layout. Biases, windows, and the widths
             of an MLP's `weight` show this.
@@ -90,7 +94,6 @@ def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") 
         ValueError: there is no such layout.
         TypeError: `params` has leaves that are no arrays, as modules of Equinox have.
     """
-    check_choice("layout", layout, Layout)
     leaves, treedef = jax.tree.flatten_with_path(params)
     named = named_shapes(params)
     if any(not path for path, _ in leaves):
@@ -143,17 +146,11 @@ def named_shapes(params: Any) -> list[NamedShape]:
     """Returns the path and the shape of each parameter.
 
     Raises:
-        TypeError: a leaf has no shape.
+        TypeError: a leaf is no array, no shape of one and no number.
     """
+    check_params(params)
     leaves = jax.tree.leaves_with_path(params)
-    for path, leaf in leaves:
-        if not hasattr(leaf, "shape"):
-            raise TypeError(
-                f"params must hold arrays or shapes of them, got {type(leaf).__name__} at"
-                f" {path_name(path)}: pass eqx.filter(model, eqx.is_array) for a module of Equinox,"
-                " or nnx.state(model, nnx.Param) for one of nnx"
-            )
-    return [(path_name(path), leaf.shape) for path, leaf in leaves]
+    return [(path_name(path), np.shape(leaf)) for path, leaf in leaves]
 
 
 def routes(named: Sequence[NamedShape], rules: Rules, layout: Layout = "in_out") -> list[Route]:

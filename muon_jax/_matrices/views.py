@@ -23,7 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
-from muon_jax._matrices.axes import from_matrices, matrix_axes, to_matrices
+from muon_jax._checks import check_fields
+from muon_jax._matrices.axes import (
+    are_dimension_numbers,
+    from_matrices,
+    matrix_axes,
+    to_matrices,
+    with_own_numbers,
+)
 from muon_jax._trees import broadcast_prefix, errors_naming
 
 MATRICES = MuonDimensionNumbers(-2, -1)  # the last two axes
@@ -44,6 +51,10 @@ class Split:
     sizes: tuple[int, ...]
     view: View | list[View] | tuple[View, ...] = MATRICES
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        object.__setattr__(self, "view", with_own_numbers(self.view))
+
     @property
     def views(self) -> list[View]:
         """The view of each part."""
@@ -58,7 +69,7 @@ class Split:
             ValueError: the array has no such axis, `sizes` do not add up to its size, or there are
                 not as many views as sizes.
         """
-        whole, views = _axis_size(shape, self), self.views
+        whole, views = shape[axis_of(shape, self)], self.views
         if min(self.sizes, default=0) < 0 or sum(self.sizes) != whole:
             raise ValueError(
                 f"{self} has sizes that add up to {sum(self.sizes)}: give it sizes of at least 0"
@@ -88,13 +99,18 @@ class Unfold:
     sizes: tuple[int, ...]
     view: View = MATRICES
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        object.__setattr__(self, "view", with_own_numbers(self.view))
+
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape that an array of the given shape has once it is unfolded.
 
         Raises:
             ValueError: the array has no such axis, or `sizes` do not multiply to its size.
         """
-        whole, axis = _axis_size(shape, self), self.axis % len(shape)
+        axis = axis_of(shape, self)
+        whole = shape[axis]
         stated = math.prod(self.sizes)  # negative where one size is -1
         sizes = [whole // -stated if size == -1 and stated < 0 else size for size in self.sizes]
         if math.prod(sizes) != whole or min(sizes, default=1) < 0:
@@ -113,7 +129,7 @@ type Views = ViewTree | Callable[[Any], ViewTree] | None
 
 def is_view(node: Any) -> bool:
     """Returns whether `node` is a leaf of a tree of views, which is a view or None."""
-    return node is None or isinstance(node, MuonDimensionNumbers | Split | Unfold)
+    return node is None or isinstance(node, Split | Unfold) or are_dimension_numbers(node)
 
 
 def to_stacks(x: jax.Array, view: View) -> list[jax.Array]:
@@ -123,7 +139,7 @@ def to_stacks(x: jax.Array, view: View) -> list[jax.Array]:
         ValueError: `x` lacks an axis that the view names, or an axis has another size.
     """
     if isinstance(view, Split):
-        before = (slice(None),) * (view.axis % x.ndim)
+        before = (slice(None),) * axis_of(x.shape, view)
         parts = view.parts(x.shape)
         return [stack for part, inner in parts for stack in to_stacks(x[(*before, part)], inner)]
     if isinstance(view, Unfold):
@@ -137,7 +153,7 @@ def from_stacks(stacks: Iterator[jax.Array], view: View, shape: tuple[int, ...])
     It takes from `stacks` as many stacks as `to_stacks` returns.
     """
     if isinstance(view, Split):
-        axis = view.axis % len(shape)
+        axis = axis_of(shape, view)
         parts = [
             from_stacks(stacks, inner, (*shape[:axis], part.stop - part.start, *shape[axis + 1 :]))
             for part, inner in view.parts(shape)
@@ -162,7 +178,8 @@ def assigned_views(views: Views, params: Any) -> list[View | None]:
         params: the parameters, or shapes of them.
     """
     if views is None:
-        return [MuonDimensionNumbers() if p.ndim == 2 else None for p in jax.tree.leaves(params)]
+        ranks = map(np.ndim, jax.tree.leaves(params))
+        return [MuonDimensionNumbers() if rank == 2 else None for rank in ranks]
     return _view_of_each_leaf(views, params)
 
 
@@ -238,40 +255,34 @@ def batch_axes(view: View, ndim: int) -> tuple[int, ...]:
     return matrix_axes(ndim, view).batch
 
 
-def values_per_matrix(
-    function: Callable[[int, int], float], view: View, shape: tuple[int, ...]
-) -> np.ndarray:
-    """Returns `function(rows, cols)` of each element's matrix, in a shape that broadcasts."""
-    if isinstance(view, Split):
-        axis = view.axis % len(shape)
-        of_parts = []
-        for part, inner in view.parts(shape):
-            size = part.stop - part.start
-            values = values_per_matrix(function, inner, (*shape[:axis], size, *shape[axis + 1 :]))
-            of_parts.append(values.repeat(size // values.shape[axis], axis))
-        common = np.max([(*v.shape[:axis], 1, *v.shape[axis + 1 :]) for v in of_parts], axis=0)
-        return np.concatenate([v * np.ones(common) for v in of_parts], axis)
-    if isinstance(view, Unfold):
-        axis, unfolded = view.axis % len(shape), view.shape(shape)
-        end = axis + len(view.sizes)
-        values = values_per_matrix(function, view.view, unfolded)
-        if max(values.shape[axis:end]) > 1:  # else one size 1 stands for the whole axis
-            values = values * np.ones(unfolded[axis:end] + (1,) * (len(unfolded) - end))
-        return values.reshape(*values.shape[:axis], -1, *values.shape[end:])
-    _, reduction, output = matrix_axes(len(shape), view)
-    rows, cols = (math.prod(shape[axis] for axis in axes) for axes in (reduction, output))
-    return np.full([1] * len(shape), function(rows, cols))
-
-
 def _view_of_each_leaf(views: ViewTree | Callable[[Any], ViewTree], tree: Any) -> list[View | None]:
-    return broadcast_prefix(lambda _, view: view, views, tree, is_view)
+    return broadcast_prefix("weight_dimension_numbers", as_view, views, tree, is_view)
 
 
-def _axis_size(shape: tuple[int, ...], view: Split | Unfold) -> int:
-    """The size of the axis of `view` in an array of the given shape."""
+def as_view(path: tuple[Any, ...], node: Any) -> View | None:
+    """Returns the view or None that `node` is.
+
+    Raises:
+        ValueError: `node` is neither.
+    """
+    if is_view(node):
+        return with_own_numbers(node)
+    raise ValueError(
+        f"weight_dimension_numbers{jax.tree_util.keystr(path)} must be MuonDimensionNumbers, Split,"
+        f" Unfold or None, got {node!r}: pass MuonDimensionNumbers(-2, -1) for matrices in the last"
+        " two axes, None for AdamW"
+    )
+
+
+def axis_of(shape: tuple[int, ...], view: Split | Unfold) -> int:
+    """Returns the axis of `view` in an array of the given shape, counted from the front.
+
+    Raises:
+        ValueError: the array has no such axis.
+    """
     if not -len(shape) <= view.axis < len(shape):
         raise ValueError(
             f"{view} names axis {view.axis}, which is out of range for shape {shape}: name an axis"
             f" in [-{len(shape)}, {len(shape)})"
         )
-    return shape[view.axis]
+    return view.axis % len(shape)

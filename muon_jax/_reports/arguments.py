@@ -17,9 +17,9 @@ def all_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: `muon` has no such argument.
         ValueError: there is no such preset, or `muon` refuses an argument.
     """
+    muon(0.0, **given)
     given = {**arguments_of(given.get("preset")), **given}
     call = inspect.signature(muon).bind(0.0, **given)
-    muon(0.0, **given)
     call.apply_defaults()
     return call.arguments
 

@@ -16,8 +16,10 @@ from muon_jax._matrices.layouts import Layout
 from muon_jax._matrices.views import View, assigned_views, shapes_of_stacks
 from muon_jax._reports.arguments import all_arguments, iteration_of
 from muon_jax._reports.table import table
+from muon_jax._tree_checks import check_params
 from muon_jax._trees import errors_naming
 from pallas_kernels import select_implementation, unsupported_reason
+from pallas_kernels._promotion import standard_promotion
 from pallas_kernels._selection import check_supported
 
 
@@ -92,6 +94,7 @@ class Description:
         )
 
 
+@standard_promotion()
 def describe(params: Any, **arguments: Any) -> Description:
     """Prints and returns which parameters `muon` takes for matrices, and what it does with them.
 
@@ -105,6 +108,7 @@ def describe(params: Any, **arguments: Any) -> Description:
         ValueError: as `muon`, and `by_role` where it is used.
         NotImplementedError: the named implementation cannot run here.
     """
+    check_params(params)
     given = all_arguments(arguments)
     named = named_shapes(params)
     iteration, leaves = iteration_of(given), jax.tree.leaves_with_path(params)

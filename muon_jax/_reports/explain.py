@@ -25,6 +25,8 @@ from muon_jax._iteration.recipes import is_traced
 from muon_jax._matrices.views import assigned_views
 from muon_jax._reports.arguments import all_arguments, iteration_of
 from muon_jax._reports.table import table
+from muon_jax._tree_checks import check_params
+from pallas_kernels._promotion import standard_promotion
 
 _COLUMNS = ["matrices", "mode", "count", "owners", "each", "padding", "MB", "dtype", "µs"]
 
@@ -98,6 +100,7 @@ class Explanation:
         return f"{table(_COLUMNS, rows)}\n{total}"
 
 
+@standard_promotion()
 def explain(
     params: Any, shardings: Shardings = None, mesh: Mesh | None = None, **arguments: Any
 ) -> Explanation:
@@ -111,10 +114,13 @@ def explain(
             matrices are ignored.
 
     Raises:
-        TypeError: `muon` has no such argument.
+        TypeError: `muon` has no such argument, or `params` is None.
         ValueError: an argument is wrong; a sharding or the mesh is missing; or the call is in a
             shard_map.
     """
+    check_params(params)
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh | None):
+        raise TypeError(f"mesh must be a Mesh or None, got {mesh!r}: pass that of the shardings")
     given = all_arguments(arguments)
     views, matrices = _matrices_of(params, given)
     placed = _stated_shardings(matrices) if shardings is None else None

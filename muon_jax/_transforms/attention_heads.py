@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax._matrices.views import Split
+from muon_jax._checks import check_fields, is_integer
+from muon_jax._matrices.views import Split, axis_of
+from pallas_kernels._checks import is_real
 
 # The size of each part of a head, and its power of γ.
 type Parts = tuple[tuple[int, float], ...]
@@ -31,7 +33,7 @@ class KeyHeads:
     layer_axis: int = 0
 
     def __post_init__(self) -> None:
-        _check_parts(self.parts)
+        _check_heads(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +56,7 @@ class QueryHeads:
     layer_axis: int = 0
 
     def __post_init__(self) -> None:
-        _check_parts(self.parts)
-        if self.key_heads is not None and self.key_heads < 1:
-            raise ValueError(
-                f"key_heads must be None or at least 1, got {self.key_heads}: pass the number of"
-                " key heads, or None where each query head has its own"
-            )
+        _check_heads(self)
 
 
 def head_factors(spec: Any, shape: tuple[int, ...], gammas: jax.Array) -> jax.Array:
@@ -73,7 +70,7 @@ def head_factors(spec: Any, shape: tuple[int, ...], gammas: jax.Array) -> jax.Ar
     if spec is None:
         return jnp.ones((1,) * len(shape))
     if isinstance(spec, Split):
-        axis = spec.axis % len(shape)
+        axis = axis_of(shape, spec)
         parts = []
         for place, inner in spec.parts(shape):
             part = (*shape[:axis], place.stop - place.start, *shape[axis + 1 :])
@@ -102,6 +99,12 @@ def _checked_key_heads(
             raise ValueError(
                 f"{spec} names axis {axis}, which is out of range: name axes in [-{ndim}, {ndim})"
             )
+    named = [axis % ndim for axis in (*axes, *((spec.layer_axis,) * (gammas.ndim - 1)))]
+    if len({*named}) < len(named):
+        raise ValueError(
+            f"{spec} names an axis twice: give heads, parts and layers an axis each, by axis and"
+            " layer_axis"
+        )
     head_size, size = sum(size for size, _ in spec.parts), shape[axes[-1]]
     if size % head_size or (len(axes) == 2 and size != head_size):
         needed = f"a multiple of {head_size}" if len(axes) == 1 else head_size
@@ -164,9 +167,23 @@ def _broadcast_to_axes(
     )
 
 
-def _check_parts(parts: Parts) -> None:
-    if not parts or any(size < 1 for size, _ in parts):
+def _check_heads(spec: KeyHeads | QueryHeads) -> None:
+    check_fields(spec)
+    parts = spec.parts
+    if not isinstance(parts, tuple | list) or not parts or not all(map(_is_part, parts)):
         raise ValueError(
             f"parts must be pairs of a size, at least 1, and a power, got {parts}: pass"
             " ((128, 0.5),) for heads of 128, for example"
         )
+    if len(_head_axes(spec)) > 2:
+        raise ValueError(
+            f"axis must be an axis, or a pair of the axis of heads and the axis of parts, got"
+            f" {spec.axis}: pass axis=(-2, -1), for example"
+        )
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, tuple | list) or len(part) != 2:
+        return False
+    size, power = part
+    return is_integer(size) and size >= 1 and is_real(power) and math.isfinite(power)

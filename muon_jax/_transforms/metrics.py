@@ -12,12 +12,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from muon_jax._checks import checks_arguments
 from muon_jax._distributed.reductions import Matrices, matrices_of_tree, stack
-from muon_jax._distributed.sharding import Placed, Shardings, locate
+from muon_jax._distributed.sharding import Placed, Shardings, check_shardings, locate
+from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import norm_of_any_size, over, wide
 from muon_jax._transforms.momentum import MuonState
-from muon_jax._trees import fill_missing
+from muon_jax._tree_checks import check_state
+from muon_jax._trees import fill_missing, is_placeholder
+from pallas_kernels._promotion import standard_promotion
 
 POWER_ITERATIONS = 16
 
@@ -34,6 +38,7 @@ class MetricsState(NamedTuple):
     metrics: dict[str, jax.Array]
 
 
+@checks_arguments
 def with_metrics(
     transform: optax.GradientTransformation,
     weight_dimension_numbers: Views = None,
@@ -63,24 +68,33 @@ def with_metrics(
         shardings: as for `scale_by_muon`; needed only in a shard_map.
 
     Raises:
+        TypeError: `transform` has no `init` and `update`.
         ValueError: the state has no `MuonState` or several, a parameter is no matrix, or
             `shardings` is missing or does not fit.
         NotImplementedError: a shard_map shards a parameter, or is over only some axes of a mesh.
     """
+    check_views(weight_dimension_numbers)
+    check_shardings(shardings)
     wrapped = optax.with_extra_args_support(transform)
     measure = functools.partial(_measure_update, weight_dimension_numbers, shardings)
 
+    @standard_promotion()
     def init_fn(params: optax.Params) -> MetricsState:
         state = wrapped.init(params)
+        if is_placeholder(params):
+            # A leaf stands for the metrics, whose names only the parameters tell.
+            return MetricsState(state, jnp.zeros([]))  # pyright: ignore[reportArgumentType]
         shapes = jax.eval_shape(measure, params, params, state)
         return MetricsState(state, {name: jnp.zeros([], jnp.float32) for name in shapes})
 
+    @standard_promotion()
     def update_fn(
         updates: optax.Updates,
         state: Any,
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MetricsState]:
+        check_state(state, "inner")
         new_updates, inner = wrapped.update(updates, state.inner, params, **extra_args)
         return new_updates, MetricsState(inner, measure(updates, new_updates, inner))
 

@@ -5,10 +5,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from muon_jax._checks import check_choice
+from muon_jax._checks import checks_arguments
 
 type Momentum = Literal["bias_corrected", "ema", "heavy_ball"]
 
@@ -62,6 +61,7 @@ def accumulate_momentum(
     return jax.tree.map(look_ahead, mu, gradients), mu
 
 
+@checks_arguments
 def convert_momentum(
     state: Any, *, source: Momentum, target: Momentum, beta: float | Callable[[Any], Any]
 ) -> Any:
@@ -80,21 +80,16 @@ def convert_momentum(
         beta: β, the same in all steps so far.
 
     Raises:
-        ValueError: a form is unknown, the state has no `MuonState`, or `beta` is no number in
-            [0, 1). Under a schedule of β each form weights the gradients differently, and the
-            momenta are not proportional.
+        TypeError: `beta` is no number.
+        ValueError: a form is unknown, the state has no `MuonState`, or `beta` is not in [0, 1) or
+            is a schedule. Under a schedule of β each form weights the gradients differently, and
+            the momenta are not proportional.
     """
-    check_choice("source", source, Momentum)
-    check_choice("target", target, Momentum)
     if callable(beta):
         raise ValueError(
             f"beta must be one number, got the schedule {beta}: the forms weight gradients by"
             " (1 - β)·β^k or β^k, which differ by one factor only where β is constant. Pass a"
             " constant beta, or start from a new state, optimizer.init(params)"
-        )
-    if not (np.ndim(beta) == 0 and 0 <= beta < 1):
-        raise ValueError(
-            f"beta must be a number in [0, 1), got {beta}: pass the beta that state was made with"
         )
     exponent = (target != "heavy_ball") - (source != "heavy_ball")
     found = []

@@ -7,11 +7,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._checks import check_choice, check_number
+from muon_jax._checks import checks_arguments
 from muon_jax._distributed.reductions import Matrices, matrices_of_tree
-from muon_jax._distributed.sharding import Shardings
+from muon_jax._distributed.sharding import Shardings, check_shardings
+from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, wide
+from muon_jax._tree_checks import check_params, check_state
+from muon_jax._trees import with_arrays
+from pallas_kernels._promotion import standard_promotion
 
 type Averaged = Literal["fan_in", "shorter"]
 
@@ -28,6 +32,7 @@ class NorMuonState(NamedTuple):
     nu: Any
 
 
+@checks_arguments
 def scale_by_normuon(
     b2: float | jax.Array = 0.95,
     eps: float | jax.Array = 1e-8,
@@ -63,7 +68,7 @@ def scale_by_normuon(
         shardings: as for `scale_by_muon`; needed only in a shard_map.
 
     Raises:
-        TypeError: `b2` is a schedule.
+        TypeError: `b2` or `eps` is no number, such as a schedule.
         ValueError: a parameter is no matrix, `averaged` is unknown, `b2` is not in [0, 1), or
             `shardings` is missing or does not fit.
         NotImplementedError: one of
@@ -76,8 +81,9 @@ def scale_by_normuon(
         Li et al., `NorMuon: Making Muon more efficient and scalable
         <https://arxiv.org/abs/2510.05491>`_, 2025.
     """
-    check_choice("averaged", averaged, Averaged)
-    check_number("b2", b2, below=1)
+
+    check_views(weight_dimension_numbers)
+    check_shardings(shardings)
 
     def averaged_and_neuron_axes(o: Matrices) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return o.sides if averaged == "shorter" else (o.axes.reduction, o.axes.output)
@@ -86,7 +92,10 @@ def scale_by_normuon(
         axes, _ = averaged_and_neuron_axes(o)
         return o.sum(jnp.abs(wide(o.array)) ** 2, axes) / max(o.size(axes), 1)
 
+    @standard_promotion()
     def init_fn(params: optax.Params) -> NorMuonState:
+        check_params(params)
+        params = with_arrays(params)
         matrices, _ = matrices_of_tree(weight_dimension_numbers, params, shardings)
         nu = [[jnp.zeros_like(mean_square(o), jnp.float32) for o in parts] for parts in matrices]
         return NorMuonState(jax.tree.structure(params).unflatten(nu))
@@ -102,13 +111,20 @@ def scale_by_normuon(
         scaled = wide(o.array) * (over(norm, normalized) / denominator)
         return scaled.astype(o.array.dtype), moment.astype(jnp.float32)
 
+    @standard_promotion()
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, NorMuonState]:
         del params
+        check_state(state, "nu")
         matrices, unflatten = matrices_of_tree(weight_dimension_numbers, updates, shardings)
         moments, treedef = jax.tree.flatten(state.nu)
-        every = itertools.chain(*matrices)
+        every = [*itertools.chain(*matrices)]
+        if len(moments) != len(every):
+            raise ValueError(
+                f"the updates must have the matrices of the state, {len(moments)}, got"
+                f" {len(every)}: pass updates of the parameters that init got"
+            )
         pairs = [normalize_neurons(*pair) for pair in zip(every, moments, strict=True)]
         return unflatten(o for o, _ in pairs), NorMuonState(treedef.unflatten(v for _, v in pairs))
 

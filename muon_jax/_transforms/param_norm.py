@@ -7,12 +7,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muon_jax._checks import checks_arguments
 from muon_jax._distributed.reductions import Matrices, matrices_of_tree
-from muon_jax._distributed.sharding import Shardings
+from muon_jax._distributed.sharding import Shardings, check_shardings
+from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, wide
+from muon_jax._tree_checks import check_gradients
+from pallas_kernels._promotion import standard_promotion
 
 
+@checks_arguments
 def scale_to_param_norm(
     weight_dimension_numbers: Views = None,
     shardings: Shardings = None,
@@ -55,6 +60,7 @@ def scale_to_param_norm(
     return _map_with_params(scale_to_norm, weight_dimension_numbers, shardings)
 
 
+@checks_arguments
 def keep_param_norm(
     weight_dimension_numbers: Views = None,
     shardings: Shardings = None,
@@ -99,6 +105,10 @@ def _map_with_params(
         shardings: as for `scale_by_muon`.
     """
 
+    check_views(views)
+    check_shardings(shardings)
+
+    @standard_promotion()
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
@@ -106,6 +116,7 @@ def _map_with_params(
             raise ValueError(
                 "norms need the parameters, got params=None: call update(updates, state, params)"
             )
+        check_gradients(updates, params, "the parameters")
         of_updates, unflatten = matrices_of_tree(views, updates, shardings)
         of_params, _ = matrices_of_tree(views, params, shardings)
         pairs = zip(itertools.chain(*of_updates), itertools.chain(*of_params), strict=True)

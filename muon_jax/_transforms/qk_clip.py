@@ -8,12 +8,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muon_jax._checks import checks_arguments
 from muon_jax._matrices.views import Split
 from muon_jax._numerics import wide
 from muon_jax._transforms.attention_heads import KeyHeads, QueryHeads, head_factors
+from muon_jax._tree_checks import check_gradients
 from muon_jax._trees import errors_naming, path_name, unboxed
+from pallas_kernels._promotion import standard_promotion
 
 
+@checks_arguments
 def qk_clip(
     threshold: float | jax.Array, heads: Mapping[str, KeyHeads | QueryHeads | Split]
 ) -> optax.GradientTransformationExtraArgs:
@@ -60,6 +64,7 @@ def qk_clip(
     bits.
 
     Raises:
+        TypeError: `threshold` is no number, or `heads` no dict of regular expressions with views.
         ValueError: one of
 
             *   `threshold` is not above 0;
@@ -72,11 +77,9 @@ def qk_clip(
         Kimi Team, `Kimi K2: Open Agentic Intelligence <https://arxiv.org/abs/2507.20534>`_, 2025.
     """
 
-    if isinstance(threshold, int | float) and not threshold > 0:
-        raise ValueError(
-            f"threshold must be above 0, got {threshold}: pass a bound of the logits, such as 100.0"
-        )
+    _check_specs(heads)
 
+    @standard_promotion()
     def update_fn(
         updates: optax.Updates,
         state: optax.OptState,
@@ -92,6 +95,7 @@ def qk_clip(
                 f"qk_clip needs the parameters and the largest logits, got {missing}=None: call"
                 " update(updates, state, params, max_logits=...)"
             )
+        check_gradients(updates, params, "the parameters")
         measured = [(_keys_of_path(path), s) for path, s in jax.tree.leaves_with_path(max_logits)]
         unused = set(heads)
 
@@ -117,6 +121,19 @@ def qk_clip(
         return clipped, state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+
+
+def _check_specs(heads: Mapping[str, Any]) -> None:
+    """Raises TypeError where a value is none of the views that `qk_clip` takes."""
+    for pattern, spec in heads.items():
+        for part in spec.views if isinstance(spec, Split) else [spec]:
+            if not isinstance(part, KeyHeads | QueryHeads) and not (
+                isinstance(spec, Split) and (part is None or isinstance(part, Split))
+            ):
+                raise TypeError(
+                    f"heads[{pattern!r}] must be KeyHeads or QueryHeads, or a Split with such"
+                    f" views, got {part!r}: pass KeyHeads(((128, 0.5),)), for example"
+                )
 
 
 def _matching_pattern(heads: Mapping[str, Any], name: str) -> str | None:

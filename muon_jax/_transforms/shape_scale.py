@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._checks import check_choice, check_number
+from muon_jax._checks import checks_arguments
 from muon_jax._distributed.on_shards import by_element
 from muon_jax._distributed.sharding import Shardings
 from muon_jax._matrices.views import Views
@@ -15,6 +15,7 @@ from muon_jax._matrices.views import Views
 type ShapeScale = Literal["clipped_ratio", "ratio", "none"]
 
 
+@checks_arguments
 def scale_by_shape(
     weight_dimension_numbers: Views = None,
     consistent_rms: float | jax.Array | None = None,
@@ -41,14 +42,11 @@ def scale_by_shape(
             negative, or `shardings` is missing or does not fit.
         NotImplementedError: a shard_map is over only some axes of a mesh.
     """
-    check_choice("shape_scale", shape_scale, ShapeScale)
-    if consistent_rms is not None:
-        check_number("consistent_rms", consistent_rms)
-        if shape_scale != "clipped_ratio":
-            raise ValueError(
-                f"shape_scale={shape_scale!r} and consistent_rms={consistent_rms} are two scales"
-                " for one update: leave one of them at its default"
-            )
+    if consistent_rms is not None and shape_scale != "clipped_ratio":
+        raise ValueError(
+            f"shape_scale={shape_scale!r} and consistent_rms={consistent_rms} are two scales for"
+            " one update: leave one of them at its default"
+        )
 
     def shape_factor(fan_in: int, fan_out: int) -> float:
         if consistent_rms is not None:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._checks import check_choice
+from muon_jax._trees import broadcast_prefix
+from pallas_kernels._checks import check_flag
 
 type DecayForm = Literal["decoupled", "independent", "l2", "palm", "scaled_palm"]
 
@@ -17,7 +18,7 @@ def chain_with_weight_decay(
     direction: optax.GradientTransformation,
     scale: optax.GradientTransformation | None,
     learning_rate: optax.ScalarOrSchedule,
-    weight_decay: optax.ScalarOrSchedule,
+    weight_decay: optax.ScalarOrSchedule | None,
     mask: Any | Callable[[optax.Params], Any] | None,
     form: DecayForm,
     cautious: bool,
@@ -36,29 +37,34 @@ def chain_with_weight_decay(
         direction: makes O of the gradient.
         scale: multiplies by s; None for s = 1.
         learning_rate: η, a number or a schedule.
-        weight_decay: λ, a number or a schedule.
+        weight_decay: λ, a number or a schedule; None is 0.
         mask: which parameters decay: a tree of booleans, a callable that makes one, or None for
             all.
         form: see above.
         cautious: whether p decays only in entries with p·O ≥ 0.
 
     Raises:
-        ValueError: `form` is unknown, or `"l2"` with `cautious`.
+        ValueError: `form` is `"l2"` with `cautious`.
     """
-    check_choice("weight_decay_form", form, DecayForm)
     if cautious and form == "l2":
         raise ValueError(
             "cautious_weight_decay compares the decay with the update, got weight_decay_form='l2',"
             " whose decay is a part of the gradient: pass another form, such as 'decoupled'"
         )
 
+    def mask_of(params: optax.Params) -> Any:
+        found = broadcast_prefix("weight_decay_mask", _decays, mask, params, lambda node: False)
+        return jax.tree.structure(params).unflatten(found)
+
+    weight_decay = 0.0 if weight_decay is None else weight_decay
+
     def decay(
         rate: optax.ScalarOrSchedule, cautious: bool = cautious
     ) -> optax.GradientTransformation:
         if isinstance(weight_decay, int | float) and weight_decay == 0:
             nothing = optax.identity()  # spares a pass over all parameters
-            return nothing if mask is None else optax.masked(nothing, mask)
-        return _add_decayed(rate, mask, cautious)
+            return nothing if mask is None else optax.masked(nothing, mask_of)
+        return _add_decayed(rate, mask if mask is None else mask_of, cautious)
 
     independent_decay = decay(_product_of_rates(-1, weight_decay), cautious=False)
     palm_decay = decay(_product_of_rates(weight_decay, learning_rate))
@@ -74,6 +80,12 @@ def chain_with_weight_decay(
     if cautious and form == "independent":
         return _cautious_by_direction(chained)
     return optax.chain(*chained)
+
+
+def _decays(path: tuple[Any, ...], node: Any) -> bool:
+    """Whether parameters decay, by a leaf of the mask."""
+    check_flag(f"weight_decay_mask{jax.tree_util.keystr(path)}", node)
+    return bool(node)
 
 
 def _product_of_rates(*factors: Any) -> optax.ScalarOrSchedule:

@@ -183,7 +183,7 @@ def test_units_count_the_products():
         ({"ns_coeffs": "cans"}, "rounding XXᵀ makes these coefficients diverge"),
         ({"ns_coeffs": "deepseek_v4"}, "close to 1 that rounding XXᵀ to float16 would show"),
         ({"preconditioning": "spectral"}, "'spectral' needs more than the Gram matrix"),
-        ({"method": "dual"}, "must be 'standard', 'gram' or None, got 'dual'"),
+        ({"method": "dual"}, r"one of \('standard', 'gram'\) or None, got 'dual'"),
     ],
 )
 def test_what_is_not_offered_says_why(kwargs, message):

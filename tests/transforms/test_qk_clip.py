@@ -294,8 +294,8 @@ def test_errors_name_what_does_not_fit(heads, max_logits, message):
     [
         (lambda: KeyHeads(()), r"parts must be pairs of a size, .* got \(\)"),
         (lambda: QueryHeads(((0, 0.5),)), "size, at least 1, and a power, got"),
-        (lambda: QueryHeads(HALF, 0), "key_heads must be None or at least 1, got 0"),
-        (lambda: qk_clip(0.0, {}), "threshold must be above 0, got 0.0"),
+        (lambda: QueryHeads(HALF, 0), r"key_heads must be an integer in \[1, inf\), got 0"),
+        (lambda: qk_clip(0.0, {}), r"threshold must be in \(0, inf\), got 0.0"),
     ],
 )
 def test_wrong_calls_say_what_was_wrong(call, message):

@@ -283,10 +283,11 @@ def test_stochastic_rounding_is_for_bfloat16():
         transform.update(params, transform.init(params), params)
     transform = muon(0.1, mu_rounding="stochastic", mu_dtype=jnp.bfloat16)
     transform.update(params, transform.init(params), params)
-    gradient = {"w": jnp.ones((2, 3), jnp.complex64)}
+    transform = muon(0.1, mu_rounding="stochastic")
+    numbers = {"w": jnp.ones((2, 3), jnp.complex64)}
     with pytest.raises(
         ValueError, match=r"real numbers, but the gradient of the parameter \['w'\] is complex64"
     ):
-        transform.update(gradient, transform.init(params), params)
+        transform.update(numbers, transform.init(numbers), numbers)
     with pytest.raises(ValueError, match=r"one of \('nearest', 'stochastic'\), got 'up'"):
         scale_by_muon(mu_rounding="up")

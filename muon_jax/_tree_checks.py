@@ -1,0 +1,228 @@
+"""Checks of trees: what parameters and gradients may be, and where two trees differ."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+type Path = tuple[Any, ...]
+
+
+def check_params(params: Any) -> None:
+    """Raises TypeError where there is no tree, or a leaf is no array, shape of one, or number."""
+    if params is None:
+        raise TypeError("params must be a tree of arrays or of their shapes, got None")
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not _is_array(leaf):
+            raise TypeError(
+                f"the parameter {jax.tree_util.keystr(path)} must be an array, got {leaf!r}: leave it"
+                " out. eqx.filter(model, eqx.is_array) does so for a module of Equinox,"
+                " nnx.state(model, nnx.Param) for one of nnx"
+            )
+
+
+def check_floats(params: Any) -> None:
+    """Raises ValueError where a parameter is not of a float dtype."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not jnp.issubdtype(_dtype(leaf), jnp.inexact):
+            raise ValueError(
+                f"the parameter {jax.tree_util.keystr(path)} must have a float dtype, got"
+                f" {_dtype(leaf)}: name it None in muon_weight_dimension_numbers, or leave it out"
+                " of the parameters"
+            )
+
+
+def check_mu_dtype(params: Any, mu_dtype: jax.typing.DTypeLike | None) -> None:
+    """Raises ValueError where `mu_dtype` is complex and a parameter is not, or conversely."""
+    if mu_dtype is None:
+        return
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if jnp.issubdtype(mu_dtype, jnp.complexfloating) != _is_complex(leaf):
+            raise ValueError(
+                "mu_dtype must be real for real parameters and complex for complex ones, got"
+                f" {jnp.dtype(mu_dtype)} for the parameter {jax.tree_util.keystr(path)}, which is"
+                f" {_dtype(leaf)}: pass mu_dtype=None"
+            )
+
+
+def check_state(state: Any, field: str) -> None:
+    """Raises TypeError where `state` lacks the field that the state of a transformation has."""
+    if not hasattr(state, field):
+        raise TypeError(
+            f"state must be what init returned, with the field {field!r}, got a"
+            f" {type(state).__name__}: call update(updates, state, params) with state ="
+            " optimizer.init(params)"
+        )
+
+
+def check_update(gradients: Any, params: Any) -> None:
+    """Raises where gradients are no arrays of floats, or do not fit the parameters.
+
+    Args:
+        gradients: what `update` got.
+        params: what `update` got, perhaps None.
+
+    Raises:
+        TypeError: a gradient is neither an array nor None.
+        ValueError: a gradient is of integers or booleans; or as `check_gradients`.
+    """
+    for path, gradient in jax.tree.leaves_with_path(gradients):
+        name = f"the gradient {jax.tree_util.keystr(path)}"
+        if not _is_array(gradient):
+            raise TypeError(f"{name} must be an array, got {gradient!r}: pass jnp.asarray of it")
+        if not jnp.issubdtype(_dtype(gradient), jnp.inexact):
+            raise ValueError(
+                f"{name} must have a float dtype, got {_dtype(gradient)}: pass None, which counts"
+                " as zeros, where there is no gradient"
+            )
+    if params is not None:
+        check_gradients(gradients, params, "the parameters")
+
+
+def check_gradients(gradients: Any, like: Any, owner: str) -> None:
+    """Raises ValueError unless each gradient has the place and the shape of its parameter.
+
+    It also raises where a gradient is complex and its parameter is real.
+
+    Args:
+        gradients: arrays. None stands for zeros of all that is below it.
+        like: the parameters, or their momenta.
+        owner: what `like` is, for errors.
+    """
+    if not _are_alike(gradients, like):
+        difference = _first_difference(gradients, like, _compare_gradient, _is_none)
+        if difference:
+            path, left, right = difference
+            raise ValueError(
+                f"the gradients must have the tree and the shapes of {owner}: at {_shown(path)} the"
+                f" gradients have {left}, {owner} {right}. Pass the gradients of the parameters"
+                " that init got"
+            )
+
+    def check(path: Path, gradient: Any, of_owner: Any) -> None:
+        if gradient is not None and _is_complex(gradient) and not _is_complex(of_owner):
+            raise ValueError(
+                f"the gradient {jax.tree_util.keystr(path)} is {_dtype(gradient)}, but {owner}"
+                f" there {_dtype(of_owner)}: pass its real part, or complex parameters"
+            )
+
+    jax.tree.map_with_path(check, gradients, like, is_leaf=_is_none)
+
+
+def checking_gradients(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns `inner`, whose state has momenta `mu`, with a check of the gradients against them."""
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, Any]:
+        check_state(state, "mu")
+        check_gradients(updates, state.mu, "the state")
+        return inner.update(updates, state, params)
+
+    return optax.GradientTransformation(inner.init, update_fn)
+
+
+def check_prefix(argument: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> None:
+    """Raises ValueError unless `prefix` is a prefix of the parameters' tree.
+
+    Args:
+        argument: the name of `prefix`, for errors.
+        prefix: the tree that may be a prefix.
+        tree: the tree of the parameters.
+        is_leaf: whether a node is a leaf of `prefix`.
+    """
+    try:
+        jax.tree.map(lambda *_: None, prefix, tree, is_leaf=is_leaf)
+    except ValueError as error:
+        difference = _first_difference(prefix, tree, lambda *_: None, is_leaf)
+        path, left, right = difference or ((), str(error), "another tree")
+        raise ValueError(
+            f"{argument} must be a tree like the parameters', or a prefix of it: at {_shown(path)}"
+            f" {argument} has {left}, the parameters {right}"
+        ) from None
+
+
+def _first_difference(
+    left: Any,
+    right: Any,
+    compare: Callable[[Any, Any], tuple[str, str] | None],
+    is_leaf: Callable[[Any], bool],
+    path: Path = (),
+) -> tuple[Path, str, str] | None:
+    """The first path at which two trees differ, and what each has there; None where none is.
+
+    Args:
+        left: a tree.
+        right: a tree, of which a leaf of `left` may stand for a subtree.
+        compare: tells what both have where `left` has a leaf and both differ.
+        is_leaf: whether a node is a leaf of `left`.
+        path: of both trees in the trees that the caller has.
+    """
+    if is_leaf(left) or jax.tree_util.all_leaves([left]):
+        found = compare(left, right)
+        return (path, *found) if found else None
+    of_left, of_right = _children(left), _children(right)
+    if type(left) is not type(right):
+        return path, _described(left), _described(right)
+    for key in {**of_left, **of_right}:
+        if key not in of_left or key not in of_right:
+            of_both = [_described(s[key]) if key in s else "nothing" for s in (of_left, of_right)]
+            return (*path, key), of_both[0], of_both[1]
+        found = _first_difference(of_left[key], of_right[key], compare, is_leaf, (*path, key))
+        if found:
+            return found
+    return None
+
+
+def _children(node: Any) -> dict[Any, Any]:
+    """The children of a node by their keys, none of a leaf."""
+    pairs = jax.tree.leaves_with_path(node, is_leaf=lambda inner: inner is not node)
+    return {path[0]: child for path, child in pairs if path}
+
+
+def _compare_gradient(gradient: Any, of_owner: Any) -> tuple[str, str] | None:
+    if gradient is None or (
+        _is_array(gradient) and _is_array(of_owner) and np.shape(gradient) == np.shape(of_owner)
+    ):
+        return None
+    return _described(gradient), _described(of_owner)
+
+
+def _are_alike(left: Any, right: Any) -> bool:
+    """Whether both trees are equal, and the shapes of their leaves."""
+    if jax.tree.structure(left) != jax.tree.structure(right):
+        return False
+    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    return all(_compare_gradient(*pair) is None for pair in pairs)
+
+
+def _described(node: Any) -> str:
+    if _is_array(node):
+        return f"{_dtype(node)}{[*np.shape(node)]}"
+    if node is not None and not jax.tree_util.all_leaves([node]):
+        return f"a {type(node).__name__}"
+    return repr(node)
+
+
+def _shown(path: Path) -> str:
+    return jax.tree_util.keystr(path) or "the root"
+
+
+def _is_array(leaf: Any) -> bool:
+    is_number = isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
+    return is_number or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def _is_complex(leaf: Any) -> bool:
+    return jnp.issubdtype(_dtype(leaf), jnp.complexfloating)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
