@@ -96,8 +96,7 @@ def scale_by_normuon(
         def zeros_for(node: Any, o: Matrices) -> Any:
             averaged_axes, _ = averaged_and_neuron_axes(o)
             axes = [
-                None if i in averaged_axes else axis.of_parameter
-                for i, axis in enumerate(o.layout)
+                None if i in averaged_axes else axis.of_parameter for i, axis in enumerate(o.layout)
             ]
             return in_box_of(node, jnp.zeros_like(mean_square(o), jnp.float32), axes)
 
