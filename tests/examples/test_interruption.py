@@ -68,7 +68,7 @@ print(hashlib.sha256(b"".join(x.tobytes() for x in leaves)).hexdigest())
 
 
 def run(folder, cache, steps, kill_after=None):
-    """What a run prints; with `kill_after` it is killed so many seconds after its first step."""
+    """What a run prints; with `kill_after` it is killed after so many steps, and a moment."""
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", PROGRAM, str(folder), str(cache), str(steps)],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -78,28 +78,31 @@ def run(folder, cache, steps, kill_after=None):
     ) as process:
         if kill_after is None:
             return process.communicate()[0].split()
-        first = process.stdout.readline()
-        time.sleep(kill_after)  # into any step, or what it saves
+        for _ in range(int(kill_after)):
+            process.stdout.readline()
+        time.sleep(0.05 * (kill_after % 1))  # into any step, or what it saves
         process.send_signal(signal.SIGKILL)
-        rest = process.stdout.read()
+        process.stdout.read()
         assert process.wait() == -signal.SIGKILL
-        return (first + rest).split()
+        return []
 
 
 @pytest.mark.parametrize(
     "kills", [pytest.param(3, marks=helpers.slow), pytest.param(20, marks=helpers.nightly)]
 )
 def test_killed_at_random_times_it_goes_on_bit_for_bit(kills, tmp_path):
-    chance, steps = random.Random(kills), 10 * kills
+    chance, steps = random.Random(kills), 9 * kills
     *done, digest = run(tmp_path / "straight", tmp_path / "cache", steps)
     assert [*map(int, done)] == [*range(1, steps + 1)]
     for _ in range(kills):
-        run(tmp_path / "killed", tmp_path / "cache", steps, kill_after=chance.uniform(0, 0.06))
+        run(tmp_path / "killed", tmp_path / "cache", steps, kill_after=chance.uniform(2, 4))
     *done, found = run(tmp_path / "killed", tmp_path / "cache", steps)
     assert 1 < int(done[0]) <= steps  # it did not begin anew, and was not done
     assert found == digest
 
 
+# Orbax closes the event loop of a failed restoration while reads go on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @helpers.slow
 def test_a_checkpoint_that_is_cut_off_is_refused_or_whole(tmp_path):
     """Where the cut-off file was not needed, what is restored has all bits."""
