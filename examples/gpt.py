@@ -136,10 +136,21 @@ def restore(
     """Returns the latest state that was saved, sharded as told: the mesh may be another.
 
     Raises:
-        SystemExit: it is of another configuration.
+        SystemExit: it is of another configuration, or cannot be read.
     """
-    found = checkpoints.restore(None, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
-    saved = found["config"]
+    step = checkpoints.latest_step()
+
+    def read(**items: Any) -> Any:
+        try:
+            return checkpoints.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # of many types: files may be cut off anywhere
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise SystemExit(
+                f"the checkpoint {checkpoints.directory / str(step)} cannot be read: {reason}."
+                " Delete its folder to go on from the one before it"
+            ) from error
+
+    saved = read(config=ocp.args.JsonRestore())["config"]
     differing = [
         f"{name} is {saved.get(name)!r} there and {config.get(name)!r} here"
         for name in sorted({*saved, *config})
@@ -153,8 +164,7 @@ def restore(
     target = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
-    args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
-    return checkpoints.restore(None, args=args)["state"]
+    return read(state=ocp.args.StandardRestore(target))["state"]
 
 
 def train(options: argparse.Namespace, mesh: Mesh) -> None:

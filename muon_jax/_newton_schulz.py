@@ -77,7 +77,9 @@ def newton_schulz(
             caller's own runs its rows whatever `ns_steps` says. A composed schedule runs whole:
             pass 5 or its own number.
         eps: added to the norm of X. With 0 the result does not depend on scale; a larger `eps`
-            shrinks the result for ‖X‖ of that order. Under `"schatten"` and `"aol"` it is the least
+            shrinks the result for ‖X‖ of that order. In float16 such a result has an absolute error
+            of up to 1e-5: an X of 1e-18 gives 0 for an `eps` of 1e-8. In bfloat16 and float32 the
+            error is relative. Under `"schatten"` and `"aol"` it is the least
             value of the squared norms instead, as in optax.
         eps_mode: `"add"`, or `"max"` to divide by the larger of norm and `eps`.
         dtype: dtype of the products, which accumulate in float32.

@@ -55,13 +55,15 @@ def norm_of_any_size(
 ) -> jax.Array:
     """√Σ|x|², also where the squares of entries are out of the dtype's range.
 
+    The derivative at zeros is 0.
+
     Args:
         x: the entries.
         max_of: returns max |x|, in a shape that broadcasts to that of x.
         sum_of: returns the sum of its argument, in a shape that broadcasts to that of x.
     """
-    largest = max_of(x)
+    largest = max_of(jax.lax.stop_gradient(x))  # the norm does not depend on the power
     mantissa, _ = jnp.frexp(largest)
     # A power of two, so that quotients are exact. The factor 4 keeps 1/power in range.
     power = over(largest, 4 * mantissa)
-    return power * jnp.sqrt(sum_of(jnp.abs(over(x, power)) ** 2))
+    return power * root(sum_of(jnp.abs(over(x, power)) ** 2))

@@ -72,7 +72,10 @@ def scale_by_muon(
             as 1.
         beta: decay rate β of the momentum.
         eps: added to the norm that u is divided by.
-        mu_dtype: dtype of the momentum; None for the dtype of the parameters.
+        mu_dtype: dtype of the momentum; None for the dtype of the parameters. A momentum of
+            `"heavy_ball"` grows to 1/(1 - β) times the gradients. In float16 it overflows where
+            gradients exceed 65504·(1 - β), 3275 for β = 0.95. Later updates are then NaN: pass
+            `"bfloat16"` there, or another form of `momentum`.
         nesterov: whether to use Nesterov momentum.
         adaptive: whether to multiply the update o of a parameter by its dual norm ⟨u, o⟩
             (`Bernstein and Newhouse <https://arxiv.org/abs/2409.20325>`_). The dual norm of a stack

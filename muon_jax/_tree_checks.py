@@ -18,8 +18,8 @@ def check_params(params: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(params):
         if not _is_array(leaf):
             raise TypeError(
-                f"the parameter {jax.tree_util.keystr(path)} must be an array, got {leaf!r}: leave it"
-                " out. eqx.filter(model, eqx.is_array) does so for a module of Equinox,"
+                f"the parameter {jax.tree_util.keystr(path)} must be an array, got {leaf!r}: leave"
+                " it out. eqx.filter(model, eqx.is_array) does so for a module of Equinox,"
                 " nnx.state(model, nnx.Param) for one of nnx"
             )
 

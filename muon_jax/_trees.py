@@ -1,7 +1,7 @@
 """Trees of parameters: their paths, prefixes of them, and leaves that are missing."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,38 @@ def path_name(path: tuple[Any, ...]) -> str:
 def unboxed(path: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns the path without the box that Flax, or Haliax, may have around an array."""
     return path[:-1] if path and path[-1] in _BOXES else path
+
+
+def is_box(node: Any) -> bool:
+    """Returns whether `node` is a box of Flax around an array.
+
+    Boxes are linen's, such as `Partitioned`, and the variables of nnx. They may hold the names of
+    the mesh axes that each axis of the array is sharded over.
+    """
+    return hasattr(node, "replace") and (hasattr(node, "names") or hasattr(node, "get_metadata"))
+
+
+def in_box_of(node: Any, x: jax.Array, axes: Sequence[int | None]) -> Any:
+    """Returns `x` in a box like `node`, or `x` where `node` is no box.
+
+    The box of a parameter names mesh axes that do not fit an array of another shape.
+
+    Args:
+        node: a box around a parameter, or a parameter.
+        x: the array for the new box.
+        axes: for each axis of `x` the axis of the parameter whose names it has; None for no names.
+    """
+    if not is_box(node):
+        return x
+
+    def names_of_x(names: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(None if i is None or i >= len(names) else names[i] for i in axes)
+
+    if hasattr(node, "get_metadata"):
+        metadata = node.get_metadata()
+        keys = (key for key in ("out_sharding", "optimizer_sharding") if metadata.get(key))
+        return node.replace(x, **{key: names_of_x(metadata[key]) for key in keys})
+    return node.replace(value=x, names=names_of_x(node.names))
 
 
 @contextlib.contextmanager

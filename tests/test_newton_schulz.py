@@ -240,6 +240,23 @@ def test_eps_is_added_to_the_norm():
     chex.assert_trees_all_close(out, x / (2 * norm), rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "ns_coeffs", helpers.mostly_nightly(["standard", "polar_express", "balanced"], ["standard"])
+)
+@pytest.mark.parametrize("method", helpers.mostly_nightly(["standard", "gram"], ["standard"]))
+def test_far_below_eps_float16_has_an_absolute_error(ns_coeffs, method):
+    """Other dtypes have a relative error there."""
+    x = np.random.default_rng(0).standard_normal((16, 32))
+    for size in (1e-12, 1e-14, 1e-18):
+        small = jnp.asarray(x / np.linalg.norm(x) * size, jnp.float32)
+        run = functools.partial(newton_schulz, small, ns_coeffs, eps=1e-8, method=method)
+        exact = np.asarray(run(dtype="float32"))
+        assert 0 < np.max(np.abs(exact)) < 0.02
+        assert helpers.relative_error(run(dtype="bfloat16"), exact) < 0.1
+        assert np.max(np.abs(run(dtype="float16") - exact)) < 1e-5
+    assert not run(dtype="float16").any()
+
+
 @pytest.mark.parametrize("dtype", helpers.mostly_nightly(TOLERANCE, ["float16"]))
 @pytest.mark.parametrize("preconditioning", ["frobenius", "spectral", "aol", "schatten"])
 @pytest.mark.parametrize("eps", [0.0, 1e-8])

@@ -74,8 +74,9 @@ def run_when_partitioned(
         return results, [True] * len(results)
 
     precision = jax.config.jax_default_matmul_precision
-    digest = zlib.crc32(repr((sources.digest(), precision, settings)).encode())
-    return jax.jit(run)(leaves, arrays, np.uint32(digest))
+    digest = np.uint32(zlib.crc32(repr((sources.digest(), precision, settings)).encode()))
+    # Within `jit`, for the digest to be a constant of the program where an update is not jitted.
+    return jax.jit(lambda leaves, arrays: run(leaves, arrays, digest))(leaves, arrays)
 
 
 def _operation(

@@ -26,11 +26,13 @@ class Axis(NamedTuple):
         size: of the whole array.
         pieces: how many it is sharded into; 1 where only XLA knows.
         mesh_axes: in a shard_map the mesh axes that it is sharded over.
+        of_parameter: which axis of the parameter it is; None where a view takes that axis apart.
     """
 
     size: int
     pieces: int = 1
     mesh_axes: tuple[str, ...] = ()
+    of_parameter: int | None = None
 
 
 class Matrices(NamedTuple):
@@ -124,9 +126,8 @@ def matrices_of_tree(
             entries = mesh_axes_by_dim(spec, x.ndim, mesh.shape)
             pieces = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]
             mesh_axes = entries if is_local else [()] * x.ndim
-            matrices, join = _matrices_of_array(
-                x, view, (*map(Axis, shape.shape, pieces, mesh_axes),), spec
-            )
+            layout = (*map(Axis, shape.shape, pieces, mesh_axes, range(x.ndim)),)
+            matrices, join = _matrices_of_array(x, view, layout, spec)
         found.append(matrices)
         joins.append(join)
 
@@ -146,6 +147,7 @@ def _matrices_of_array(
 
     shape, i = tuple(axis.size for axis in layout), axis_of(x.shape, view)
     (*before, axis), after = layout[: i + 1], layout[i + 1 :]
+    axis = axis._replace(of_parameter=None)
 
     def require(fits: bool) -> None:
         if not fits:

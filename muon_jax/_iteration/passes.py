@@ -95,17 +95,41 @@ def unknown(numbers: Sequence[int]) -> list[jax.Array]:
 
 def split(x: jax.Array, stacks: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the parts of `x`, of shape `(total batch, …)`, that belong to the stacks."""
-    ends = itertools.accumulate(map(len, stacks))
-    return [x] if len(stacks) == 1 else jnp.split(x, [*ends][:-1])
+    return [x] if len(stacks) == 1 else cut_at(x, tuple(map(len, stacks)))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def cut_at(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
+    """Returns the parts of `x`, of these sizes along its first axis, from places `unknown` to XLA.
+
+    The derivative is that of `jnp.split`. Its transpose is one concatenation, where each dynamic
+    slice would make an array of the size of `x`.
+    """
+    *begins, _ = itertools.accumulate(sizes, initial=0)
+    return [
+        jax.lax.dynamic_slice_in_dim(x, begin, size)
+        for begin, size in zip(unknown(begins), sizes, strict=True)
+    ]
+
+
+@cut_at.defjvp
+def _(
+    sizes: tuple[int, ...], primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    *ends, _ = itertools.accumulate(sizes)
+    return cut_at(*primals, sizes), jnp.split(*tangents, ends)
 
 
 def split_apart(factors: Sequence[jax.Array], stacks: Sequence[jax.Array]) -> list[list[jax.Array]]:
     """Returns `split` of each factor, outside the kernels that multiply by the parts.
 
-    Inside, the kernels would differ in what they slice.
+    Inside, the kernels would differ in what they slice. The factors stand before a barrier, too, or
+    XLA would compute all that leads to them once for each part.
     """
-    parts = [split(factor, stacks) for factor in factors]
-    return jax.lax.optimization_barrier(parts) if len(stacks) > 1 else parts
+    if len(stacks) == 1:
+        return [[factor] for factor in factors]
+    factors = jax.lax.optimization_barrier([*factors])
+    return jax.lax.optimization_barrier([split(factor, stacks) for factor in factors])
 
 
 def transposed(x: jax.Array) -> jax.Array:

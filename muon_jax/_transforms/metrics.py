@@ -17,7 +17,7 @@ from muon_jax._distributed.reductions import Matrices, matrices_of_tree, stack
 from muon_jax._distributed.sharding import Placed, Shardings, check_shardings, locate
 from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
-from muon_jax._numerics import norm_of_any_size, over, wide
+from muon_jax._numerics import norm_of_any_size, over, root, wide
 from muon_jax._transforms.momentum import MuonState
 from muon_jax._tree_checks import check_state
 from muon_jax._trees import fill_missing, is_placeholder
@@ -273,7 +273,7 @@ def _orthogonality_residual(o: Matrices) -> jax.Array:
     gram = jnp.einsum(x, first, x.conj(), second, gram_axes, precision="highest")
     m, sizes = o.size(short), gram.shape[len(batch) :]
     squares = jnp.abs(gram - jnp.eye(m).reshape(sizes)) ** 2
-    return jnp.sqrt(jnp.sum(squares, range(len(batch), gram.ndim)) / max(m, 1))
+    return root(jnp.sum(squares, range(len(batch), gram.ndim)) / max(m, 1))
 
 
 def _stable_rank(m: Matrices) -> jax.Array:
@@ -285,7 +285,7 @@ def _stable_rank(m: Matrices) -> jax.Array:
         return m.sum(x.conj() * vector, short)
 
     def length_along(vector: jax.Array, axes: Sequence[int]) -> jax.Array:
-        return jnp.sqrt(m.sum(jnp.abs(vector) ** 2, axes))
+        return root(m.sum(jnp.abs(vector) ** 2, axes))
 
     def power_step(_: int, vector: jax.Array) -> jax.Array:
         vector = m.sum(x * image(vector), long)

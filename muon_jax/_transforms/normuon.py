@@ -12,9 +12,9 @@ from muon_jax._distributed.reductions import Matrices, matrices_of_tree
 from muon_jax._distributed.sharding import Shardings, check_shardings
 from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
-from muon_jax._numerics import over, wide
+from muon_jax._numerics import over, root, wide
 from muon_jax._tree_checks import check_params, check_state
-from muon_jax._trees import with_arrays
+from muon_jax._trees import in_box_of, is_box, with_arrays
 from pallas_kernels._promotion import standard_promotion
 
 type Averaged = Literal["fan_in", "shorter"]
@@ -27,6 +27,8 @@ class NorMuonState(NamedTuple):
         nu: a tree like the parameters. In the place of each parameter it holds the second moments
             (float32) of the neurons: a list with one array for each part of a `Split`. An array has
             the shape of the part, unfolded by an `Unfold`, but the averaged axes have the size 1.
+            Where Flax' box of the parameter names mesh axes, each array has a box of its own. The
+            averaged axes, and those that a view takes apart, have no names there.
     """
 
     nu: Any
@@ -97,17 +99,30 @@ def scale_by_normuon(
         check_params(params)
         params = with_arrays(params)
         matrices, _ = matrices_of_tree(weight_dimension_numbers, params, shardings)
-        nu = [[jnp.zeros_like(mean_square(o), jnp.float32) for o in parts] for parts in matrices]
-        return NorMuonState(jax.tree.structure(params).unflatten(nu))
+        parts_of_each = iter(matrices)
+
+        def zeros_for(node: Any, o: Matrices) -> Any:
+            averaged_axes, _ = averaged_and_neuron_axes(o)
+            axes = [
+                None if i in averaged_axes else axis.of_parameter for i, axis in enumerate(o.layout)
+            ]
+            return in_box_of(node, jnp.zeros_like(mean_square(o), jnp.float32), axes)
+
+        def moments_for(node: Any) -> Any:
+            if not jax.tree.leaves(node):  # the box of a parameter that `multi_transform` masked
+                return node
+            return [zeros_for(node, o) for o in next(parts_of_each)]
+
+        return NorMuonState(jax.tree.map(moments_for, params, is_leaf=is_box))
 
     def normalize_neurons(o: Matrices, moment: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The new O, in the dtype of the old, and the new V."""
         square = mean_square(o)
         moment = b2 * moment + (1 - b2) * square
-        denominator = jnp.sqrt(moment) + eps
+        denominator = root(moment) + eps
         _, neurons = averaged_and_neuron_axes(o)
-        norm = jnp.sqrt(o.sum(square, neurons))
-        normalized = jnp.sqrt(o.sum((jnp.sqrt(square) / denominator) ** 2, neurons))
+        norm = root(o.sum(square, neurons))
+        normalized = root(o.sum((root(square) / denominator) ** 2, neurons))
         scaled = wide(o.array) * (over(norm, normalized) / denominator)
         return scaled.astype(o.array.dtype), moment.astype(jnp.float32)
 

@@ -4,8 +4,13 @@ import os
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 from helpers import mostly_nightly
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from muon_jax import scale_by_muon
 
 PROGRAM = """
 import sys
@@ -52,3 +57,15 @@ def test_a_second_process_compiles_no_update_again(tmp_path, kind):
     assert hits_and_misses("standard") == ["0", "1"]
     assert hits_and_misses("standard") == ["1", "0"]
     assert hits_and_misses("dion") == ["0", "1"]
+
+
+def test_an_update_that_is_not_jitted_has_its_own_coefficients():
+    """Its digest is a constant of the program, not an operand that the cache does not see."""
+    mesh = jax.make_mesh((8,), ("fsdp",), (AxisType.Auto,))
+    whole = {"w": jax.random.normal(jax.random.key(0), (16, 32))}
+    divided = jax.device_put(whole, NamedSharding(mesh, PartitionSpec("fsdp")))
+    for ns_coeffs in ("standard", "cubic"):
+        transform = scale_by_muon(ns_coeffs, ns_dtype="float32")
+        updates, _ = transform.update(divided, transform.init(divided))
+        expected, _ = transform.update(whole, transform.init(whole))
+        np.testing.assert_allclose(updates["w"], expected["w"], atol=1e-5)

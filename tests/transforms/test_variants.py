@@ -291,3 +291,20 @@ def test_stochastic_rounding_is_for_bfloat16():
         transform.update(numbers, transform.init(numbers), numbers)
     with pytest.raises(ValueError, match=r"one of \('nearest', 'stochastic'\), got 'up'"):
         scale_by_muon(mu_rounding="up")
+
+
+def test_a_momentum_that_overflows_float16_makes_nan():
+    """An infinity in the state does not pass silently: the matrix has no finite update again."""
+    for momentum, mu_dtype, is_finite in (
+        ("heavy_ball", "float16", False),
+        ("ema", "float16", True),
+    ):
+        transform = scale_by_muon(ns_steps=1, momentum=momentum, mu_dtype=mu_dtype)
+        gradients = {"large": jnp.full((3, 4), 3300.0), "small": jnp.full((4, 5), 3200.0)}
+        update, state = jax.jit(transform.update), transform.init(gradients)
+        updates = gradients
+        for _ in range(150):
+            updates, state = update(gradients, state)
+        assert jnp.isfinite(updates["small"]).all()
+        assert jnp.isfinite(updates["large"]).all() == is_finite
+        assert is_finite or jnp.isnan(updates["large"]).all()
