@@ -15,12 +15,11 @@ why an implementation cannot run.
 =============  ======================================================
 module         what it holds
 =============  ======================================================
-`_syrk`        `syrk`, `syrkx`, and both with a choice of rounding
+`_syrk`        `syrk`, `syrkx` and `syrk_with_residual`
 `_gemm`        `gemm`
 `_selection`   the choice of an implementation
 `_tuning`      tables of measured times: `tuned/*.json`
 `_device`      the device that functions are traced for
-`_dither`      rounding whose errors are not coherent
 `_reference`   the implementation `"xla"`, which is the specification
 `_triton`      the kernels of `"triton"`
 `_mosaic_gpu`  the kernels of `"mosaic_gpu"`

@@ -39,7 +39,6 @@ ORDER = {
         "_device",
         "_tuning",
         "_stacked",
-        "_dither",
         "_reference",
         "_triton",
         "_mosaic_gpu",
@@ -72,7 +71,6 @@ NOT_FOR_ITERATION = {"_tree_checks", "_trees", "_matrices"}
 SURFACE = (
     "_checks",
     "_device",
-    "_dither.rounded",
     "_promotion",
     "_selection.check_supported",
     "_selection.IMPLEMENTATIONS",
