@@ -29,14 +29,13 @@ module         what it holds
 
 from pallas_kernels._gemm import gemm
 from pallas_kernels._selection import Selection, select_implementation, unsupported_reason
-from pallas_kernels._syrk import symmetric_product, syrk, syrk_with_residual, syrkx
+from pallas_kernels._syrk import syrk, syrk_with_residual, syrkx
 
 __all__ = [
     "Selection",
     "gemm",
     "select_implementation",
     "syrk",
-    "symmetric_product",
     "syrk_with_residual",
     "syrkx",
     "unsupported_reason",

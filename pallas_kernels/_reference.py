@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._dither import rounded
-
 
 def unsupported_reason(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> None:
     """Returns None: this implementation takes all operands that `syrkx` takes, on every device."""
@@ -18,7 +16,6 @@ def syrkx(
     *,
     symmetrize_output: bool,
     residual: bool,
-    dither: bool,
 ) -> tuple[jax.Array, ...]:
     """alpha·A·Bᴴ + Σᵢ betaᵢ·Cᵢ + diagonal·I, its lower triangle mirrored.
 
@@ -39,7 +36,6 @@ def syrkx(
         coefficients: (alpha, diagonal, *betas), each of shape `(...)` or `()`.
         symmetrize_output: whether to mirror the lower triangle.
         residual: whether to return the residual, too.
-        dither: whether the rounding of the sum to 16 bits is dithered, as in `_dither`.
 
     Returns:
         The product, of shape `(..., m, m)`, and with `residual` what its rounding left, rounded.
@@ -54,10 +50,10 @@ def syrkx(
     for beta, c_matrix in zip(betas, c_matrices, strict=True):
         total += beta * c_matrix
     total += alpha * product
-    results = (rounded(total, a_matrix.dtype, dither=dither),)
+    results = (total.astype(a_matrix.dtype),)
     if residual:
-        high = jax.lax.optimization_barrier(results[0])  # XLA would subtract the unrounded total
-        results = (high, (total - high).astype(a_matrix.dtype))
+        rounded = jax.lax.optimization_barrier(results[0])  # XLA would subtract the unrounded total
+        results = (rounded, (total - rounded).astype(a_matrix.dtype))
     if symmetrize_output:
         results = tuple(jnp.where(row >= col, out, out.conj().mT) for out in results)
     return jax.lax.optimization_barrier(results)

@@ -37,7 +37,6 @@ class Implementation(Protocol):
         *,
         symmetrize_output: bool,
         residual: bool,
-        dither: bool,
     ) -> tuple[jax.Array, ...]:
         """Computes alpha·A·Bᴴ + Σᵢ betaᵢ·Cᵢ + diagonal·I."""
         ...

@@ -31,15 +31,8 @@ def syrk(
 
     This is `syrkx` with B = A. See `syrkx` for arguments and errors.
     """
-    (out,) = symmetric_product(
-        a_matrix,
-        None,
-        c_matrix,
-        alpha=alpha,
-        beta=beta,
-        diagonal=diagonal,
-        symmetrize_output=symmetrize_output,
-        implementation=implementation,
+    (out,) = _symmetric_product(
+        a_matrix, None, c_matrix, alpha, beta, diagonal, symmetrize_output, implementation
     )
     return out
 
@@ -61,15 +54,15 @@ def syrk_with_residual(
     Returns:
         Two symmetric matrices of shape `(..., m, m)` and the operand's dtype.
     """
-    high, low = symmetric_product(
+    high, low = _symmetric_product(
         a_matrix,
         None,
         c_matrix,
-        alpha=alpha,
-        beta=beta,
-        diagonal=diagonal,
-        symmetrize_output=symmetrize_output,
-        implementation=implementation,
+        alpha,
+        beta,
+        diagonal,
+        symmetrize_output,
+        implementation,
         residual=True,
     )
     return high, low
@@ -123,42 +116,26 @@ def syrkx(
     References:
         `SYRK <https://www.netlib.org/lapack/explore-html/>`_ of the BLAS, and SYRKX of cuBLAS.
     """
-    (out,) = symmetric_product(
-        a_matrix,
-        b_matrix,
-        c_matrix,
-        alpha=alpha,
-        beta=beta,
-        diagonal=diagonal,
-        symmetrize_output=symmetrize_output,
-        implementation=implementation,
+    (out,) = _symmetric_product(
+        a_matrix, b_matrix, c_matrix, alpha, beta, diagonal, symmetrize_output, implementation
     )
     return out
 
 
 @standard_promotion()
-def symmetric_product(
+def _symmetric_product(
     a_matrix: jax.Array,
-    b_matrix: jax.Array | None = None,
-    c_matrix: Addends | None = None,
+    b_matrix: jax.Array | None,
+    c_matrix: Addends | None,
+    alpha: Coefficient,
+    beta: Coefficients,
+    diagonal: Coefficient,
+    symmetrize_output: bool,
+    implementation: str | None,
     *,
-    alpha: Coefficient = 1,
-    beta: Coefficients = 0,
-    diagonal: Coefficient = 0,
-    symmetrize_output: bool = True,
-    implementation: str | None = None,
     residual: bool = False,
-    dither: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Computes `syrkx`, with B = A where `b_matrix` is None, and says how it is rounded.
-
-    Args:
-        a_matrix, b_matrix, c_matrix, alpha, beta, diagonal, symmetrize_output, implementation: as
-            for `syrkx`.
-        residual: whether to return what the rounding left, too, as `syrk_with_residual` does.
-        dither: whether equal sums at different places may round differently: a number of less
-            than half an ulp that depends on the place alone is added to each sum that is rounded
-            to 16 bits. The error is then less than one ulp. It cannot be coherent.
+    """Computes what `syrkx` documents, with B = A where `b_matrix` is None.
 
     Returns:
         The product, followed by its residual if `residual`.
@@ -181,7 +158,6 @@ def symmetric_product(
         coefficients,
         symmetrize_output=symmetrize_output,
         residual=residual,
-        dither=dither,
     )
 
 

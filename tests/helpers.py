@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from muon_jax import _newton_schulz, newton_schulz, scale_by_muon
-from pallas_kernels import _device, symmetric_product, syrk, syrk_with_residual, syrkx
+from pallas_kernels import _device, syrk, syrk_with_residual, syrkx
 from pallas_kernels._mosaic_gpu.config import MosaicSyrkxConfig
 from pallas_kernels._mosaic_gpu.syrkx import syrkx as mosaic_gpu_syrkx
 from pallas_kernels._triton.config import TritonSyrkxConfig
@@ -100,7 +100,6 @@ def _interpreted(
     beta: Any = 0.0,
     diagonal: jax.typing.ArrayLike = 0.0,
     residual=False,
-    dither=False,
     **kwargs,
 ):
     results = syrkx(
@@ -109,7 +108,6 @@ def _interpreted(
         *_stated(c_matrix, alpha, beta, diagonal),
         symmetrize_output=True,
         residual=residual,
-        dither=dither,
         **kwargs,
     )
     return results if residual else results[0]
@@ -145,12 +143,7 @@ def _stated(c_matrix, alpha, beta, diagonal):
 def by_name(implementation: str):
     """`syrk` where B is None, else `syrkx`, with the arguments of `_interpreted`."""
 
-    def function(a_matrix, b_matrix=None, c_matrix=None, *, residual=False, dither=False, **kwargs):
-        if dither:
-            (out,) = symmetric_product(
-                a_matrix, b_matrix, c_matrix, implementation=implementation, dither=True, **kwargs
-            )
-            return out
+    def function(a_matrix, b_matrix=None, c_matrix=None, *, residual=False, **kwargs):
         if residual:
             return syrk_with_residual(a_matrix, c_matrix, implementation=implementation, **kwargs)
         if b_matrix is None:

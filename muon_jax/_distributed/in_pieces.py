@@ -27,7 +27,6 @@ from muon_jax._iteration.operand import WholeMatrices
 from muon_jax._iteration.passes import scale_down, split, transposed
 from muon_jax._matrices.axes import MatrixAxes, from_matrices, matrix_axes, to_matrices
 from muon_jax._matrices.views import MuonDimensionNumbers
-from pallas_kernels._dither import rounded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,6 @@ class MatricesInPieces(WholeMatrices):
         alpha: float | jax.Array = 1.0,
         *,
         residual: bool = False,
-        dither: bool = False,
         symmetrize_output: bool = True,
     ) -> tuple[jax.Array, ...]:
         """Returns `WholeMatrices.gram` of the owned matrix alone; symmetric in any case."""
@@ -77,11 +75,11 @@ class MatricesInPieces(WholeMatrices):
             total = jax.lax.all_to_all(rows, self.axes, 0, 1, tiled=True)[:, :m]
         # The two halves were summed in different orders. The lower half counts.
         total = jnp.tril(total) + jnp.tril(total, -1).mT.conj()
-        high = rounded(total, x.dtype, dither=dither)
+        rounded = total.astype(x.dtype)
         if not residual:
-            return (high,)
-        high = jax.lax.optimization_barrier(high)  # XLA would subtract the unrounded total
-        return high, (total - high).astype(x.dtype)
+            return (rounded,)
+        rounded = jax.lax.optimization_barrier(rounded)  # XLA would subtract the unrounded total
+        return rounded, (total - rounded).astype(x.dtype)
 
     def spread(self, q: jax.Array) -> jax.Array:
         """Returns the Q of all matrices, from their owners."""

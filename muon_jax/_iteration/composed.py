@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from muon_jax._iteration.cost import Products
 from muon_jax._iteration.normalization import Normalization
 from muon_jax._iteration.operand import WholeMatrices
-from muon_jax._iteration.precision import DITHERED_PRODUCTS
 from muon_jax._iteration.steps import Step
 
 
@@ -47,19 +46,12 @@ def run_composed(
     for index, step in enumerate(steps):
         alpha = 1.0 if index else gain**2
         residual = step.residuals > 0 and jnp.finfo(x.dtype).bits == 16
-        dithered = 0 if index else DITHERED_PRODUCTS
-        gram, *low = operand.gram(
-            x, alpha, residual=residual, dither=dithered > 0, symmetrize_output=False
-        )
+        gram, *low = operand.gram(x, alpha, residual=residual, symmetrize_output=False)
         if index == 0:
             s = normalization.inverse_schatten_norm(gram)
             step = step.scaled(s, s * gain)
         q = step.polynomial(
-            gram,
-            *low,
-            dithered=dithered - 1,
-            symmetrize_output=False,
-            implementation=operand.implementation,
+            gram, *low, symmetrize_output=False, implementation=operand.implementation
         )
         x = operand.apply(q, x, last=index == len(steps) - 1)
     return x

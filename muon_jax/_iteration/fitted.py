@@ -149,7 +149,7 @@ _ACCURATE = Schedule(  # (32, 16), l = 0.0016, slope 865, maximum 1.16
                 Product(1.4415407, ((0.23840519, 0),), -0.44154072),
                 Product(29.005547, ((0.12843035, 1),), 0.20473108),
             ),
-            residuals=2,
+            residuals=1,
         ),
         Step(
             (

@@ -17,10 +17,8 @@ Reference: `Gram Newton–Schulz <https://github.com/Dao-AILab/gram-newton-schul
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -28,9 +26,9 @@ import numpy as np
 from muon_jax._iteration.cost import Products
 from muon_jax._iteration.normalization import Normalization
 from muon_jax._iteration.operand import WholeMatrices
-from muon_jax._iteration.precision import DITHERED_PRODUCTS, roundoff
+from muon_jax._iteration.precision import roundoff
 from muon_jax._iteration.recipes import Quintics
-from pallas_kernels import symmetric_product
+from pallas_kernels import syrkx
 
 type _Triple = tuple[float, ...]
 type _Segments = tuple[tuple[_Triple, ...], ...]
@@ -136,23 +134,13 @@ def run_gram_form(
         normalization: of X.
         operand: the matrices whole, or in pieces.
     """
-    dithers = (count < DITHERED_PRODUCTS for count in itertools.count())
-    (gram,) = operand.gram(x, normalization.gain**2, dither=next(dithers))
+    (gram,) = operand.gram(x, normalization.gain**2)
     x, gram, s, factor = normalization(x, gram, operand.spread)
-
-    def product(*operands: jax.Array, **coefficients: Any) -> jax.Array:
-        (out,) = symmetric_product(
-            *operands,
-            **coefficients,
-            dither=next(dithers),
-            implementation=operand.implementation,
-        )
-        return out
-
+    product = functools.partial(syrkx, implementation=operand.implementation)
     parts = segments(quintics, x.dtype)
     for index, triples in enumerate(parts):
         if index:
-            (gram,), s, factor = operand.gram(x, dither=next(dithers)), 1.0, 1.0
+            (gram,), s, factor = operand.gram(x), 1.0, 1.0
         q = _segment(product, gram, triples, s, factor)
         x = operand.apply(q, x, last=index == len(parts) - 1)
     return x

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import gemm, symmetric_product
+from pallas_kernels import gemm, syrk, syrk_with_residual
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,6 @@ class WholeMatrices:
         alpha: float | jax.Array = 1.0,
         *,
         residual: bool = False,
-        dither: bool = False,
         symmetrize_output: bool = True,
     ) -> tuple[jax.Array, ...]:
         """Returns alpha·XXᵀ, rounded, and with `residual` also what the rounding left.
@@ -39,16 +38,17 @@ class WholeMatrices:
         Args:
             x: shape `(..., m, n)`.
             alpha: a coefficient, or one for each matrix.
-            residual, dither, symmetrize_output: as for `symmetric_product`.
+            residual: whether to return the residual.
+            symmetrize_output: as for `syrk`.
         """
-        return symmetric_product(
+        product = syrk_with_residual if residual else syrk
+        out = product(
             x,
             alpha=alpha,
-            residual=residual,
-            dither=dither,
             symmetrize_output=symmetrize_output,
             implementation=self.implementation,
         )
+        return out if isinstance(out, tuple) else (out,)
 
     def apply(self, q: jax.Array, x: jax.Array, *, last: bool) -> jax.Array:
         """Returns QX, the last one in the dtype of the result.

@@ -8,10 +8,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device
 
-# How many of a run's m × m products in 16 bits are dithered, the first ones (docs/numerics.md). The
-# standard form of quintic steps needs none.
-DITHERED_PRODUCTS = 3
-
 
 class Backend(NamedTuple):
     """What a choice of form or implementation depends on, beside its arguments.

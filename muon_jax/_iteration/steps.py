@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import symmetric_product
+from pallas_kernels import syrk, syrk_with_residual
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,37 +84,30 @@ class Step:
         return Step(tuple(products), self.residuals)
 
     def polynomial(
-        self,
-        gram: jax.Array,
-        residual: jax.Array | None = None,
-        *,
-        dithered: int = 0,
-        **options: Any,
+        self, gram: jax.Array, residual: jax.Array | None = None, **options: Any
     ) -> jax.Array:
         """Returns h(R), of shape `(..., m, m)`.
 
         Args:
             gram: R, of shape `(..., m, m)`.
             residual: of R, where the step has residuals and the dtype has 16 bits.
-            dithered: how many of the products are dithered, the first ones.
-            options: of `symmetric_product`.
+            options: of `pallas_kernels.syrk`.
         """
         terms = [gram]
         for j, product in enumerate(self.products):
             addends = [(beta, terms[i]) for beta, i in product.addends]
             if residual is not None:
                 addends.append((self.residual_beta(j), residual))
-            term, *residuals = symmetric_product(
-                terms[-1],
-                c_matrix=tuple(c_matrix for _, c_matrix in addends),
-                alpha=product.alpha,
-                beta=tuple(beta for beta, _ in addends),
-                diagonal=product.diagonal,
-                residual=residual is not None and j + 1 < self.residuals,
-                dither=j < dithered,
-                **options,
-            )
-            (residual,) = residuals or (None,)
+            arguments = (terms[-1], tuple(c_matrix for _, c_matrix in addends))
+            options |= {
+                "alpha": product.alpha,
+                "beta": tuple(beta for beta, _ in addends),
+                "diagonal": product.diagonal,
+            }
+            if residual is not None and j + 1 < self.residuals:
+                term, residual = syrk_with_residual(*arguments, **options)
+            else:
+                term, residual = syrk(*arguments, **options), None
             terms.append(term)
         return terms[-1]
 

@@ -23,7 +23,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._dither import dithered, hash_of_index
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K
 from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram, Tile
 
@@ -33,7 +32,6 @@ class SyrkxProgram(RingProgram):
     """A `RingProgram` with its operands and results in global memory, and its staging buffers."""
 
     mirrored_on_diagonal: bool
-    dither: bool
     coefficients: Ref
     a: Ref
     b: Ref
@@ -115,33 +113,14 @@ class SyrkxProgram(RingProgram):
             ) -> None:
                 block = jnp.where(row_ids + row == col_ids + col, block + diagonal, block)
                 below_diagonal = row_ids + row >= col_ids + col
-                moved = self._dithered(block, row, col) if self.dither else block
                 for index, out in enumerate(self.outs, i * len(self.outs)):
-                    rounded = moved.astype(out.dtype)
+                    rounded = block.astype(out.dtype)
                     block -= rounded.astype(jnp.float32)
-                    moved = block
                     self._store_block(rounded, out, tile.batch, row, col, index, below_diagonal)
 
             @pl.when(~is_stored)  # later blocks count on the buffers as if this one were stored
             def _() -> None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def _dithered(self, block: jax.Array, row: jax.Array, col: jax.Array) -> jax.Array:
-        """A block that begins there with its dither, from one hash for each row and column."""
-        row_hash, col_hash = (
-            lax.broadcast_in_dim(
-                hash_of_index(
-                    plgpu.broadcasted_iota(
-                        jnp.int32, (size,), 0, layout=plgpu.Layout.WGMMA.reduce(1 - axis)
-                    )
-                    + start
-                ),
-                block.shape,
-                (axis,),
-            )
-            for axis, (size, start) in enumerate(zip(block.shape, (row, col), strict=True))
-        )
-        return dithered(block, self.outs[0].dtype, row_hash, col_hash)
 
     def _ids(self, num_rows: int) -> Iterator[jax.Array]:
         """Returns the rows and the columns of a block's elements."""

@@ -55,7 +55,6 @@ def syrkx(
     *,
     symmetrize_output: bool,
     residual: bool,
-    dither: bool,
     config: MosaicSyrkxConfig | None = None,
     num_programs: int | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
@@ -69,7 +68,6 @@ def syrkx(
         config=config,
         mirrored_on_diagonal=symmetrize_output and b_matrix is not None,
         residual=residual,
-        dither=dither,
         num_programs=num_programs or _device.num_multiprocessors(),
         interpret=interpret,
     )
@@ -85,14 +83,7 @@ def syrkx(
 # Jitted, so that calls of equal shapes are traced and lowered once.
 @functools.partial(
     jax.jit,
-    static_argnames=(
-        "config",
-        "mirrored_on_diagonal",
-        "residual",
-        "dither",
-        "num_programs",
-        "interpret",
-    ),
+    static_argnames=("config", "mirrored_on_diagonal", "residual", "num_programs", "interpret"),
 )
 def _launch_mosaic_syrkx(
     a: jax.Array,
@@ -103,7 +94,6 @@ def _launch_mosaic_syrkx(
     config: MosaicSyrkxConfig | None,
     mirrored_on_diagonal: bool,
     residual: bool,
-    dither: bool,
     num_programs: int,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, ...]:
@@ -122,7 +112,6 @@ def _launch_mosaic_syrkx(
     def program(coefficients: Ref, a: Ref, b: Ref, *refs: Ref, **ring: Any) -> SyrkxProgram:
         return SyrkxProgram(
             mirrored_on_diagonal=mirrored_on_diagonal,
-            dither=dither,
             coefficients=coefficients,
             a=a,
             b=b,

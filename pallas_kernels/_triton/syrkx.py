@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels._dither import dithered, hash_of_index
 from pallas_kernels._stacked import call_on_stacks, stack_coefficients
 from pallas_kernels._triton.config import (
     TritonSyrkxConfig,
@@ -69,7 +68,6 @@ def syrkx(
     *,
     symmetrize_output: bool,
     residual: bool,
-    dither: bool,
     config: TritonSyrkxConfig | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
@@ -79,7 +77,6 @@ def syrkx(
         config=config,
         mirrored_on_diagonal=symmetrize_output and b_matrix is not None,
         residual=residual,
-        dither=dither,
         interpret=interpret,
     )
     stacked = stack_coefficients(coefficients, a_matrix.shape[:-2])
@@ -88,8 +85,7 @@ def syrkx(
 
 # Jitted, so that calls of equal shapes are traced and lowered once.
 @functools.partial(
-    jax.jit,
-    static_argnames=("config", "mirrored_on_diagonal", "residual", "dither", "interpret"),
+    jax.jit, static_argnames=("config", "mirrored_on_diagonal", "residual", "interpret")
 )
 def _launch_triton_syrkx(
     a_matrix: jax.Array,
@@ -100,7 +96,6 @@ def _launch_triton_syrkx(
     config: TritonSyrkxConfig | None,
     mirrored_on_diagonal: bool,
     residual: bool,
-    dither: bool,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
     """Computes stacks `(batch, m, n)` with coefficients `(batch, number)`."""
@@ -117,7 +112,6 @@ def _launch_triton_syrkx(
             config=config,
             mirrors=mirrors,
             mirrored_on_diagonal=mirrored_on_diagonal,
-            dither=dither and a_matrix.dtype != jnp.float32,
         ),
         grid=(count_programs([batch], m, config.tile, mirrors),),
         out_shape=(out_shape,) * (1 + residual),
@@ -138,7 +132,6 @@ def _triton_syrkx_kernel(
     config: TritonSyrkxConfig,
     mirrors: bool,
     mirrored_on_diagonal: bool,
-    dither: bool,
 ) -> None:
     """The body of the kernel: one program's tile, and its mirror image if `mirrors`."""
     _, m, n = a_gmem.shape
@@ -172,11 +165,8 @@ def _triton_syrkx_kernel(
         total += beta * c_tile.astype(jnp.float32)
     row_ids, col_ids = (start + jnp.arange(tile) for start in (row, col))
     total += jnp.where(row_ids[:, None] == col_ids[None, :], diagonal, 0.0)
-    row_hash, col_hash = hash_of_index(row_ids)[:, None], hash_of_index(col_ids)[None, :]
-    for index, out_gmem in enumerate(out_gmems):  # the result, then what its rounding left
-        is_dithered = dither and index == 0
-        moved = dithered(total, out_gmem.dtype, row_hash, col_hash) if is_dithered else total
-        out = moved.astype(out_gmem.dtype)
+    for out_gmem in out_gmems:  # the result, then what its rounding left
+        out = total.astype(out_gmem.dtype)
         total -= out.astype(jnp.float32)
         if mirrored_on_diagonal:
             out = jnp.where(row_ids[:, None] >= col_ids[None, :], out, out.T)

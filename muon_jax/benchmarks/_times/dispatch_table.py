@@ -103,14 +103,5 @@ def _with_config(config: MosaicSyrkxConfig, a: jax.Array, c: jax.Array | None = 
     """The same by the Mosaic GPU kernel with this config."""
     one, zero, beta = jnp.float32(1), jnp.float32(0), jnp.float32(0.5)
     cs, coefficients = ((), (one, zero)) if c is None else ((c,), (one, zero, beta))
-    (out,) = syrkx(
-        a,
-        None,
-        cs,
-        coefficients,
-        symmetrize_output=True,
-        residual=False,
-        dither=False,
-        config=config,
-    )
+    (out,) = syrkx(a, None, cs, coefficients, symmetrize_output=True, residual=False, config=config)
     return out
