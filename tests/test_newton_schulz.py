@@ -251,7 +251,7 @@ def test_far_below_eps_float16_has_an_absolute_error(ns_coeffs, method):
         small = jnp.asarray(x / np.linalg.norm(x) * size, jnp.float32)
         run = functools.partial(newton_schulz, small, ns_coeffs, eps=1e-8, method=method)
         exact = np.asarray(run(dtype="float32"))
-        assert 0 < np.max(np.abs(exact)) < 0.02
+        assert 0 < np.max(np.abs(exact)) < 0.1
         assert helpers.relative_error(run(dtype="bfloat16"), exact) < 0.1
         assert np.max(np.abs(run(dtype="float16") - exact)) < 1e-5
     assert not run(dtype="float16").any()

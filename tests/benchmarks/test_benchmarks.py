@@ -238,7 +238,7 @@ def test_a_wrong_addend_fails(monkeypatch):
 
 def test_a_wrong_update_fails(monkeypatch):
     right = one_device.muon
-    monkeypatch.setattr(one_device, "muon", lambda learning_rate, **kw: right(-0.02, **kw))
+    monkeypatch.setattr(one_device, "muon", lambda learning_rate, **kw: right(0.06, **kw))
     with pytest.raises(
         ArithmeticError, match="muon tiny, None: the update of .* differs from that of optax by 2"
     ):

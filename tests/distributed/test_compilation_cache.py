@@ -7,7 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import mostly_nightly
+from helpers import mostly_nightly, slow
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import scale_by_muon
@@ -59,6 +59,7 @@ def test_a_second_process_compiles_no_update_again(tmp_path, kind):
     assert hits_and_misses("dion") == ["0", "1"]
 
 
+@slow
 def test_an_update_that_is_not_jitted_has_its_own_coefficients():
     """Its digest is a constant of the program, not an operand that the cache does not see."""
     mesh = jax.make_mesh((8,), ("fsdp",), (AxisType.Auto,))

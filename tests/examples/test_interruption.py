@@ -76,6 +76,7 @@ def run(folder, cache, steps, kill_after=None):
         stderr=subprocess.DEVNULL,
         text=True,
     ) as process:
+        assert process.stdout
         if kill_after is None:
             return process.communicate()[0].split()
         for _ in range(int(kill_after)):

@@ -293,6 +293,7 @@ def test_stochastic_rounding_is_for_bfloat16():
         scale_by_muon(mu_rounding="up")
 
 
+@helpers.slow
 def test_a_momentum_that_overflows_float16_makes_nan():
     """An infinity in the state does not pass silently: the matrix has no finite update again."""
     for momentum, mu_dtype, is_finite in (
