@@ -48,10 +48,10 @@ def run(monkeypatch):
         if implementation == "triton, interpreted":
             interpreted = helpers.IMPLEMENTATIONS[implementation]
 
-            def syrk(a, c=None, *, symmetrize_output, implementation, **coefficients):
-                return interpreted(a, None, c, **coefficients)
+            def product(a, b, c, *, symmetrize_output, implementation, **options):
+                return [interpreted(a, b, c, **options)]
 
-            monkeypatch.setattr(quintic, "syrk", syrk)
+            monkeypatch.setattr(quintic, "symmetric_product", product)
             return unjitted(x, *args, **kwargs)
         return newton_schulz(x, *args, implementation=implementation, **kwargs)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels import _device
 
 # How many of a run's m × m products in 16 bits are dithered, the first ones (docs/numerics.md). The
-# standard form of quintic steps needs none.
+# standard form of quintic steps needs none, but for the first step of `published.DITHERED`.
 DITHERED_PRODUCTS = 3
 
 

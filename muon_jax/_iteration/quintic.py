@@ -1,9 +1,11 @@
 """The standard form of quintic steps: every step multiplies with X.
 
 A = XXᵀ,   Q = aI + bA + cA²,   X <- QX.
+
+Each step forms A from the rounded X, so dithered rounding matters in the first step alone. Few
+coefficients need it there (`Quintics.dithered`), in bfloat16.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 from muon_jax._iteration.normalization import Normalization
 from muon_jax._iteration.operand import WholeMatrices
 from muon_jax._iteration.recipes import Quintics, is_traced
-from pallas_kernels import syrk
+from pallas_kernels import symmetric_product
 
 
 def run_quintics(
@@ -31,9 +33,25 @@ def run_quintics(
     """
     rows, first, last = quintics.rows, quintics.first, quintics.last
     is_loop = is_traced((first, last))
-    product = functools.partial(
-        syrk, symmetrize_output=False, implementation=operand.implementation
-    )
+    dithered = quintics.dithered and x.dtype == jnp.bfloat16  # in the first step
+
+    def product(
+        a_matrix: jax.Array,
+        c_matrix: jax.Array | None = None,
+        *,
+        dither: bool = False,
+        **coefficients: Any,
+    ) -> jax.Array:
+        (out,) = symmetric_product(
+            a_matrix,
+            None,
+            c_matrix,
+            dither=dither,
+            symmetrize_output=False,
+            implementation=operand.implementation,
+            **coefficients,
+        )
+        return out
 
     def triple(step: int | jax.Array) -> Any:
         if len(rows) == 1:
@@ -49,18 +67,20 @@ def run_quintics(
         gram: jax.Array,
         s: float | jax.Array,
         factor: float | jax.Array,
+        *,
+        dither: bool = False,
     ) -> jax.Array:
         """factor·(a·I + b·R + c·R²)·X, one step on factor·X, with R = s²·gram."""
         a, b, c = (factor * coefficient for coefficient in triple(step))
-        q = product(gram, gram, alpha=c * s**4, beta=b * s**2, diagonal=a)
+        q = product(gram, gram, alpha=c * s**4, beta=b * s**2, diagonal=a, dither=dither)
         return operand.apply(q, x, last=not is_loop and bool(step == last - 1))
 
     def body(step: int | jax.Array, x: jax.Array) -> jax.Array:
         return apply(step, x, product(x), 1.0, 1.0)
 
-    gram = product(x, alpha=normalization.gain**2)
+    gram = product(x, alpha=normalization.gain**2, dither=dithered)
     x, gram, s, factor = normalization(x, gram, operand.spread)
-    x = apply(first, x, gram, s, factor)
+    x = apply(first, x, gram, s, factor, dither=dithered)
     if is_loop:
         return jax.lax.fori_loop(first + 1, last, body, x)
     for step in range(int(first) + 1, int(last)):

@@ -1,5 +1,6 @@
 """What `ns_coeffs` and `ns_steps` stand for: quintic steps, or a composed schedule."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax._iteration.published import DEFAULT_STEPS, DIVERGING, NAMED
+from muon_jax._iteration.published import DEFAULT_STEPS, DITHERED, DIVERGING, NAMED
 from muon_jax._iteration.steps import Schedule
 
 type Triple = tuple[float | jax.Array, float | jax.Array, float | jax.Array]
@@ -25,6 +26,7 @@ class Quintics(NamedTuple):
         first, last: which steps.
         diverging: whether the coefficients are of `DIVERGING`.
         traced: whether rows or steps are known only when the traced function runs.
+        dithered: whether the coefficients are of `DITHERED`.
     """
 
     rows: Any
@@ -32,6 +34,7 @@ class Quintics(NamedTuple):
     last: int | jax.Array
     diverging: bool = False
     traced: bool = False
+    dithered: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -42,7 +45,7 @@ class Quintics(NamedTuple):
         """Returns what is known while tracing, which hashes."""
         if not self.traced:
             return self
-        return Quintics((), 0, DEFAULT_STEPS, self.diverging, traced=True)
+        return self._replace(rows=(), first=0, last=DEFAULT_STEPS)
 
 
 type Recipe = Quintics | Schedule
@@ -103,20 +106,23 @@ def _resolve_name(name: str, ns_steps: int | jax.Array, preconditioning: str) ->
     if name not in NAMED:
         names = sorted({*NAMED, *SCHEDULES})
         raise ValueError(f"ns_coeffs must be one of {names}, got {name!r}")
-    rows, diverging, traced = NAMED[name], name in DIVERGING, is_traced(ns_steps)
+    rows, traced = NAMED[name], is_traced(ns_steps)
+    of_rows = functools.partial(
+        Quintics, rows, diverging=name in DIVERGING, traced=traced, dithered=name in DITHERED
+    )
     if len(rows) == 1:
-        return Quintics(rows, 0, ns_steps, traced=traced)
+        return of_rows(0, ns_steps)
     if traced:
         first = jnp.where(ns_steps == DEFAULT_STEPS, 0, jnp.maximum(len(rows) - ns_steps, 0))
-        return Quintics(rows, first, len(rows), diverging, traced)
+        return of_rows(first, len(rows))
     if ns_steps == DEFAULT_STEPS:
-        return Quintics(rows, 0, len(rows), diverging)
+        return of_rows(0, len(rows))
     if ns_steps > len(rows):
         raise ValueError(
             f"ns_coeffs={name!r} has {len(rows)} steps, got ns_steps={ns_steps}: pass fewer"
             f" steps, {DEFAULT_STEPS} (the default) for all, or a table with a row for each"
         )
-    return Quintics(rows, len(rows) - ns_steps, len(rows), diverging)
+    return of_rows(len(rows) - ns_steps, len(rows))
 
 
 def _resolve_schedule(
