@@ -63,7 +63,7 @@ def test_known_inputs(key):
 def test_a_search_finds_none_above_its_limit(variant, request):
     name, method, dtype = variant
     if variant == UNSAFE:
-        request.applymarker(pytest.mark.xfail(reason="dithered rounding does not suffice"))
+        request.applymarker(pytest.mark.xfail(strict=False, reason="3 dithered products do not do"))
     *_, found = itertools.islice(search(name, method, dtype, 16, seed=0), 10)
     assert found.evaluations == 2560 and found.largest > 0.9
     assert within_limit(found.largest, name, dtype)
@@ -79,18 +79,9 @@ def without_dither(monkeypatch):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    ("name", "method", "dtype", "m", "generations"),
-    [
-        ("accurate", "gram", "float16", 64, 2),
-        pytest.param("balanced", "gram", "bfloat16", 16, 30, marks=pytest.mark.slow),
-    ],
-)
-def test_the_search_finds_what_rounding_without_dither_does(
-    name, method, dtype, m, generations, without_dither, monkeypatch
-):
+def test_the_search_finds_what_rounding_without_dither_does(without_dither, monkeypatch):
     monkeypatch.setattr(searching, "known_inputs", lambda m: [])
-    *_, found = itertools.islice(search(name, method, dtype, m, seed=0), generations)
+    *_, found = itertools.islice(search("accurate", "gram", "float16", 64, seed=0), 3)
     assert found.largest > 1.5
 
 

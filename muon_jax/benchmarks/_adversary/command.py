@@ -58,7 +58,7 @@ def run_adversary(arguments: argparse.Namespace) -> None:
 def measure_worst(
     name: str, method: str, dtype: str, m: int, *, seed: int, seconds: float
 ) -> dict[str, Any]:
-    """Searches for that many seconds.
+    """Searches for that many seconds, or until a result is not finite.
 
     Returns:
         `name`, `method`, `dtype` and `size`; `evaluations`; `worst`, the largest singular value
@@ -66,9 +66,10 @@ def measure_worst(
     """
     start = time.monotonic()
     maximum = maximum_of_map(name, dtype)
-    for found in search(name, method, dtype, m, seed):
-        if time.monotonic() - start > seconds or not found.is_finite:
-            break
+    findings = search(name, method, dtype, m, seed)
+    found = next(findings)
+    while found.is_finite and time.monotonic() - start < seconds:
+        found = next(findings)
     return {
         "name": name,
         "method": method,

@@ -114,8 +114,8 @@ def random_genome(m: int, rng: np.random.Generator) -> Genome:
     signs = rng.choice(np.array([-1, 1], np.int8), (m, m)) if kind == 1 else hadamard(m)
     if kind == 2:
         signs = signs[:, rng.permutation(m)]
-    columns = _lengths(m, rng.integers(1, 6), rng)
-    rows = _lengths(m, rng.integers(1, 4), rng) if rng.random() < 0.3 else np.ones(m)
+    columns = _lengths(m, int(rng.integers(1, 6)), rng)
+    rows = _lengths(m, int(rng.integers(1, 4)), rng) if rng.random() < 0.3 else np.ones(m)
     genome = Genome(signs, rows, columns, rng.choice(NOISES, p=(0.8, 0.1, 0.1)))
     return _with_copied_rows(genome, rng) if rng.random() < 0.3 else genome
 
@@ -139,14 +139,14 @@ def _lengths(m: int, count: int, rng: np.random.Generator) -> np.ndarray:
 
 def crossed(one: Genome, other: Genome, rng: np.random.Generator) -> Genome:
     """Returns a genome with each attribute from one of the two."""
-    pairs = zip(one, other, strict=True)
-    return Genome(*(pair[rng.integers(2)] for pair in pairs))
+    from_other = [name for name in Genome._fields if rng.random() < 0.5]
+    return one._replace(**{name: getattr(other, name) for name in from_other})
 
 
 def mutated(genome: Genome, rng: np.random.Generator) -> Genome:
     """Returns the genome with one to three changes."""
     for _ in range(rng.integers(1, 4)):
-        change = rng.choice(_CHANGES, p=_CHANCES)
+        change = _CHANGES[rng.choice(len(_CHANGES), p=_CHANCES)]
         genome = change(genome, rng)
     return genome
 

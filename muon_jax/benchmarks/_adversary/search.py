@@ -45,7 +45,7 @@ class Finding(NamedTuple):
 def search(name: str, method: str, dtype: str, m: int, seed: int) -> Iterator[Finding]:
     """Yields what was found after each generation, without end.
 
-    The first population has the known inputs. A generation has as many children as there are
+    The known inputs come first. A generation has as many children as there are
     parents, of two parents each and mutated. The best of all become the next parents.
 
     Args:
@@ -67,11 +67,9 @@ def search(name: str, method: str, dtype: str, m: int, seed: int) -> Iterator[Fi
     while True:
         if stale > PATIENCE:
             parents, sizes, stale = [], np.zeros(0), 0
-        if parents:
-            children = [_child(parents, rng) for _ in range(count)]
-        else:
-            children, known = known[:count], known[count:]
-            children += [random_genome(m, rng) for _ in range(count - len(children))]
+        children, known = known[:count], known[count:]
+        while len(children) < count:
+            children.append(_child(parents, rng) if parents else random_genome(m, rng))
         matrices = np.stack([child.matrix(gaussian) for child in children])
         found = largest_singular_values(orthogonalize(matrices))
         evaluations += count
@@ -91,7 +89,7 @@ def population_size(m: int) -> int:
     return int(np.clip(2**18 // m**2, 4, 256))
 
 
-def largest_singular_values(results: jax.typing.ArrayLike) -> np.ndarray:
+def largest_singular_values(results: jax.Array | np.ndarray) -> np.ndarray:
     """Returns the largest singular value of each result, and ∞ where a result is not finite.
 
     Small matrices have their eigenvalues computed. Others have some steps of a block power
@@ -120,6 +118,7 @@ def _by_power_iteration(results: np.ndarray) -> np.ndarray:
     """Rayleigh quotients of OOᵀ, the largest of a few vectors."""
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((*results.shape[:-1], 4))
+    squares = np.zeros(len(results))
     for _ in range(20):
         norms = np.linalg.norm(vectors, axis=-2, keepdims=True)
         vectors /= np.where(norms == 0, 1, norms)
