@@ -79,9 +79,12 @@ def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") 
         rules: a view, or None for AdamW, for each regular expression. Expressions are searched for
             in paths such as `"layers/0/mlp/up/kernel"`. The first that matches decides, before all
             of the above.
-        layout: the order of axes. `"in_out"` is that of Flax, and of the shapes above. `"out_in"`
-            is that of Equinox, Haliax, PyTorch and `FlaxConv1D`: `(out, in)`, `(out, in, *window)`,
-            `(experts, out, in)`, `(heads, dim, in)` and `(out, heads, dim)`.
+        layout: the order of axes.
+
+            -   `"in_out"`: Flax has this order, and so have the shapes above.
+            -   `"out_in"`: Equinox, Haliax, PyTorch and `FlaxConv1D` have it. The shapes are
+                `(out, in)`, `(out, in, *window)`, `(experts, out, in)`, `(heads, dim, in)` and
+                `(out, heads, dim)`.
 
     Raises:
         TypeError: `rules` is no dict of regular expressions.
@@ -94,11 +97,10 @@ def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") 
         ValueError: there is no such layout.
         TypeError: `params` has leaves that are no arrays, as modules of Equinox have.
     """
-    leaves, treedef = jax.tree.flatten_with_path(params)
-    named = named_shapes(params)
-    if any(not path for path, _ in leaves):
+    named, treedef = named_shapes(params), jax.tree.structure(params)
+    if jax.tree_util.treedef_is_leaf(treedef):
         raise ValueError(
-            f"by_role needs a tree of parameters, got one array of shape {leaves[0][1].shape}: pass"
+            f"by_role needs a tree of parameters, got one array of shape {named[0][1]}: pass"
             " static_args='muon_weight_dimension_numbers' to optax.inject_hyperparams"
         )
     rules = rules or {}

@@ -4,8 +4,7 @@ import re
 from collections.abc import Sequence
 
 from muon_jax._matrices.layouts import Layout, Shape, fits_bias, has_other_window
-from muon_jax._matrices.neighbours import module_of
-from muon_jax._matrices.roles import Found, NamedShape
+from muon_jax._matrices.roles import Found, NamedShape, bias_beside, module_of
 from muon_jax._matrices.shapes import Unknown
 from muon_jax._matrices.stacked_layers import Layers
 
@@ -49,8 +48,7 @@ def _reason(name: str, of_one: Found, shapes: dict[str, Shape], layout: Layout) 
     shape, module = shapes[name], module_of(name)
     *_, rows, cols = of_one.shape
     other: Layout = "out_in" if layout == "in_out" else "in_out"
-    bias = shapes.get(f"{module}/bias") or shapes.get(f"{module}/b")
-    if bias and module != name:
+    if bias := bias_beside(name, shapes):
         fits, fits_other = (fits_bias(shape, bias, order) for order in (layout, other))
         if fits != fits_other:  # else the bias tells nothing, and names and widths may
             return "whose bias has the size of its input" if fits_other else ""

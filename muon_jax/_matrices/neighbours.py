@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._matrices.layouts import Shape, relabelled
-from muon_jax._matrices.roles import GATING_EINSUM, LEAF, NUMBERED, UNNAMED, Found
+from muon_jax._matrices.roles import GATING_EINSUM, NUMBERED, UNNAMED, Found, module_of
 from muon_jax._matrices.shapes import UNKNOWN, Unknown
 from muon_jax._matrices.views import MATRICES, Split
 
@@ -21,11 +21,6 @@ _SECOND = {
     r"^w1$": "w2",
 }
 _GATES = ("gate", "gate_proj", "w_gate", "wg", "w3")
-
-
-def module_of(name: str) -> str:
-    """Returns the path of a parameter, without the name of an array such as `kernel`."""
-    return re.sub(rf"/({LEAF})$", "", name)
 
 
 def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Found]:

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
@@ -217,3 +218,16 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     (UNNAMED, rf"^({_MODEL}/)*[^/]+{_END}", nothing_known),
     ("matrix", rf".*/({LEAF})|\w*proj|fc\w*|w_\w+|linear{_LAST}", by_rank(rank_2=MATRICES)),
 )
+
+
+def module_of(name: str) -> str:
+    """Returns the path of a parameter, without the name of an array such as `kernel`."""
+    return re.sub(rf"/({LEAF})$", "", name)
+
+
+def bias_beside(name: str, shapes: Mapping[str, Shape]) -> Shape | None:
+    """Returns the shape of the bias beside a kernel, by its path; None where there is none."""
+    module = module_of(name)
+    if module == name:
+        return None
+    return shapes.get(f"{module}/bias") or shapes.get(f"{module}/b")

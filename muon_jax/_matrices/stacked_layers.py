@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from muon_jax._matrices.layouts import Layout, Shape, fits_bias
-from muon_jax._matrices.roles import CONTAINER, LEAF, NamedShape
+from muon_jax._matrices.roles import CONTAINER, NamedShape, bias_beside
 
 # A container whose layers may be stacked: no number of a layer follows it, not even after others.
 _POSSIBLE_STACK = re.compile(rf"(?<![^/]){CONTAINER}(?=/(?!(?:{CONTAINER}/)*\d+(?:/|$)))")
@@ -101,13 +101,8 @@ def _axis_of_layers(paths: list[str], shapes: list[Shape], layout: Layout) -> in
 def _biased(paths: list[str], shapes: list[Shape]) -> list[tuple[Shape, Shape]]:
     """The shapes of each kernel and the bias beside it."""
     shape_of = {path.lower(): shape for path, shape in zip(paths, shapes, strict=True)}
-    pairs = []
-    for path, shape in shape_of.items():
-        module, is_kernel = re.subn(rf"/({LEAF})$", "/", path)
-        bias = shape_of.get(f"{module}bias") or shape_of.get(f"{module}b")
-        if is_kernel and bias:
-            pairs.append((shape, bias))
-    return pairs
+    biases = {path: bias_beside(path, shape_of) for path in shape_of}
+    return [(shape_of[path], bias) for path, bias in biases.items() if bias]
 
 
 def _kind_of_container(

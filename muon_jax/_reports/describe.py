@@ -16,7 +16,6 @@ from muon_jax._matrices.layouts import Layout
 from muon_jax._matrices.views import View, assigned_views, shapes_of_stacks
 from muon_jax._reports.arguments import all_arguments, iteration_of
 from muon_jax._reports.table import table
-from muon_jax._tree_checks import check_params
 from muon_jax._trees import errors_naming
 from pallas_kernels import select_implementation, unsupported_reason
 from pallas_kernels._promotion import standard_promotion
@@ -108,9 +107,8 @@ def describe(params: Any, **arguments: Any) -> Description:
         ValueError: as `muon`, and `by_role` where it is used.
         NotImplementedError: the named implementation cannot run here.
     """
-    check_params(params)
-    given = all_arguments(arguments)
     named = named_shapes(params)
+    given = all_arguments(arguments)
     iteration, leaves = iteration_of(given), jax.tree.leaves_with_path(params)
     views = assigned_views(given["muon_weight_dimension_numbers"], params)
     stacks = [

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -73,16 +74,14 @@ def rival_programs(measured: str, *arguments: jax.Array) -> dict[str, Timeable]:
 
 def absent_rivals(*measured: str) -> dict[str, str]:
     """Returns the rivals that cannot run here, with the reason."""
-    packages = {name: package for key in measured for name, package in _IN_TORCH[key].items()}
-    reasons = {name: _reason_missing(package) for name, package in packages.items()}
+    reasons = {name: _reason_missing(package) for name, package in _in_torch(measured).items()}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
 def torch_versions(*measured: str) -> dict[str, str]:
     """Returns the versions of torch and of the packages of the rivals that can run here."""
     absent = absent_rivals(*measured)
-    rivals = {name: package for key in measured for name, package in _IN_TORCH[key].items()}
-    packages = {package for name, package in rivals.items() if name not in absent}
+    packages = {package for name, package in _in_torch(measured).items() if name not in absent}
     packages |= {"torch"} if packages else set()
     names = [
         name for package in sorted(packages) for name in _DISTRIBUTIONS.get(package, (package,))
@@ -97,6 +96,11 @@ def leave_memory_to_torch() -> None:
     """
     if importlib.util.find_spec("torch"):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def _in_torch(measured: Iterable[str]) -> dict[str, str]:
+    """The package of each rival in torch of these measurements."""
+    return {name: package for key in measured for name, package in _IN_TORCH[key].items()}
 
 
 def _reason_missing(package: str) -> str | None:
