@@ -5,7 +5,7 @@
 Each step but the first forms R from the rounded X, so rounding does not add up between steps.
 Within a step rounding does add up: rounding R hides small singular values, which h amplifies by its
 slope at 0. Steep steps therefore keep the residuals of R and of the first products
-(`Step.residual_beta`).
+(`Step.residual_betas`).
 """
 
 import jax
@@ -45,7 +45,7 @@ def run_composed(
     gain = normalization.gain
     for index, step in enumerate(steps):
         alpha = 1.0 if index else gain**2
-        residual = step.residuals > 0 and jnp.finfo(x.dtype).bits == 16
+        residual = bool(step.residual_betas) and jnp.finfo(x.dtype).bits == 16
         gram, *low = operand.gram(x, alpha, residual=residual, symmetrize_output=False)
         if index == 0:
             s = normalization.inverse_schatten_norm(gram)

@@ -109,7 +109,7 @@ def _no_gram_form(recipe: Recipe, preconditioning: Preconditioning, dtype: jnp.d
         return None  # a composed schedule has one form, under either name
     if recipe.traced:
         return "traced coefficients or steps have the standard form only"
-    if recipe.diverging:
+    if recipe.diverging == "16 bits":
         return "rounding XXᵀ makes these coefficients diverge"
     if preconditioning == "spectral":
         return "preconditioning='spectral' needs more than the Gram matrix"
@@ -133,31 +133,35 @@ def _products_dtype(
 
     | dtype  | of the products                                                      |
     | ------ | -------------------------------------------------------------------- |
-    | "auto" | float32 for coefficients that rounding makes diverge; else           |
-    |        | bfloat16 for quintic steps in the standard form, and on TPUs, which  |
-    |        | multiply no float16; else float16                                    |
+    | "auto" | float32 for coefficients that rounding to 16 bits makes diverge;     |
+    |        | else bfloat16 for quintic steps in the standard form, and on TPUs,   |
+    |        | which multiply no float16; else float16. Coefficients that diverge   |
+    |        | in bfloat16 alone have float16, and float32 on TPUs                  |
     | None   | that of the matrices                                                 |
     | other  | as it says                                                           |
 
     For complex matrices the dtype is complex64 at least.
 
     Raises:
-        ValueError: quintic steps in fewer bits than are safe.
+        ValueError: quintic steps in a dtype that is not safe.
     """
     is_quintic = isinstance(recipe, Quintics)
-    diverging = is_quintic and recipe.diverging
+    diverging = recipe.diverging if isinstance(recipe, Quintics) else None
     if isinstance(dtype, str) and dtype == "auto":
-        dtype = "bfloat16" if is_quintic and method == "standard" else "float16"
-        if _device.platform() == "tpu":
-            dtype = "bfloat16"
-        if diverging:
+        on_tpu = _device.platform() == "tpu"
+        dtype = "bfloat16" if on_tpu or (is_quintic and method == "standard") else "float16"
+        if diverging and dtype == "bfloat16":
+            dtype = "float32" if on_tpu else "float16"
+        if diverging == "16 bits":
             dtype = "float32"
     dtype = jnp.dtype(in_dtype if dtype is None else dtype)
-    least = 32 if diverging else 16
-    if is_quintic and jnp.finfo(dtype).bits < least:
-        reason = ", or rounding makes these coefficients diverge" * diverging
+    least = 32 if diverging == "16 bits" else 16
+    unsafe = is_quintic and jnp.finfo(dtype).bits < least
+    if unsafe or (diverging and dtype == jnp.bfloat16):
+        needed = "float16 or 32 bits or more" if diverging == "bfloat16" else f"{least} bits or more"
+        reason = ", or rounding makes these coefficients diverge" * bool(diverging)
         raise ValueError(
-            f"dtype must have {least} bits or more{reason}, got {dtype}: pass dtype='auto'"
+            f"dtype must have {needed}{reason}, got {dtype}: pass dtype='auto'"
             " (ns_dtype='auto' to muon)"
         )
     if jnp.issubdtype(in_dtype, jnp.complexfloating):

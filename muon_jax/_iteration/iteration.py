@@ -156,7 +156,7 @@ class Iteration:
         if _device.platform() == "cpu":  # where XLA cannot run a product merged with a transpose
             x = jax.lax.optimization_barrier(x)
         x = pad_for_kernels(x, operand)
-        full = isinstance(recipe, Schedule) or recipe.diverging
+        full = isinstance(recipe, Schedule) or recipe.diverging == "16 bits"
         with matmul_precision(x.dtype, full=full):
             if isinstance(recipe, Schedule):
                 x = run_composed(x, recipe.steps_in(x.dtype), normalization, operand)

@@ -26,14 +26,14 @@ class Quintics(NamedTuple):
     Attributes:
         rows: the triples.
         first, last: which steps.
-        diverging: whether the coefficients are of `DIVERGING`.
+        diverging: where rounding makes the coefficients diverge, by `DIVERGING`.
         traced: whether rows or steps are known only when the traced function runs.
     """
 
     rows: Any
     first: int | jax.Array
     last: int | jax.Array
-    diverging: bool = False
+    diverging: str | None = None
     traced: bool = False
 
     @property
@@ -116,7 +116,7 @@ def _resolve_name(name: str, ns_steps: int | jax.Array, preconditioning: str) ->
     if name in SCHEDULES:
         return _resolve_schedule(SCHEDULES[name], ns_steps, preconditioning)
     check_name("ns_coeffs", name, sorted({*NAMED, *SCHEDULES}))
-    rows, diverging, traced = NAMED[name], name in DIVERGING, is_traced(ns_steps)
+    rows, diverging, traced = NAMED[name], DIVERGING.get(name), is_traced(ns_steps)
     if len(rows) == 1:
         return Quintics(rows, 0, ns_steps, traced=traced)
     if traced:

@@ -34,12 +34,17 @@ class Step:
 
     Attributes:
         products: the k products.
-        residuals: how many of S₀, S₁, … need their residual in 16 bits. The residual is what the
-            rounding of S left. See `residual_beta`.
+        residual_betas: in 16 bits Sⱼ₊₁ has the residual of Sⱼ, what the rounding of Sⱼ left, for
+            one more addend. These are its coefficients, for S₀, S₁, … as far as they go.
+
+            With the derivative of Sⱼ₊₁ by Sⱼ for a coefficient, Sⱼ₊₁ is as if Sⱼ had twice the
+            digits. The addend needs no product. The derivative is 2·alpha·Sⱼ + beta, another
+            number in each direction. The coefficients are a compromise between small directions,
+            where digits matter most, and large ones.
     """
 
     products: tuple[Product, ...]
-    residuals: int = 0
+    residual_betas: tuple[float | jax.Array, ...] = ()
 
     @property
     def slope(self) -> float:
@@ -54,16 +59,6 @@ class Step:
             terms.append(p.alpha * terms[-1] ** 2 + added + p.diagonal)
         return terms
 
-    def residual_beta(self, j: int) -> float | jax.Array:
-        """Returns the coefficient of the residual of Sⱼ in Sⱼ₊₁: dSⱼ₊₁/dSⱼ where R is 0.
-
-        With this addend Sⱼ₊₁ is as if Sⱼ had twice the digits wherever R is small, which is where
-        the digits matter. The addend needs no product.
-        """
-        product, at_zero = self.products[j], Step(self.products[:j]).terms(0.0)[-1]
-        beta = sum(beta for beta, i in product.addends if i == j)
-        return 2 * product.alpha * at_zero + beta
-
     def scaled(self, s: float | jax.Array, factor: float | jax.Array) -> "Step":
         """Returns the step with the polynomial factor·h(s²·R), as a polynomial of R.
 
@@ -71,17 +66,21 @@ class Step:
             s: a number, or one for each matrix, of shape `(...)`.
             factor: likewise.
         """
-        products = []
-        for product in self.products:
-            out = factor if product is self.products[-1] else 1.0
-            products.append(
-                Product(
-                    out * product.alpha * (1.0 if products else s**4),
-                    tuple((out * beta * (1.0 if i else s**2), i) for beta, i in product.addends),
-                    out * product.diagonal,
-                )
+
+        def scaled_beta(j: int, beta: float | jax.Array, i: int) -> float | jax.Array:
+            return out[j] * beta * (1.0 if i else s**2)
+
+        out = [*[1.0] * (len(self.products) - 1), factor]
+        products = tuple(
+            Product(
+                out[j] * product.alpha * (1.0 if j else s**4),
+                tuple((scaled_beta(j, beta, i), i) for beta, i in product.addends),
+                out[j] * product.diagonal,
             )
-        return Step(tuple(products), self.residuals)
+            for j, product in enumerate(self.products)
+        )
+        betas = tuple(scaled_beta(j, beta, j) for j, beta in enumerate(self.residual_betas))
+        return Step(products, betas)
 
     def polynomial(
         self, gram: jax.Array, residual: jax.Array | None = None, **options: Any
@@ -97,14 +96,14 @@ class Step:
         for j, product in enumerate(self.products):
             addends = [(beta, terms[i]) for beta, i in product.addends]
             if residual is not None:
-                addends.append((self.residual_beta(j), residual))
+                addends.append((self.residual_betas[j], residual))
             arguments = (terms[-1], tuple(c_matrix for _, c_matrix in addends))
             options |= {
                 "alpha": product.alpha,
                 "beta": tuple(beta for beta, _ in addends),
                 "diagonal": product.diagonal,
             }
-            if residual is not None and j + 1 < self.residuals:
+            if residual is not None and j + 1 < len(self.residual_betas):
                 term, residual = syrk_with_residual(*arguments, **options)
             else:
                 term, residual = syrk(*arguments, **options), None

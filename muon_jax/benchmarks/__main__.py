@@ -6,6 +6,7 @@
     python -m muon_jax.benchmarks muon --models gpt2-small
     python -m muon_jax.benchmarks sharded --mesh fsdp=2 tensor=2 --json sharded.json
     python -m muon_jax.benchmarks accuracy --names standard --json accuracy.json
+    python -m muon_jax.benchmarks adversary --names balanced --sizes 16 64
     python -m muon_jax.benchmarks training --json training.json
     python -m muon_jax.benchmarks coefficients --names balanced
     python -m muon_jax.benchmarks report syrk.json --png syrk.png
@@ -29,6 +30,11 @@ from muon_jax.benchmarks._accuracy.command import (
     QUICK_ACCURACY,
     add_accuracy_arguments,
     run_accuracy,
+)
+from muon_jax.benchmarks._adversary.command import (
+    QUICK_ADVERSARY,
+    add_adversary_arguments,
+    run_adversary,
 )
 from muon_jax.benchmarks._coefficients.command import add_coefficients_arguments, run_coefficients
 from muon_jax.benchmarks._command_line.arguments import add_quick
@@ -90,6 +96,12 @@ COMMANDS = {
         add_accuracy_arguments,
         run_accuracy,
         QUICK_ACCURACY,
+    ),
+    "adversary": Command(
+        "a search for matrices whose results have too large singular values",
+        add_adversary_arguments,
+        run_adversary,
+        QUICK_ADVERSARY,
     ),
     "training": Command(
         "validation losses of a small GPT, by coefficients, learning rate and seed",

@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from muon_jax import newton_schulz
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax.benchmarks._accuracy.polar_error import polar_metrics
-from muon_jax.benchmarks._accuracy.spectra import Case
+from muon_jax.benchmarks._accuracy.spectra import SPECTRA, Case, with_singular_values
 
 unjitted = helpers.unjitted_newton_schulz
 OFFERED = [(name, dtype) for name in SCHEDULES for dtype in ("float16", "bfloat16")]
@@ -231,6 +231,25 @@ def test_gpus_multiply_float32_as_such_under_composed_schedules():
         with jax.default_matmul_precision("tensorfloat32"):
             assert {dtype for dtype, _ in products_of("fast", dtype="float32")} == {"float32"}
             assert products_of("fast", dtype="float32") != {("float32", highest)}
+
+
+def error_of_one_direction(name, dtype):
+    """The median of ‖u₁ᵀO - v₁‖ for a singular value 1 among small ones."""
+    errors = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        sigma = SPECTRA["one direction"](64, rng)
+        case = Case.of("one direction", with_singular_values(sigma, 64, rng))
+        result = np.asarray(newton_schulz(case.x, name, dtype=dtype))
+        errors.append(polar_metrics(case, result)["errors"][0])
+    return np.median(errors)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_one_direction_among_small_ones(dtype):
+    allowed = 2 * error_of_one_direction("polar_express", dtype)
+    for name in ("balanced", "accurate"):
+        assert error_of_one_direction(name, dtype) < allowed, name
 
 
 @pytest.mark.parametrize(

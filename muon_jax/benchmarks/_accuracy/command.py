@@ -20,14 +20,7 @@ QUICK_ACCURACY = {
 
 def add_accuracy_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the flags of `accuracy`."""
-    names, methods, dtypes = (
-        polar_error.coefficient_names(),
-        polar_error.METHODS,
-        polar_error.DTYPES,
-    )
-    command.add_argument("--names", nargs="+", choices=names, default=names)
-    command.add_argument("--methods", nargs="+", choices=methods, default=[*methods])
-    command.add_argument("--dtypes", nargs="+", choices=dtypes, default=[*dtypes])
+    polar_error.add_variants(command)
     command.add_argument("--sizes", nargs="+", type=int, default=[256], help="the smaller side, m")
     command.add_argument("--aspects", nargs="+", type=int, default=[1, 2, 4, 8], help="n/m")
     add_json(command, "also write the measurements to this file")

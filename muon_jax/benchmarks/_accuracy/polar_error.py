@@ -1,5 +1,6 @@
 """The distance of `newton_schulz` to the polar factor, and its FLOPs, by coefficients."""
 
+import argparse
 import functools
 import itertools
 import math
@@ -27,6 +28,14 @@ LARGEST_ALLOWED = 1.5
 def coefficient_names() -> list[str]:
     """Returns the names that `ns_coeffs` takes, those of composed schedules included."""
     return [*NAMED, *SCHEDULES]
+
+
+def add_variants(command: argparse.ArgumentParser) -> None:
+    """Adds the flags `--names`, `--methods` and `--dtypes`, by default all that there are."""
+    names = coefficient_names()
+    command.add_argument("--names", nargs="+", choices=names, default=names)
+    command.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
+    command.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
 
 
 def offered_variants(

@@ -21,6 +21,7 @@ SPECTRA: dict[str, Callable[[int, np.random.Generator], np.ndarray]] = {
     ),
     "spike": lambda m, rng: np.r_[1, 0.03 * (1 + 0.3 * rng.random(m - 1))],
     "gamma": lambda m, rng: rng.gamma(3, 2, m),
+    "one direction": lambda m, rng: np.r_[1, 0.003 * rng.random(m - 1)],
 }
 
 MOMENTUM_STEPS = (5, 50)

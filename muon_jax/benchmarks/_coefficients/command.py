@@ -7,7 +7,8 @@ import numpy as np
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax._iteration.published import NAMED
 from muon_jax.benchmarks._coefficients.designs import DESIGNS
-from muon_jax.benchmarks._coefficients.fit import fit, free_coefficients, properties
+from muon_jax.benchmarks._coefficients.fit import fit, properties
+from muon_jax.benchmarks._coefficients.free import free_coefficients
 from muon_jax.benchmarks._coefficients.minimax import published_minimax_sets
 from muon_jax.benchmarks._command_line.progress import measure_each
 
@@ -29,7 +30,7 @@ def run_coefficients(arguments: argparse.Namespace) -> None:
     fitted = measure_each(asked.values(), fit, lambda design: f"l = {design.low:g}")
     for ((name, dtype), design), steps in zip(asked.items(), fitted, strict=True):
         shipped = SCHEDULES[name].steps_in(dtype)
-        difference = np.max(np.abs(free_coefficients(steps) / free_coefficients(shipped) - 1))
+        difference = np.max(np.abs(free_coefficients(design, steps) / free_coefficients(design, shipped) - 1))
         numbers = properties(steps, design.low).items()
         stated = ", ".join(f"{key} {number:.4g}" for key, number in numbers)
         print(f"{name}, {dtype}: within {difference:.1g} of what ships, relatively; {stated}")

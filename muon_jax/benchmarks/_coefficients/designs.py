@@ -10,25 +10,33 @@ class Design(NamedTuple):
 
     Attributes:
         addends: for each product of each step, the indices i of the Sᵢ that are added to it.
+        residuals: the number of residuals in each step.
         low: l, the least singular value that is to become 1.
-        noise: the factor of all rounding errors.
+        unit: the unit roundoff u of the dtype.
+        noise: the factor of independent rounding errors.
+        start: free coefficients to start from.
+        vanishing: how many S of the first step are 0 where R is, from S₁ on.
         drift: the relative error of a step's output.
-        shift: the error of an Sⱼ, relative to its maximum.
         coupling: the error between two directions, relative to the maximum.
         cap: the largest y without a penalty.
-        residuals: the number of residuals in the first step.
-        start: free coefficients to start from; pass None to start from `greedy` steps.
+        worst: the errors of the worst case, in units of u and relative to the maximum.
+        most: the largest y in the worst case without a penalty.
+        spike: the weight of errors where one direction dominates.
     """
 
     addends: AddendIndices
+    residuals: tuple[int, ...]
     low: float
-    noise: float = 1.0
+    unit: float
+    noise: float
+    start: tuple[float, ...]
+    vanishing: int = 0
     drift: float = 0.02
-    shift: float = 0.0
     coupling: float = 0.0
     cap: float = 1.25
-    residuals: int = 0
-    start: tuple[float, ...] | None = None
+    worst: float = 1.0
+    most: float = 1.33
+    spike: float = 0.5
 
 
 def _parse_addends(*steps: str) -> AddendIndices:
@@ -40,77 +48,100 @@ def _parse_numbers(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split()))
 
 
-# Starts: the ends of fits with less `drift`, `shift` and `coupling`, and fewer residuals. For
-# float16 those fits began with all 45 and 25 addends, and left out one after the other.
-_BALANCED = _parse_numbers("""
-     -3.49  -3.11  2.06  -3.82  2  1.04  0.807  0.62  -0.331  0.994  2.31  -0.606  0.45  0.529
-     -0.051  -0.139  0.117  0.753  122  -7.66  -17.4  23.1  28.4  8.3  94.4  41.9
-""")
-_ACCURATE = _parse_numbers("""
-     6.5  -7  1.84  0.224  1.51  0.227  1.42  0.173  -0.0962  -0.0732  108  1.55  0.147  1.36
-     1.07  5.82  -0.0854  0.579  0.348  1.13
+# Starts: the ends of fits without the worst case and the spike, and of fits on the way from there.
+# The first of all for float16 had all 45 and 25 addends, and left out one after the other.
+_FAST = _parse_numbers("""
+     3.0871  -3.92258  1.99374  1.41214  -0.390443  0.110891  3.71557  0.152599  -0.326656
+     0.694668  1.21184  69.2793  8.58548  10.8765  6.01118  -3.95727  3.98603
 """)
 _FAST_IN_BFLOAT16 = _parse_numbers("""
-     5.15  -5.74  1.41  0.201  25.1  -0.15  0.67  0.152  1.16  -0.042  4.11  0.58  0.822
+     5.00349  -5.64619  1.40982  0.199877  25.0434  -0.21468  0.698835  -3.03021  0.148278
+     1.11241  -0.0674587  3.86306  0.595817  0.854773
+""")
+_BALANCED = _parse_numbers("""
+     -3.44674  -3.06442  1.99481  -3.75193  1.99672  1.04387  0.811903  0.612013  -0.30813
+     0.999524  2.2734  -0.575007  0.486696  0.524386  -0.0525983  -0.136666  0.117381  0.750303
+     118.243  -7.49376  -16.5737  21.7559  27.7878  8.12478  91.5986  42.2772  3.97625  3.9994
+     -3.70772  0.750106
 """)
 _BALANCED_IN_BFLOAT16 = _parse_numbers("""
-     5.82  -6.47  1.67  0.246  1.27  0.156  35.1  -0.229  0.926  0.179  1.34  0.0727  1.36
-     -0.528  6.14  1.73  0.493
+     5.45171  -6.33847  1.5642  -0.0437597  1.01867  -0.20389  37.6475  -0.09903  0.646141
+     -6.3232  0.19054  1.38629  0.0848717  1.39156  -0.611126  5.33776  2.02549  0.34077
+""")
+_ACCURATE = _parse_numbers("""
+     6.37484  -6.93159  1.82791  0.210995  1.49229  0.210035  1.42407  0.157519  -0.100883
+     -0.0835635  109.181  1.586  -5.43917  3.37073  0.144745  1.39435  1.08753  6.13198
+     -0.0834247  0.592122  0.36572  1.13474
 """)
 _ACCURATE_IN_BFLOAT16 = _parse_numbers("""
-     5.09  -5.64  1.44  0.238  29  0.128  0.205  0.164  1.4  0.057  9.14  -0.167  0.574  0.226
-     2.19  -0.152  1.01
+     -3.60778  2.97317  0.231083  -4.11246  25.8914  0.0402917  0.995391  1.12139  0.170491
+     1.37334  0.0561587  9.64033  -0.469727  0.689076  -0.741114  0.22119  2.46636  -0.118824
+     0.922451
 """)
+
+_FLOAT16, _BFLOAT16 = 2.0**-11, 2.0**-8
 
 # By name and dtype.
 DESIGNS = {
-    ("fast", "float16"): Design(_parse_addends("0,,01,,24,,25"), 0.01, 0.2, residuals=1),
+    ("fast", "float16"): Design(
+        _parse_addends("0,,01,,24,,25"), (2,), 0.01, _FLOAT16, noise=0.2, start=_FAST
+    ),
     ("fast", "bfloat16"): Design(
         _parse_addends("0,0,1", "0,0,1"),
+        (1, 0),
         0.004,
-        1.5,
-        0.1,
-        shift=4e-3,
-        coupling=4e-3,
-        residuals=1,
+        _BFLOAT16,
+        noise=1.5,
         start=_FAST_IN_BFLOAT16,
+        drift=0.1,
+        coupling=4e-3,
     ),
     ("balanced", "float16"): Design(
         _parse_addends("0,1,2,,4,35,35,0137,013678"),
+        (4,),
         0.006,
-        0.1,
-        shift=3.5e-4,
+        _FLOAT16,
+        noise=0.1,
+        start=_BALANCED,
+        vanishing=2,
         coupling=3.5e-4,
         cap=1.13,
-        residuals=3,
-        start=_BALANCED,
     ),
     ("balanced", "bfloat16"): Design(
         _parse_addends("0,0,0,2", "0,0,1,1"),
+        (1, 0),
         0.003,
-        3.0,
-        0.03,
-        shift=5e-3,
-        coupling=6.5e-3,
+        _BFLOAT16,
+        noise=3.0,
         start=_BALANCED_IN_BFLOAT16,
+        drift=0.03,
+        coupling=6.5e-3,
+        worst=1.2,
+        spike=0.7,
     ),
     ("accurate", "float16"): Design(
         _parse_addends("0,0,0,012,", "0,,,012"),
-        0.0016,
-        1.0,
-        shift=3.5e-4,
-        coupling=3.5e-4,
-        cap=1.2,
-        residuals=1,
+        (2, 0),
+        0.0018,
+        _FLOAT16,
+        noise=1.4,
         start=_ACCURATE,
+        coupling=3e-4,
+        cap=1.2,
+        worst=0.9,
+        most=1.4,
+        spike=1.2,
     ),
     ("accurate", "bfloat16"): Design(
-        _parse_addends("0,0,1", "0,0,1", "0,0"),
-        0.001,
-        3.0,
-        0.08,
-        shift=4e-3,
-        residuals=1,
+        _parse_addends("0,01,1", "0,0,1", "0,0"),
+        (1, 1, 0),
+        0.0008,
+        _BFLOAT16,
+        noise=2.5,
         start=_ACCURATE_IN_BFLOAT16,
+        vanishing=1,
+        drift=0.05,
+        worst=0.9,
+        most=1.4,
     ),
 }

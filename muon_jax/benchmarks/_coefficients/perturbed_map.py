@@ -76,8 +76,8 @@ def _run_steps(steps: Sequence[Step], x: Any, errors: jax.Array | np.ndarray) ->
             added = sum(beta * terms[i] for beta, i in product.addends)
             term = product.alpha * _small_product(terms[-1], terms[-1]) + added
             term += product.diagonal * np.eye(x.shape[-1])
-            if j < step.residuals:
-                term -= step.residual_beta(j) * error
+            if j < len(step.residual_betas):
+                term -= step.residual_betas[j] * error
             if product is not step.products[-1]:
                 error = _of_largest(next(remaining), term)
                 term += error

@@ -37,6 +37,8 @@ def measurement_line(measurement: Measurement) -> str:
     """Returns a measurement in one line, and one more line for each rival that failed."""
     if "losses" in measurement:
         return losses_line(measurement)
+    if "worst" in measurement:
+        return ", ".join(f"{key} {cell}" for key, cell in _adversary_row(measurement).items())
     if "name" in measurement:
         return ", ".join(f"{key} {cell}" for key, cell in _accuracy_row(measurement).items())
     clock = common_clock([measurement])
@@ -55,6 +57,10 @@ def markdown(report: Report) -> str:
     """
     if report["benchmark"] == "accuracy":
         return _accuracy_markdown(report)
+    if report["benchmark"] == "adversary":
+        rows = [_adversary_row(measurement) for measurement in report["measurements"]]
+        table = markdown_table([*rows[0]], [[*row.values()] for row in rows])
+        return f"{heading(report)}; largest singular values\n\n{table}"
     if report["benchmark"] == "training":
         return _training_markdown(report)
     measurements = report["measurements"]
@@ -156,6 +162,21 @@ def _accuracy_row(measurement: Measurement) -> dict[str, str]:
         "dual": f"{np.median(metric_values(cases, 'dual')):.3f}",
         "largest σ": f"{np.max(metric_values(cases, 'largest')):.3f}",
         "blow-ups": f"{sum(case['blow_up'] for case in cases)} of {len(cases)}",
+    }
+
+
+def _adversary_row(measurement: Measurement) -> dict[str, str]:
+    """The cells by column of one name, method, dtype and size."""
+    form = ", gram" if measurement["method"] == "gram" else ""
+    worst = measurement["worst"]
+    return {
+        "coefficients": measurement["name"] + form,
+        "dtype": measurement["dtype"],
+        "size": str(measurement["size"]),
+        "evaluations": str(measurement["evaluations"]),
+        "worst σ": "not finite" if worst is None else f"{worst:.4g}",
+        "limit": f"{measurement['limit']:.3f}",
+        "maximum of the map": f"{measurement['maximum']:.3f}",
     }
 
 

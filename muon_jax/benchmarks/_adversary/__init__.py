@@ -1,0 +1,1 @@
+"""A search for matrices whose rounding conspires, so that singular values become too large."""
