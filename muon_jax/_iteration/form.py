@@ -158,7 +158,9 @@ def _products_dtype(
     least = 32 if diverging == "16 bits" else 16
     unsafe = is_quintic and jnp.finfo(dtype).bits < least
     if unsafe or (diverging and dtype == jnp.bfloat16):
-        needed = "float16 or 32 bits or more" if diverging == "bfloat16" else f"{least} bits or more"
+        needed = (
+            "float16 or 32 bits or more" if diverging == "bfloat16" else f"{least} bits or more"
+        )
         reason = ", or rounding makes these coefficients diverge" * bool(diverging)
         raise ValueError(
             f"dtype must have {needed}{reason}, got {dtype}: pass dtype='auto'"

@@ -10,6 +10,7 @@ from muon_jax._iteration.published import NAMED
 from muon_jax.benchmarks import __main__ as benchmarks
 from muon_jax.benchmarks._coefficients import fit
 from muon_jax.benchmarks._coefficients.designs import DESIGNS
+from muon_jax.benchmarks._coefficients.free import free_coefficients
 from muon_jax.benchmarks._coefficients.minimax import minimax_quintic, published_minimax_sets
 
 # Float64's rounding, which differs between CPUs, or units of the last published digit. The 8.20516
@@ -67,9 +68,8 @@ each_design = pytest.mark.parametrize(
 @pytest.mark.timeout(900)
 @pytest.mark.optimized
 def test_what_is_generated_is_what_ships():
-    # In one direction the objective is too flat for float64: 2e-4 on some CPUs. The other sets take
-    # minutes.
-    name, dtype, rtol = "fast", "float16", 3e-4
+    # In some directions the objective is flat. The other sets take minutes.
+    name, dtype, rtol = "fast", "bfloat16", 1e-3
     steps = fit.fit(DESIGNS[name, dtype])
     shipped = SCHEDULES[name].steps_in(dtype)
     actual, expected = ([dataclasses.astuple(step) for step in each] for each in (steps, shipped))
@@ -80,10 +80,10 @@ def test_what_is_generated_is_what_ships():
 def test_schedules_are_at_a_minimum_of_their_objective(name, dtype):
     design = DESIGNS[name, dtype]
     with jax.enable_x64(True):
-        free = fit.free_coefficients(SCHEDULES[name].steps_in(dtype))
+        free = free_coefficients(design, SCHEDULES[name].steps_in(dtype))
 
         def cost(free):
-            return float(np.sum(fit.objective_terms(design, free, design.low) ** 2))
+            return float(np.sum(fit.objective_terms(design, free) ** 2))
 
         least = cost(free)
         for direction in np.random.default_rng(0).choice([-1, 1], (4, free.size)):
@@ -92,16 +92,17 @@ def test_schedules_are_at_a_minimum_of_their_objective(name, dtype):
 
 # The largest |S| but for h, and the largest h.
 STATED = {
-    ("fast", "float16"): (1.005, 92),
+    ("fast", "float16"): (3, 96),
     ("balanced", "float16"): (2, 318),
     ("accurate", "float16"): (1 + 1e-6, 110),
+    ("accurate", "bfloat16"): (1.2, 39),
 }
 
 
 def test_intermediates_stay_within_what_is_stated():
     sigma = np.append(np.geomspace(1e-6, 1, 4000), np.linspace(0, 1.01, 4000))
     for name, dtype in DESIGNS:
-        most, highest = STATED.get((name, dtype), (1 + 1e-6, 38))
+        most, highest = STATED.get((name, dtype), (1 + 1e-6, 39))
         x = sigma
         for step in SCHEDULES[name].steps_in(dtype):
             terms = step.terms(x**2)

@@ -83,12 +83,12 @@ def test_in_every_dtype_it_is_close_to_it(name, dtype, tolerance, shape):
 @pytest.mark.parametrize(
     ("name", "dtype", "low", "least", "most"),
     [
-        ("fast", "float16", 0.01, 0.753, 1.17),
-        ("fast", "bfloat16", 0.004, 0.543, 1.244),
-        ("balanced", "float16", 0.006, 0.771, 1.144),
-        ("balanced", "bfloat16", 0.003, 0.801, 1.166),
-        ("accurate", "float16", 0.0016, 0.876, 1.165),
-        ("accurate", "bfloat16", 0.001, 0.798, 1.161),
+        ("fast", "float16", 0.01, 0.723, 1.184),
+        ("fast", "bfloat16", 0.004, 0.523, 1.236),
+        ("balanced", "float16", 0.006, 0.819, 1.139),
+        ("balanced", "bfloat16", 0.003, 0.776, 1.086),
+        ("accurate", "float16", 0.0018, 0.884, 1.179),
+        ("accurate", "bfloat16", 0.0008, 0.669, 1.191),
     ],
 )
 def test_its_map_stays_within_what_is_stated(name, dtype, low, least, most):
@@ -151,7 +151,7 @@ def test_one_row_is_normalized(name, dtype, shape):
     x = normal(shape)
     out = newton_schulz(x, name, dtype=dtype)
     expected = mapped(name, np.ones(1), dtype) * x / jnp.linalg.norm(x)
-    atol = {"float16": 1e-2, "bfloat16": 4e-2}[dtype]  # y is steep at 1
+    atol = {"float16": 2e-2, "bfloat16": 4e-2}[dtype]  # y is steep at 1
     np.testing.assert_allclose(out, expected, atol=atol)
 
 

@@ -30,7 +30,9 @@ def run_coefficients(arguments: argparse.Namespace) -> None:
     fitted = measure_each(asked.values(), fit, lambda design: f"l = {design.low:g}")
     for ((name, dtype), design), steps in zip(asked.items(), fitted, strict=True):
         shipped = SCHEDULES[name].steps_in(dtype)
-        difference = np.max(np.abs(free_coefficients(design, steps) / free_coefficients(design, shipped) - 1))
+        difference = np.max(
+            np.abs(free_coefficients(design, steps) / free_coefficients(design, shipped) - 1)
+        )
         numbers = properties(steps, design.low).items()
         stated = ", ".join(f"{key} {number:.4g}" for key, number in numbers)
         print(f"{name}, {dtype}: within {difference:.1g} of what ships, relatively; {stated}")

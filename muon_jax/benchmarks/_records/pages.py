@@ -26,6 +26,7 @@ _TITLES = {
     "muon": "Whole updates on one device",
     "sharded": "Whole updates on several devices",
     "accuracy": "Accuracy",
+    "adversary": "Searched inputs",
     "training": "Training a small GPT",
 }
 _CLOCKS = {
