@@ -96,6 +96,8 @@ def _run_group(
     )
     count = len(stack)
     stack = jnp.pad(stack, [(0, -count % mesh.size)] + [(0, 0)] * len(shape))
+    # XLA shards what a constraint is of as the constraint says. That must not be the parameters.
+    stack = jax.lax.optimization_barrier(stack)
     *steps, last = _steps(mesh, bool(leaf.batch))
     for names in steps:
         stack = _constrained(stack, names, mesh, PartitionSpec.UNCONSTRAINED)
@@ -110,6 +112,7 @@ def _run_group(
     stack = _constrained(stack, last, mesh, None)
     for names in reversed(steps):
         stack = _constrained(stack, names, mesh, PartitionSpec.UNCONSTRAINED)
+    stack = jax.lax.optimization_barrier(stack)
     units = jnp.split(stack[:count], len(arrays))
     return [
         x.reshape(whole).transpose([order.index(i) for i in range(len(order))]).astype(leaf.dtype)
