@@ -1,0 +1,121 @@
+"""Programs compiled for TPUs that are not there: their FLOPs, exchanges and memory."""
+
+import math
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+_COLLECTIVE = re.compile(
+    r" = \(*(\w+)\[([\d,]*)\].*? "
+    r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+
+
+def described_mesh(topology: str, sizes: Mapping[str, int], axis_type: AxisType) -> Mesh:
+    """Returns a mesh of described chips, such as those of `"v5e:2x2"`.
+
+    It needs the package libtpu, and neither a chip nor a network.
+
+    Args:
+        topology: as `jax.experimental.topologies` names it.
+        sizes: of the mesh axes; one may be -1 for all chips that are left.
+        axis_type: of all axes.
+    """
+    # Nobody is asked for metadata of the machine. Several processes may load the compiler.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    devices = topologies.get_topology_desc(topology, "tpu").devices
+    grid = np.array(devices).reshape([*sizes.values()])
+    return Mesh(grid, (*sizes,), axis_types=(axis_type,) * len(sizes))
+
+
+def described_tree(
+    shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, PartitionSpec], mesh: Mesh
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns arrays of float32 that are not there, sharded over the mesh."""
+    return {
+        name: jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=NamedSharding(mesh, specs.get(name, PartitionSpec()))
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def compiled_for(function: Callable[..., Any], *arguments: Any) -> jax.stages.Compiled:
+    """Returns the function compiled for the chips that its arguments are described to be on."""
+    return jax.jit(function).lower(*arguments).compile()
+
+
+def compiled_update(
+    optimizer: optax.GradientTransformation, params: Mapping[str, jax.ShapeDtypeStruct]
+) -> jax.stages.Compiled:
+    """Returns one update of parameters that are not there, whose state is sharded as they are."""
+    mesh = next(iter(params.values())).sharding.mesh
+
+    def placed(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        of = params.get(getattr(path[-1], "key", ""))
+        is_alike = of is not None and of.shape == x.shape
+        sharding = of.sharding if is_alike else NamedSharding(mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    state = jax.tree.map_with_path(placed, jax.eval_shape(optimizer.init, params))
+    return compiled_for(optimizer.update, params, state, params)
+
+
+def exchanges(compiled: jax.stages.Compiled) -> dict[str, tuple[int, int]]:
+    """Returns how many collectives of each kind a program has, and the bytes of their results.
+
+    A collective that the compiler weaves into products stands in the program several times, under
+    one channel.
+    """
+    found = {}
+    for i, line in enumerate((compiled.as_text() or "").splitlines()):
+        if match := _COLLECTIVE.search(line):
+            dtype, sizes, kind = match.groups()
+            channel = _CHANNEL.search(line)
+            itemsize = jnp.dtype(_DTYPES.get(dtype, "float32")).itemsize
+            num_bytes = itemsize * math.prod(map(int, filter(None, sizes.split(","))))
+            found[kind, channel[1] if channel else i] = num_bytes
+    kinds = sorted({kind for kind, _ in found})
+    of_kind = {k: [size for (kind, _), size in found.items() if kind == k] for k in kinds}
+    return {kind: (len(sizes), sum(sizes)) for kind, sizes in of_kind.items()}
+
+
+def has_float16(compiled: jax.stages.Compiled) -> bool:
+    """Returns whether a program computes anything in float16, which TPUs do not multiply."""
+    return bool(re.search(r"\bf16\[", compiled.as_text() or ""))
+
+
+def measured(compile_program: Callable[[], jax.stages.Compiled]) -> dict[str, Any]:
+    """Returns what a compiled program says of itself, and the seconds that it took.
+
+    FLOPs are those of one device. XLA counts all of a symmetric product.
+    """
+    start = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = compile_program()
+    seconds, memory, cost = time.perf_counter() - start, compiled.memory_analysis(), compiled.cost_analysis()
+    assert memory and cost
+    found = exchanges(compiled)
+    return {
+        "gflops": round(cost["flops"] / 1e9, 3),
+        "temp_bytes": memory.temp_size_in_bytes,
+        "collectives": {kind: count for kind, (count, _) in found.items()},
+        "exchanged_bytes": sum(size for _, size in found.values()),
+        "float16": has_float16(compiled),
+        "warned": len(caught),
+        "seconds": round(seconds, 1),
+    }
