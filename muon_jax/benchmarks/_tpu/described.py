@@ -107,7 +107,11 @@ def measured(compile_program: Callable[[], jax.stages.Compiled]) -> dict[str, An
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compiled = compile_program()
-    seconds, memory, cost = time.perf_counter() - start, compiled.memory_analysis(), compiled.cost_analysis()
+    seconds, memory, cost = (
+        time.perf_counter() - start,
+        compiled.memory_analysis(),
+        compiled.cost_analysis(),
+    )
     assert memory and cost
     found = exchanges(compiled)
     return {
