@@ -7,6 +7,7 @@ them to be sharded alike in `jit`. Were they not, XLA would move them, and resul
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._distributed.devices import asks_how_to_partition
@@ -17,7 +18,7 @@ class _Seen(NamedTuple):
     """A tree of arrays outside `jit`: their mesh, the tree's structure, shapes and specs."""
 
     mesh: AbstractMesh
-    treedef: jax.tree_util.PyTreeDef
+    treedef: Any
     shapes: list[tuple[int, ...]]
     specs: list[PartitionSpec]
 
@@ -35,7 +36,7 @@ class SeenShardings:
         replicated.
         """
         leaves, treedef = jax.tree.flatten(tree)
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        if any(isinstance(x, Tracer) for x in leaves):
             return
         shardings = [getattr(x, "sharding", None) for x in leaves]
         named = [s if isinstance(s, NamedSharding) else None for s in shardings]

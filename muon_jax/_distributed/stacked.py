@@ -50,7 +50,7 @@ def run_stacked(
         limits: of groups and exchanges.
     """
     results = {}
-    for group in _groups(units, mesh, limits):
+    for group in _alike_and_small(units, mesh, limits):
         done = _run_group(iteration, group, [arrays[leaf.index] for leaf in group], mesh, limits)
         results |= zip((leaf.index for leaf in group), done, strict=True)
     # XLA shards the operands of a choice alike, so results like parameters. It cannot know which
@@ -59,7 +59,9 @@ def run_stacked(
     return [jnp.where(is_done, results[i], x) for i, x in enumerate(arrays)]
 
 
-def _groups(units: Sequence[Leaf], mesh: Mesh, limits: Limits) -> Iterator[tuple[Leaf, ...]]:
+def _alike_and_small(
+    units: Sequence[Leaf], mesh: Mesh, limits: Limits
+) -> Iterator[tuple[Leaf, ...]]:
     """Yields the parameters of each stack, of which no device gets more bytes than is allowed."""
 
     def alike(leaf: Leaf) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ _COLLECTIVE = re.compile(
     r" = \(*(\w+)\[([\d,]*)\].*? "
     r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
-_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "u32": "uint32"}
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
@@ -62,12 +62,13 @@ def compiled_update(
     optimizer: optax.GradientTransformation, params: Mapping[str, jax.ShapeDtypeStruct]
 ) -> jax.stages.Compiled:
     """Returns one update of parameters that are not there, whose state is sharded as they are."""
-    mesh = next(iter(params.values())).sharding.mesh
+    sharding = next(iter(params.values())).sharding
+    assert isinstance(sharding, NamedSharding)
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
 
     def placed(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         of = params.get(getattr(path[-1], "key", ""))
-        is_alike = of is not None and of.shape == x.shape
-        sharding = of.sharding if is_alike else NamedSharding(mesh, PartitionSpec())
+        sharding = of.sharding if of is not None and of.shape == x.shape else replicated
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     state = jax.tree.map_with_path(placed, jax.eval_shape(optimizer.init, params))
@@ -75,22 +76,38 @@ def compiled_update(
 
 
 def exchanges(compiled: jax.stages.Compiled) -> dict[str, tuple[int, int]]:
-    """Returns how many collectives of each kind a program has, and the bytes of their results.
+    """Returns how many collectives of each kind a program has, and the bytes of the results.
 
-    A collective that the compiler weaves into products stands in the program several times, under
-    one channel.
+    The compiler may fuse one collective with a sequence of products. Then it stands in each of
+    these fusions, under one channel.
     """
-    found = {}
+    found, is_fused = {}, False
     for i, line in enumerate((compiled.as_text() or "").splitlines()):
+        if not line.startswith(" "):  # the head of a computation
+            is_fused = "fus" in line.partition("(")[0]
         if match := _COLLECTIVE.search(line):
             dtype, sizes, kind = match.groups()
             channel = _CHANNEL.search(line)
-            itemsize = jnp.dtype(_DTYPES.get(dtype, "float32")).itemsize
+            itemsize = jnp.dtype(_DTYPES[dtype]).itemsize
             num_bytes = itemsize * math.prod(map(int, filter(None, sizes.split(","))))
-            found[kind, channel[1] if channel else i] = num_bytes
+            found[kind, channel[0] if is_fused and channel else i] = num_bytes
     kinds = sorted({kind for kind, _ in found})
     of_kind = {k: [size for (kind, _), size in found.items() if kind == k] for k in kinds}
     return {kind: (len(sizes), sum(sizes)) for kind, sizes in of_kind.items()}
+
+
+def flops(compiled: jax.stages.Compiled) -> float:
+    """Returns the FLOPs of one device, of which XLA counts all of a symmetric product."""
+    cost = compiled.cost_analysis()
+    assert cost
+    return cost["flops"]
+
+
+def temp_bytes(compiled: jax.stages.Compiled) -> int:
+    """Returns the bytes of temporaries on one device."""
+    memory = compiled.memory_analysis()
+    assert memory
+    return memory.temp_size_in_bytes
 
 
 def has_float16(compiled: jax.stages.Compiled) -> bool:
@@ -99,24 +116,16 @@ def has_float16(compiled: jax.stages.Compiled) -> bool:
 
 
 def measured(compile_program: Callable[[], jax.stages.Compiled]) -> dict[str, Any]:
-    """Returns what a compiled program says of itself, and the seconds that it took.
-
-    FLOPs are those of one device. XLA counts all of a symmetric product.
-    """
+    """Returns what a compiled program says of itself, and the seconds that it took."""
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compiled = compile_program()
-    seconds, memory, cost = (
-        time.perf_counter() - start,
-        compiled.memory_analysis(),
-        compiled.cost_analysis(),
-    )
-    assert memory and cost
+    seconds = time.perf_counter() - start
     found = exchanges(compiled)
     return {
-        "gflops": round(cost["flops"] / 1e9, 3),
-        "temp_bytes": memory.temp_size_in_bytes,
+        "gflops": round(flops(compiled) / 1e9, 3),
+        "temp_bytes": temp_bytes(compiled),
         "collectives": {kind: count for kind, (count, _) in found.items()},
         "exchanged_bytes": sum(size for _, size in found.values()),
         "float16": has_float16(compiled),
