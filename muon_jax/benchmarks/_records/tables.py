@@ -146,7 +146,7 @@ def _compiled_row(measurement: Measurement) -> dict[str, str]:
         "their results, MB": f"{measurement['exchanged_bytes'] / 1e6:.2f}",
         "temporaries, MB": f"{measurement['temp_bytes'] / 1e6:.2f}",
         "float16": "yes" if measurement["float16"] else "no",
-        "seconds to compile": f"{measurement['seconds']:.1f}",
+        "processor seconds to compile": f"{measurement['seconds']:.1f}",
     }
 
 
