@@ -110,9 +110,10 @@ def scale_by_muon(
         shardings: `jax.sharding.PartitionSpec` or `NamedSharding` of each parameter: a tree that
             may be a prefix of the parameters' tree, or a callable that makes one from the
             parameters, such as `get_partition_spec` of Flax. Pass None to have the shardings found
-            out, which works everywhere but in a `shard_map`. Sharded matrices are exchanged, each
-            is orthogonalized whole by one device, and exchanged back; or they stay where they are
-            (`distributed_gram`).
+            out, which works everywhere but in a `shard_map`. On automatic axes of TPUs they are
+            those that `init` saw outside `jit`; a warning says where it saw none. Sharded matrices
+            are exchanged, each is orthogonalized whole by one device, and exchanged back; or they
+            stay where they are (`distributed_gram`).
         mu_rounding: `"nearest"`, or `"stochastic"` for a momentum of bfloat16 that is computed in
             float32 and rounded up or down at random, so that small gradients are not lost in it.
         distributed_gram: whether sharded matrices stay in pieces, X = (X₁ X₂ …), while devices sum

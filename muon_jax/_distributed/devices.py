@@ -9,7 +9,7 @@ from muon_jax._distributed.sharding import Mesh, mesh_of
 from pallas_kernels import _device
 
 # Where JAX wires `custom_partitioning` through. TPUs lack it (jax #38196).
-PARTITIONING = frozenset({"cpu", "gpu"})
+PARTITIONING = frozenset({"cpu", "gpu", "cuda", "rocm"})
 
 
 def asks_how_to_partition(mesh: Mesh) -> bool:
@@ -26,8 +26,8 @@ def platform_of(mesh: Mesh) -> str:
 def traced_for(arrays: Sequence[jax.Array]) -> contextlib.AbstractContextManager:
     """Returns a context in which functions are traced for the TPUs that arrays are on.
 
-    It matters where the TPUs are described on a machine that has none, whose default device is
-    another: as under `jax.set_mesh`, which pallas kernels for a described GPU need in any case.
+    It matters where TPUs are described on a machine whose default device is another. The context is
+    that of `jax.set_mesh`, which Pallas kernels for a described GPU need from the caller.
     """
     mesh = mesh_of(arrays).abstract_mesh if arrays else jax.sharding.get_abstract_mesh()
     if platform_of(mesh) != "tpu" or _device.platform() == "tpu":
