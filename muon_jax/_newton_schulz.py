@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from muon_jax._checks import checks_arguments
+from muon_jax._distributed.devices import traced_for
 from muon_jax._distributed.on_shards import by_device
 from muon_jax._distributed.sharding import axes_of_entry
 from muon_jax._iteration.form import Method, ProductsDType
@@ -157,7 +158,8 @@ def newton_schulz(
         method=method,
         implementation=implementation,
     )
-    return polar_factors(iteration, x)
+    with traced_for([x]):
+        return polar_factors(iteration, x)
 
 
 @jax.jit

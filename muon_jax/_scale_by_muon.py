@@ -10,6 +10,7 @@ from muon_jax._checks import checks_arguments
 from muon_jax._distributed.map_matrices import map_matrices
 from muon_jax._distributed.on_shards import inner_products
 from muon_jax._distributed.planning import Limits
+from muon_jax._distributed.seen import SeenShardings
 from muon_jax._distributed.sharding import Shardings, check_shardings, is_in_shard_map
 from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.iteration import Iteration
@@ -109,9 +110,10 @@ def scale_by_muon(
         shardings: `jax.sharding.PartitionSpec` or `NamedSharding` of each parameter: a tree that
             may be a prefix of the parameters' tree, or a callable that makes one from the
             parameters, such as `get_partition_spec` of Flax. Pass None to have the shardings found
-            out, which works everywhere but in a `shard_map`. Sharded matrices are exchanged, each
-            is orthogonalized whole by one device, and exchanged back; or they stay where they are
-            (`distributed_gram`).
+            out, which works everywhere but in a `shard_map`. On automatic axes of TPUs they are
+            those that `init` saw outside `jit`; a warning says where it saw none. Sharded matrices
+            are exchanged, each is orthogonalized whole by one device, and exchanged back; or they
+            stay where they are (`distributed_gram`).
         mu_rounding: `"nearest"`, or `"stochastic"` for a momentum of bfloat16 that is computed in
             float32 and rounded up or down at random, so that small gradients are not lost in it.
         distributed_gram: whether sharded matrices stay in pieces, X = (X₁ X₂ …), while devices sum
@@ -150,6 +152,7 @@ def scale_by_muon(
     if isinstance(iteration.recipe, Schedule) and ns_dtype not in ("auto", None):
         iteration.recipe.steps_in(ns_dtype)  # raises where the schedule is unsafe
     limits = Limits(max_group_bytes, distributed_gram)
+    seen = SeenShardings()
 
     def init_fn(params: optax.Params) -> MuonState:
         check_params(params)
@@ -157,6 +160,7 @@ def scale_by_muon(
         check_mu_dtype(params, mu_dtype)
         if not is_in_shard_map():  # where arrays are shards
             check_views_fit(weight_dimension_numbers, params)
+        seen.see(params)
         return MuonState(
             count=jnp.zeros([], jnp.int32), mu=optax.tree.zeros_like(params, dtype=mu_dtype)
         )
@@ -172,7 +176,9 @@ def scale_by_muon(
         count = jnp.asarray(optax.safe_increment(state.count))
         wide, old_mu = widen(updates, state.mu, mu_rounding)
         u, mu = accumulate_momentum(momentum, wide, old_mu, beta, count, nesterov)
-        orthogonal = map_matrices(iteration, weight_dimension_numbers, u, shardings, limits)
+        seen.see(u)
+        known = seen.known(u, shardings)
+        orthogonal = map_matrices(iteration, weight_dimension_numbers, u, known, limits)
         if adaptive:
             dual_norms = inner_products(u, orthogonal, shardings)
             orthogonal = jax.tree.map(jnp.multiply, dual_norms, orthogonal)

@@ -1,18 +1,28 @@
 """All matrices of a tree, orthogonalized as whole matrices, wherever their shards are."""
 
 import dataclasses
+import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._distributed.automatic import Planned, run_when_partitioned
+from muon_jax._distributed.devices import asks_how_to_partition, platform_of, traced_for
 from muon_jax._distributed.exchange import run_plan
 from muon_jax._distributed.on_shards import by_device
 from muon_jax._distributed.plan import Leaf
 from muon_jax._distributed.planning import Limits, make_plan, units_of
-from muon_jax._distributed.sharding import Placed, Shardings, locate
+from muon_jax._distributed.sharding import (
+    Placed,
+    Shardings,
+    locate,
+    shardings_of_leaves,
+    spec_of,
+)
+from muon_jax._distributed.stacked import run_stacked
 from muon_jax._iteration.grouping import map_by_shape
 from muon_jax._iteration.iteration import Iteration
 from muon_jax._matrices.views import Views, stacked_view, stacks_of_tree
@@ -29,6 +39,7 @@ def map_matrices(
     | manual    | `shardings`                  | here: arrays are shards                       |
     | explicit  | the types, or `shardings`    | in a shard_map                                |
     | automatic | the compiler                 | in an operation that the compiler partitions  |
+    | automatic | nobody, on TPUs              | there is no plan: XLA partitions stacks       |
 
     Args:
         iteration: the iteration, whose leaves may be traced.
@@ -42,17 +53,55 @@ def map_matrices(
             stay in pieces as `distributed_gram` says.
         NotImplementedError: some mesh axes are manual, others are not.
     """
-    place = locate(tree, shardings)
-    if place.kind is None:
-        return _map_unsharded(iteration, views, tree, limits)
     leaves, treedef = jax.tree.flatten(tree)
+    with traced_for(leaves):
+        return treedef.unflatten(_map_leaves(iteration, views, tree, shardings, limits))
+
+
+def _map_leaves(
+    iteration: Iteration, views: Views, tree: Any, shardings: Shardings, limits: Limits
+) -> list[jax.Array]:
+    """The leaves of `map_matrices`."""
+    place, leaves = locate(tree, shardings), jax.tree.leaves(tree)
+    if place.kind == AxisType.Auto and not asks_how_to_partition(place.mesh):
+        place = _stated_alone(place, shardings)
+    if place.kind is None:
+        return jax.tree.leaves(_map_unsharded(iteration, views, tree, limits))
     is_empty = [not x.size for x in leaves]
     if any(is_empty):  # arrays without elements are results already
         place = _without_empty(place, is_empty)
     full = [x for x, empty in zip(leaves, is_empty, strict=True) if not empty]
     results = iter(_map_sharded(iteration, views, full, place, limits) if full else [])
-    return treedef.unflatten(
-        x if empty else next(results) for x, empty in zip(leaves, is_empty, strict=True)
+    return [x if empty else next(results) for x, empty in zip(leaves, is_empty, strict=True)]
+
+
+def _stated_alone(place: Placed, shardings: Shardings) -> Placed:
+    """The place of leaves on automatic axes, where the compiler tells nothing.
+
+    | the mesh is                      | kind                                                     |
+    | -------------------------------- | -------------------------------------------------------- |
+    | known, and no sharding is stated | Auto: nobody knows the shardings                         |
+    | stated, by NamedShardings        | Explicit, the stated specs                               |
+    | unknown                          | None: XLA partitions all, or there is one device         |
+    """
+    if not place.mesh.empty:
+        return place
+    stated = shardings_of_leaves(shardings, place.whole)
+    meshes = [s.mesh for s in stated if isinstance(s, NamedSharding) and not s.mesh.empty]
+    if meshes:
+        return place._replace(mesh=meshes[0], kind=AxisType.Explicit, specs=[*map(spec_of, stated)])
+    if jax.device_count() > 1:
+        _warn(place, "XLA may gather each matrix on every device")
+    return place._replace(kind=None)
+
+
+def _warn(place: Placed, what: str) -> None:
+    warnings.warn(
+        "the shardings of the parameters are not known: on automatic mesh axes the compiler for"
+        f" {platform_of(place.mesh)} devices does not tell them. {what}. Pass shardings=, the"
+        " NamedSharding of each parameter, or call optimizer.init outside jit, on parameters that"
+        " are sharded",
+        stacklevel=2,
     )
 
 
@@ -104,6 +153,17 @@ def _map_sharded(
             check_vma=False,
         )
         return jax.jit(run)(leaves, arrays)
+
+    if not asks_how_to_partition(place.mesh):
+        if limits.distributed_gram:
+            raise ValueError(
+                "distributed_gram=True needs to know how parameters are sharded, which on automatic"
+                f" mesh axes the compiler for {platform_of(place.mesh)} devices does not tell: pass"
+                " shardings=, the PartitionSpec of each parameter"
+            )
+        _warn(place, "Matrices are stacked, and the stacks spread over all devices")
+        run = functools.partial(run_stacked, units=units, mesh=place.mesh, limits=limits)
+        return jax.jit(run)(iteration, arrays=leaves)
 
     def of_stacks(stacks: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
         views = [stacked_view(unit.view) for unit in units]

@@ -35,6 +35,12 @@ class Limits(NamedTuple):
     distributed_gram: bool | None = None
 
 
+def max_bucket_bytes(limits: Limits) -> int:
+    """Returns the most bytes that a device sends at once."""
+    most = limits.max_group_bytes
+    return MAX_BUCKET_BYTES if most is None else min(most, MAX_BUCKET_BYTES)
+
+
 def units_of(views: Views, tree: Any, iteration: Iteration) -> list[Leaf]:
     """Returns the leaves of `tree` for plans, with the forms of their matrices.
 
@@ -98,9 +104,7 @@ def make_plan(
         )
 
     leaves = [placed(leaf, spec, mesh) for leaf, spec in zip(units, specs, strict=True)]
-    most = limits.max_group_bytes
-    bucket_bytes = MAX_BUCKET_BYTES if most is None else min(most, MAX_BUCKET_BYTES)
-    plan = deal(leaves, mesh, bucket_bytes, stays)
+    plan = deal(leaves, mesh, max_bucket_bytes(limits), stays)
     if limits.distributed_gram and plan.buckets and not plan.grams:
         name, reason = next(itertools.chain.from_iterable(map(_hindrances, plan.buckets)))
         raise ValueError(

@@ -3,7 +3,7 @@
 | mesh axes            | who knows the shardings                                              |
 | -------------------- | -------------------------------------------------------------------- |
 | explicit             | the types of the arrays                                              |
-| automatic            | the compiler alone                                                   |
+| automatic            | the compiler alone; that for TPUs does not tell                      |
 | manual (`shard_map`) | nobody: arrays are shards, and nothing tells of which whole          |
 
 `shardings=` states them for any mesh.

@@ -9,6 +9,7 @@
     python -m muon_jax.benchmarks adversary --names balanced --sizes 16 64
     python -m muon_jax.benchmarks training --json training.json
     python -m muon_jax.benchmarks coefficients --names balanced
+    python -m muon_jax.benchmarks tpu --topologies v5e:2x2 --json tpu.json
     python -m muon_jax.benchmarks report syrk.json --png syrk.png
 
 Times on a GPU are those that the kernels spend on the device. For rivals in torch they are those
@@ -40,6 +41,7 @@ from muon_jax.benchmarks._coefficients.command import add_coefficients_arguments
 from muon_jax.benchmarks._command_line.arguments import add_quick
 from muon_jax.benchmarks._records.command import add_report_arguments, run_report
 from muon_jax.benchmarks._times import commands as times
+from muon_jax.benchmarks._tpu.command import QUICK_TPU, add_tpu_arguments, run_tpu
 from muon_jax.benchmarks._training.command import (
     QUICK_TRAINING,
     add_training_arguments,
@@ -113,6 +115,12 @@ COMMANDS = {
         "compute our coefficients and the minimax ones anew",
         add_coefficients_arguments,
         run_coefficients,
+    ),
+    "tpu": Command(
+        "FLOPs, exchanges and memory of programs compiled for TPUs that are not there",
+        add_tpu_arguments,
+        run_tpu,
+        QUICK_TPU,
     ),
     "tune": Command(
         "measure the table from which the dispatch chooses on this device",

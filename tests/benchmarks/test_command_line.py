@@ -39,7 +39,7 @@ def test_quick_changes_defaults_and_no_flag_that_is_given(name, parsed):
     full, quick = vars(parsed(name)), vars(parsed(name, "--quick"))
     changed = {key for key in full if full[key] != quick[key]} - {"run"}
     assert changed == {*(benchmarks.COMMANDS[name].quick or {}), "quick"}
-    given = {"training": ["--steps", "20"], "accuracy": ["--sizes", "8"]}
+    given = {"training": ["--steps", "20"], "accuracy": ["--sizes", "8"], "tpu": ["--width", "64"]}
     given["adversary"] = ["--sizes", "8"]
     words = given.get(name, ["--dtype", "float16"])
     dest = words[0].removeprefix("--")
@@ -56,6 +56,7 @@ def test_commands_that_have_a_quick_form():
         "accuracy",
         "adversary",
         "training",
+        "tpu",
     ]
 
 

@@ -281,3 +281,17 @@ def test_the_commands_are_found_by_ci():
     assert len(commands) == 2
     assert commands[0].endswith("examples/quickstart.py")
     assert ".venv/bin/pytest" in commands[1]
+
+
+def test_figures_for_tpus_are_those_of_the_results():
+    text = DOCUMENTS["muon_jax/docs/tpus.md"]
+    measured = {(m["program"], m["variant"]): m for m in results("tpu.json")}
+    assert not any(m["float16"] for m in measured.values())
+    for variant in ("optax", "standard", "standard, gram form", "fast", "balanced", "accurate"):
+        programs = (measured[f"v5e, 4×1024×{n}", variant] for n in (1024, 4096))
+        cells = (f"{m['gflops']:.0f}" for m in programs)
+        assert f"| {' | '.join([variant, *cells])} |" in text
+    for layout in ("replicated", "FSDP", "TP + FSDP", "EP", "stacked layers"):
+        variants = ("optax", "shardings=", "explicit axes", "nobody knows")
+        cells = (f"{measured[f'v5e:2x2, {layout}', name]['seconds']:.0f}" for name in variants)
+        assert f"| {' | '.join([layout, *cells])} |" in text

@@ -28,6 +28,7 @@ _TITLES = {
     "accuracy": "Accuracy",
     "adversary": "Searched inputs",
     "training": "Training a small GPT",
+    "tpu": "Programs for TPUs",
 }
 _CLOCKS = {
     "wall": ("Wall clock", "Median (quartiles) in µs. All variants have this clock."),
@@ -85,7 +86,7 @@ def page(report: Report, file: str) -> str:
         f"```bash\n{command}\n```",
         markdown_table(["", ""], [[*fact] for fact in facts.items()]),
     ]
-    if benchmark in ("accuracy", "training"):
+    if benchmark in ("accuracy", "training", "tpu"):
         blocks.append(markdown(report).split("\n\n", 1)[1])
     else:
         blocks += _time_blocks(measurements)

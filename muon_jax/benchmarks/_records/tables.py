@@ -39,6 +39,8 @@ def measurement_line(measurement: Measurement) -> str:
         return losses_line(measurement)
     if "worst" in measurement:
         return ", ".join(f"{key} {cell}" for key, cell in _adversary_row(measurement).items())
+    if "program" in measurement:
+        return ", ".join(f"{key} {cell}" for key, cell in _compiled_row(measurement).items())
     if "name" in measurement:
         return ", ".join(f"{key} {cell}" for key, cell in _accuracy_row(measurement).items())
     clock = common_clock([measurement])
@@ -53,6 +55,7 @@ def markdown(report: Report) -> str:
     - Times are medians in µs. The clock is the device's where all variants have it, else the wall
       clock. The speedup is ours over the first variant.
     - Errors of `accuracy` are medians over the cases of a spectrum.
+    - Programs of `tpu` were compiled and never run.
     - Losses of `training` are explained in `loss_rows` and `verdicts`.
     """
     if report["benchmark"] == "accuracy":
@@ -63,6 +66,8 @@ def markdown(report: Report) -> str:
         return f"{heading(report)}; largest singular values\n\n{table}"
     if report["benchmark"] == "training":
         return _training_markdown(report)
+    if report["benchmark"] == "tpu":
+        return _compiled_markdown(report)
     measurements = report["measurements"]
     clock = common_clock(measurements)
     variants = keys_in_order(m["microseconds"] | m.get("failed", {}) for m in measurements)
@@ -127,6 +132,28 @@ def _accuracy_markdown(report: Report) -> str:
         "\n".join(f"- {text}" for text in absence_lines(report)),
     ]
     return "\n\n".join(filter(None, blocks))
+
+
+def _compiled_markdown(report: Report) -> str:
+    """A row for each program and variant."""
+    rows = [_compiled_row(measurement) for measurement in report["measurements"]]
+    table = markdown_table([*rows[0]], [[*row.values()] for row in rows])
+    return f"{heading(report)}; of each device, compiled and never run\n\n{table}"
+
+
+def _compiled_row(measurement: Measurement) -> dict[str, str]:
+    """The cells by column of one compiled program."""
+    collectives = (f"{count} {kind}" for kind, count in measurement["collectives"].items())
+    return {
+        "program": measurement["program"],
+        "variant": measurement["variant"],
+        "GFLOP": f"{measurement['gflops']:.4g}",
+        "collectives": ", ".join(collectives) or "none",
+        "their results, MB": f"{measurement['exchanged_bytes'] / 1e6:.2f}",
+        "temporaries, MB": f"{measurement['temp_bytes'] / 1e6:.2f}",
+        "float16": "yes" if measurement["float16"] else "no",
+        "processor seconds to compile": f"{measurement['seconds']:.1f}",
+    }
 
 
 def _training_markdown(report: Report) -> str:

@@ -1,0 +1,1 @@
+"""What the compiler for TPUs makes of `newton_schulz` and `muon`, on a machine that has no TPU."""
