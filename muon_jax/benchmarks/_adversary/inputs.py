@@ -71,8 +71,8 @@ def two_row_lengths() -> Genome:
     return Genome(np.pad(signs, ((0, 0), (0, 4))), rows, np.pad(columns, (0, 4)))
 
 
-# c and t of `half` on which composed schedules exceeded 1.5 before their fits had a worst case: "fast",
-# "balanced" and "accurate" in float16 at m = 64, and two more at m = 1024.
+# c and t of `half` on which composed schedules exceeded 1.5 before their fits had a worst case:
+# "fast", "balanced" and "accurate" in float16 at m = 64, and two more at m = 1024.
 HALVES = ((1.297, 0.05), (1.297, 0.0169), (1.242, 0.0718), (1.297, 0.0346), (1.242, 0.5725))
 
 

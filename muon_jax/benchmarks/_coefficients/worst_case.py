@@ -1,4 +1,4 @@
-"""What rounding can make of a schedule at worst, to first order: errors of one sign, and of a spike.
+"""What rounding can do at worst, to first order: errors of one sign, and a spike that turns.
 
 Where the entries of a matrix have few values, equal entries round alike. The error of an Sⱼ is then
 no sum of independent ones: its norm can come up to u·‖Sⱼ‖, with the unit roundoff u.
