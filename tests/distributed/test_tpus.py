@@ -56,7 +56,7 @@ TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "v5e:4x4", "v5p:2x2x4", "v6e:4x
 )
 COMPOSED, NORMALIZED = (*SCHEDULES,), {"aol": "aol", "aol_nvidia": "aol"}
 # Coefficients whose gram form needs the digits of float16, or more.
-NO_GRAM_FORM = ("dion", "polar_express_nvidia", "deepseek_v4")
+NO_GRAM_FORM = ("dion", "deepseek_v4")
 # A recipe and a form that it has in bfloat16; those that diverge run in float32.
 ITERATIONS = [
     *itertools.product([*NAMED, *COMPOSED], ["standard"]),
