@@ -12,6 +12,8 @@ from muon_jax.benchmarks._coefficients import fit
 from muon_jax.benchmarks._coefficients.designs import DESIGNS
 from muon_jax.benchmarks._coefficients.free import free_coefficients
 from muon_jax.benchmarks._coefficients.minimax import minimax_quintic, published_minimax_sets
+from muon_jax.benchmarks._coefficients.perturbed_map import map_with_errors
+from muon_jax.benchmarks._coefficients.worst_case import turns_of_spike, worst_outputs
 
 # Float64's rounding, which differs between CPUs, or units of the last published digit. The 8.20516
 # of "polar_express_nvidia" is published as 8.2051.
@@ -88,6 +90,36 @@ def test_schedules_are_at_a_minimum_of_their_objective(name, dtype):
         least = cost(free)
         for direction in np.random.default_rng(0).choice([-1, 1], (4, free.size)):
             assert cost(free * (1 + 1e-3 * direction)) > least
+
+
+def test_the_worst_case_is_the_sum_of_what_each_error_does():
+    (step,) = SCHEDULES["fast"].steps
+    with jax.enable_x64(True):
+        x, u = np.linspace(0.01, 1.0, 200), 1e-7
+        y = map_with_errors((step,), x)
+        above, below = worst_outputs((step,), x, u)
+        each = u * np.eye(len(step.products), len(step.products) + 1)
+        off = sum(np.abs(map_with_errors((step,), x, errors) - y) for errors in each)
+        off += u * np.max(np.abs(y / x)) * x  # of h
+        np.testing.assert_allclose(above - y, off, rtol=1e-3, atol=1e-9)
+        np.testing.assert_allclose(y - below, above - y, rtol=1e-6)
+
+
+def test_a_spike_turns_by_the_roundings_before_h():
+    step, u = SCHEDULES["fast"].steps[0], 1e-7
+    with jax.enable_x64(True):
+        turns = turns_of_spike(step, u)
+        # R off by 0.1u between the directions, less what its residual gives back.
+        r = np.array([[1.0, 0.1 * u], [0.1 * u, 0.0]])
+        terms = [r]
+        for j, product in enumerate(step.products):
+            added = sum(beta * terms[i] for beta, i in product.addends)
+            term = product.alpha * terms[-1] @ terms[-1] + added + product.diagonal * np.eye(2)
+            if j == 0:
+                term -= step.residual_betas[0] * (r - np.diag([1.0, 0.0]))
+            terms.append(term)
+    assert turns.shape == (len(step.products),)
+    assert turns[0] == pytest.approx(terms[-1][1, 0] / terms[-1][0, 0], rel=1e-4)
 
 
 # The largest |S| but for h, and the largest h.
