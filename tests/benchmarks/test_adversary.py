@@ -34,9 +34,8 @@ VARIANTS = [
     )
 ]
 SEARCHED = [
-    variant
-    for variant in VARIANTS
-    if variant[0] in SCHEDULES or (variant[0] == "standard" and variant[1] == "gram")
+    *((name, "gram", "float16") for name in ("standard", *SCHEDULES)),
+    ("balanced", "gram", "bfloat16"),
 ]
 
 
