@@ -48,8 +48,8 @@ def _parse_numbers(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split()))
 
 
-# Starts: the ends of fits without the worst case and the spike, and of fits on the way from there.
-# The first of all for float16 had all 45 and 25 addends, and left out one after the other.
+# Starts are the ends of earlier fits. The first of those had no worst case and no spike. The first
+# of all for float16 had all 45 and 25 addends, and left out one after the other.
 _FAST = _parse_numbers("""
      3.0871  -3.92258  1.99374  1.41214  -0.390443  0.110891  3.71557  0.152599  -0.326656
      0.694668  1.21184  69.2793  8.58548  10.8765  6.01118  -3.95727  3.98603

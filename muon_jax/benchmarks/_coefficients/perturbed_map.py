@@ -5,7 +5,8 @@ R, each Sⱼ but h, and the output. Errors of R and Sⱼ are relative to their m
 output to the output itself.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -70,20 +71,43 @@ def _run_steps(steps: Sequence[Step], x: Any, errors: jax.Array | np.ndarray) ->
     """The result of the steps for matrices `(points, k, k)`."""
     remaining = iter(errors)
     for step in steps:
-        error = _of_largest(next(remaining), _small_product(x, x.mT))
-        terms = [_small_product(x, x.mT) + error]
-        for j, product in enumerate(step.products):
-            added = sum(beta * terms[i] for beta, i in product.addends)
-            term = product.alpha * _small_product(terms[-1], terms[-1]) + added
-            term += product.diagonal * np.eye(x.shape[-1])
-            if j < len(step.residual_betas):
-                term -= step.residual_betas[j] * error
-            if product is not step.products[-1]:
-                error = _of_largest(next(remaining), term)
-                term += error
-            terms.append(term)
-        x = _small_product(terms[-1], x) * (1.0 + next(remaining))
+
+        def error_of(j: int, term: Any, step: Step = step) -> Any:
+            return _of_largest(next(remaining), term) if j < len(step.products) else 0.0
+
+        h = h_with_errors(
+            step, _small_product(x, x.mT), error_of, _small_product, np.eye(x.shape[-1])
+        )
+        x = _small_product(h, x) * (1.0 + next(remaining))
     return x
+
+
+def h_with_errors(
+    step: Step,
+    gram: Any,
+    error_of: Callable[[int, Any], Any],
+    multiply: Callable[[Any, Any], Any] = operator.mul,
+    identity: Any = 1.0,
+) -> Any:
+    """Returns h, where each Sⱼ has an error, which its residual gives back to the next product.
+
+    Args:
+        step: with the polynomial h.
+        gram: R: eigenvalues, or matrices.
+        error_of: the error of Sⱼ, from j and Sⱼ.
+        multiply: of two Sⱼ.
+        identity: I.
+    """
+    error = error_of(0, gram)
+    terms = [gram + error]
+    for j, product in enumerate(step.products):
+        added = sum(beta * terms[i] for beta, i in product.addends)
+        term = product.alpha * multiply(terms[-1], terms[-1]) + added + product.diagonal * identity
+        if j < len(step.residual_betas):
+            term -= step.residual_betas[j] * error
+        error = error_of(j + 1, term)
+        terms.append(term + error)
+    return terms[-1]
 
 
 def _small_product(a: Any, b: Any) -> Any:

@@ -5,15 +5,17 @@ no sum of independent ones: its norm can come up to u·‖Sⱼ‖, with the unit
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from muon_jax._iteration.steps import Step
+from muon_jax.benchmarks._coefficients.perturbed_map import h_with_errors
 
-# The rounding errors of S for a spike, R = uuᵀ, m = 64, in units of u: of an entry between the
-# spike and a small direction, relative to S(1) - S(0), and of the diagonal, relative to S(0).
+# Two rounding errors of S for a spike, R = uuᵀ, m = 64, in units of u. The first is of an entry
+# between the spike and a small direction, relative to S(1) - S(0). The second is of the diagonal,
+# relative to S(0).
 _BETWEEN, _OF_DIAGONAL = 0.1, 0.28
 
 
@@ -36,7 +38,7 @@ def worst_outputs(steps: Sequence[Step], sigma: jax.Array, roundoff: float) -> j
     for step in steps:
 
         def result(errors: jax.Array, step: Step = step, x: jax.Array = outputs) -> jax.Array:
-            return x * _with_errors(step, x**2, errors)
+            return x * h_with_errors(step, x**2, lambda j, s: errors[j] * jnp.abs(s).max())
 
         y, response = jax.linearize(result, jnp.zeros(len(step.products) + 1))
         each = jax.vmap(response)(roundoff * jnp.eye(len(step.products) + 1))
@@ -62,35 +64,14 @@ def turns_of_spike(step: Step, roundoff: float) -> jax.Array:
     between = jnp.array([[0.0, 1.0], [1.0, 0.0]])
 
     def off(errors: jax.Array) -> jax.Array:
-        error = errors[0] * between
-        terms = [jnp.diag(jnp.array([1.0, 0.0])) + error]
-        for j, product in enumerate(step.products):
-            term = product.alpha * terms[-1] @ terms[-1] + product.diagonal * jnp.eye(2)
-            term += sum(beta * terms[i] for beta, i in product.addends)
-            if j < len(step.residual_betas):
-                term -= step.residual_betas[j] * error
-            if j + 1 < len(step.products):
-                error = errors[j + 1] * between
-                term += error
-            terms.append(term)
-        return terms[-1][1, 0]
+        def error_of(j: int, _: Any) -> Any:
+            return errors[j] * between if j < len(step.products) else 0.0
+
+        spike = jnp.diag(jnp.array([1.0, 0.0]))
+        return h_with_errors(step, spike, error_of, jnp.matmul, jnp.eye(2))[1, 0]
 
     sizes = [_BETWEEN]
     for s_one, s_zero in zip(one[1:-1], zero[1:-1], strict=True):
         sizes.append(_BETWEEN * abs(s_one - s_zero) + _OF_DIAGONAL * abs(s_zero))
     response = jax.grad(off)(jnp.zeros(len(step.products)))
     return response * roundoff * jnp.stack(sizes) / jnp.maximum(abs(one[-1]), 0.05)
-
-
-def _with_errors(step: Step, eigenvalue: jax.Array, errors: jax.Array | np.ndarray) -> jax.Array:
-    """h, where R, S₁, … and h are off by these errors, relative to the maximum of each."""
-    error = errors[0] * jnp.abs(eigenvalue).max()
-    terms = [eigenvalue + error]
-    for j, product in enumerate(step.products):
-        added = sum(beta * terms[i] for beta, i in product.addends)
-        term = product.alpha * terms[-1] ** 2 + added + product.diagonal
-        if j < len(step.residual_betas):
-            term -= step.residual_betas[j] * error
-        error = errors[j + 1] * jnp.abs(term).max()
-        terms.append(term + error)
-    return terms[-1]
