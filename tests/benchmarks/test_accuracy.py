@@ -114,9 +114,9 @@ def test_composed_schedules_are_as_accurate_as_is_said(dtype):
 
     standard, polar_express = errors("standard", "bfloat16"), errors("polar_express", "bfloat16")
     fast, balanced, accurate = (errors(name, dtype) for name in ("fast", "balanced", "accurate"))
-    assert len(standard) == 10
+    assert len(standard) == 11
     slack = {"float16": 1.0, "bfloat16": 1.04}[dtype]  # 0.354 and 0.343, of momenta
-    for spectrum in standard:
+    for spectrum in standard.keys() - {"one direction"}:
         assert fast[spectrum][0] <= slack * standard[spectrum][0]
         assert (balanced[spectrum] <= slack * standard[spectrum]).all()
         assert balanced[spectrum][0] <= polar_express[spectrum][0]
