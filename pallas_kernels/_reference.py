@@ -32,7 +32,7 @@ def syrkx(
     Args:
         a_matrix: shape `(..., m, n)`.
         b_matrix: shape `(..., m, n)`, or None for B = A.
-        c_matrices: each of shape `(..., m, m)`.
+        c_matrices: each of shape `(..., m, m)`, or `(1, ..., m, m)` for all matrices.
         coefficients: (alpha, diagonal, *betas), each of shape `(...)` or `()`.
         symmetrize_output: whether to mirror the lower triangle.
         residual: whether to return the residual, too.

@@ -15,14 +15,15 @@ def call_on_stacks(
 ) -> tuple[jax.Array, ...]:
     """Returns the results of `kernel(a, *operands)`, with the batch shape of `a_matrix`.
 
-    The kernel gets all arrays with one batch axis. Under `vmap` the stacks become longer, in the
-    same launch.
+    The kernel gets all arrays with one batch axis, of length 1 where a matrix serves for all. Under
+    `vmap` the stacks become longer, in the same launch.
 
     Args:
         kernel: computes stacks.
         implementation: its name, for the error.
         a_matrix: shape `(..., m, n)`.
-        operands: arrays, or trees of arrays, that start with the batch shape of `a_matrix`.
+        operands: arrays, or trees of arrays, that start with the batch shape of `a_matrix`, or with
+            as many ones.
 
     Raises:
         NotImplementedError: when differentiated.
@@ -59,9 +60,11 @@ def _with_rules(
     def _(
         axis_size: int, in_batched: Sequence[Any], *operands: Any
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
+        stack = operands[0].shape[int(in_batched[0])]
+
         def merge(operand: jax.Array, batched: bool) -> jax.Array:
-            if not batched:
-                operand = jnp.broadcast_to(operand, (axis_size, *operand.shape))
+            operand = operand if batched else operand[None]
+            operand = jnp.broadcast_to(operand, (axis_size, stack, *operand.shape[2:]))
             return operand.reshape(-1, *operand.shape[2:])
 
         results = call(*jax.tree.map(merge, operands, tuple(in_batched)))

@@ -93,8 +93,9 @@ def syrkx(
     Args:
         a_matrix: shape `(..., m, n)`, m, n ≥ 1; bfloat16, float16 or float32.
         b_matrix: shape and dtype of `a_matrix`.
-        c_matrix: symmetric, shape `(..., m, m)` and dtype of `a_matrix`. Pass None for no such
-            term, or a short tuple of matrices to add beta₁·C₁ + beta₂·C₂ + ….
+        c_matrix: symmetric, shape `(..., m, m)`, or `(m, m)` for all matrices of the batch, and
+            dtype of `a_matrix`. Pass None for no such term, or a short tuple of matrices to add
+            beta₁·C₁ + beta₂·C₂ + ….
         alpha, beta, diagonal: real coefficients, which may be traced. Each is a scalar, or has
             shape `(...)` with one value for each matrix. Where `c_matrix` is a tuple, `beta` is a
             tuple of the same length.
@@ -144,6 +145,8 @@ def _symmetric_product(
     check_flag("symmetrize_output", symmetrize_output)
     c_matrices, betas = _addends_and_betas(c_matrix, beta)
     _check_syrkx_operands(a_matrix, b_matrix, c_matrices)
+    ones = (1,) * (a_matrix.ndim - 2)
+    c_matrices = tuple(c if c.ndim > 2 else c.reshape(*ones, *c.shape) for c in c_matrices)
     coefficients = _checked_coefficients(a_matrix, alpha, diagonal, betas)
     if implementation is None:
         implementation, _ = select_implementation(
@@ -192,13 +195,13 @@ def _check_syrkx_operands(
             f" {a_matrix.dtype}{list(a_matrix.shape)}"
         )
     *batch, m, _ = a_matrix.shape
-    expected = [("b_matrix", b_matrix, a_matrix.shape)] if b_matrix is not None else []
-    expected += [("c_matrix", c_matrix, (*batch, m, m)) for c_matrix in c_matrices]
-    for name, operand, shape in expected:
+    expected = [("b_matrix", b_matrix, [a_matrix.shape])] if b_matrix is not None else []
+    expected += [("c_matrix", c_matrix, [(*batch, m, m), (m, m)]) for c_matrix in c_matrices]
+    for name, operand, shapes in expected:
         check_array(name, operand)
-        if (operand.shape, operand.dtype) != (shape, a_matrix.dtype):
+        if operand.shape not in shapes or operand.dtype != a_matrix.dtype:
             raise ValueError(
-                f"{name} must be {a_matrix.dtype}{list(shape)} to fit a_matrix,"
+                f"{name} must be {a_matrix.dtype}{list(shapes[0])} to fit a_matrix,"
                 f" {a_matrix.dtype}{list(a_matrix.shape)}; got"
                 f" {operand.dtype}{list(operand.shape)}"
             )

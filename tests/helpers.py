@@ -102,10 +102,13 @@ def _interpreted(
     residual=False,
     **kwargs,
 ):
+    cs, coefficients = _stated(c_matrix, alpha, beta, diagonal)
+    ones = (1,) * (a_matrix.ndim - 2)
     results = syrkx(
         a_matrix,
         b_matrix,
-        *_stated(c_matrix, alpha, beta, diagonal),
+        tuple(c if c.ndim > 2 else c.reshape(*ones, *c.shape) for c in cs),
+        coefficients,
         symmetrize_output=True,
         residual=residual,
         **kwargs,

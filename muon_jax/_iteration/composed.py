@@ -5,7 +5,7 @@
 Each step but the first forms R from the rounded X, so rounding does not add up between steps.
 Within a step rounding does add up: rounding R hides small singular values, which h amplifies by its
 slope at 0. Steep steps therefore keep the residuals of R and of the first products
-(`Step.residual_betas`).
+(`Step.residual_betas`), and have noise, which keeps rounding errors from adding up (`Step.noisy`).
 """
 
 import jax

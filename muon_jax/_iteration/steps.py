@@ -11,7 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from muon_jax._iteration.noise import noise_addend
 from pallas_kernels import syrk, syrk_with_residual
+
+# The amplitude of the noise of an Sⱼ, whose largest eigenvalue is about 1. Less does not separate
+# equal entries enough (docs/numerics.md, section 3.7).
+_NOISE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +46,12 @@ class Step:
             digits. The addend needs no product. The derivative is 2·alpha·Sⱼ + beta, another
             number in each direction. The coefficients are a compromise between small directions,
             where digits matter most, and large ones.
+        noisy: the index j of the Sⱼ that has noise in 16 bits (`noise_addend`); None for no noise.
     """
 
     products: tuple[Product, ...]
     residual_betas: tuple[float | jax.Array, ...] = ()
+    noisy: int | None = None
 
     @property
     def slope(self) -> float:
@@ -80,7 +87,7 @@ class Step:
             for j, product in enumerate(self.products)
         )
         betas = tuple(scaled_beta(j, beta, j) for j, beta in enumerate(self.residual_betas))
-        return Step(products, betas)
+        return Step(products, betas, self.noisy)
 
     def polynomial(
         self, gram: jax.Array, residual: jax.Array | None = None, **options: Any
@@ -97,6 +104,8 @@ class Step:
             addends = [(beta, terms[i]) for beta, i in product.addends]
             if residual is not None:
                 addends.append((self.residual_betas[j], residual))
+            if j + 1 == self.noisy and jnp.finfo(gram.dtype).bits == 16:
+                addends.append(noise_addend(gram, _NOISE))
             arguments = (terms[-1], tuple(c_matrix for _, c_matrix in addends))
             options |= {
                 "alpha": product.alpha,

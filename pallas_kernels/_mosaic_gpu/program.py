@@ -71,9 +71,10 @@ class SyrkxProgram(RingProgram):
         for step, (c, i) in enumerate(chunks, self.num_products):
             slot = self.empty_slot(tile.step + step)
             columns = pl.ds((lax.div(tile.col, TILE_K) + i) * TILE_K, TILE_K)
+            batch = tile.batch if c.shape[0] > 1 else 0  # one C may serve for all
             for half in (0, tile_m // 2):  # every step is two copies
                 plgpu.copy_gmem_to_smem(
-                    c.at[tile.batch, pl.ds(tile.row + half, tile_m // 2), columns],
+                    c.at[batch, pl.ds(tile.row + half, tile_m // 2), columns],
                     self.a_ring.at[slot, pl.ds(half, tile_m // 2)],
                     self.full.at[tile.turn, slot],
                 )

@@ -12,7 +12,10 @@ type GmemRef = Any  # a reference to global memory
 
 
 class GmemBlock(NamedTuple):
-    """A block of one matrix of a stack in global memory, which may reach out of bounds."""
+    """A block of one matrix of a stack in global memory, which may reach out of bounds.
+
+    A stack of one matrix has that matrix at every index.
+    """
 
     gmem: GmemRef
     batch: jax.Array
@@ -30,8 +33,9 @@ class GmemBlock(NamedTuple):
         plt.store(self._ref(), values, mask=self._mask())
 
     def _ref(self) -> GmemRef:
+        batch = self.batch if self.gmem.shape[0] > 1 else jnp.int32(0)
         rows, cols = map(pl.ds, (self.row, self.col), self.shape)
-        return self.gmem.at[self.batch, rows, cols]
+        return self.gmem.at[batch, rows, cols]
 
     def _mask(self) -> jax.Array | None:
         """Returns where the block is within bounds, or None where every block is."""

@@ -42,13 +42,39 @@ def test_integers_are_exact_without_an_epilogue(implementation, dtype):
 
 
 @each_implementation_and_dtype
-def test_integers_are_exact_with_two_addends(implementation, dtype):
+def test_integers_are_exact_with_two_addends_one_of_them_for_all_matrices(implementation, dtype):
     rng = np.random.default_rng(8)
     a = helpers.integers(rng, (2, 70, 30), dtype)
-    cs = tuple(helpers.symmetric(helpers.integers(rng, (2, 70, 70), dtype)) for _ in range(2))
+    shapes = (2, 70, 70), (70, 70)
+    cs = tuple(helpers.symmetric(helpers.integers(rng, shape, dtype)) for shape in shapes)
     kwargs = {"alpha": 2.0, "beta": (-2.0, rng.integers(1, 4, 2)), "diagonal": 3.0}
     expected = helpers.exact_syrkx(a, None, cs, **kwargs).astype(dtype)
     chex.assert_trees_all_equal(IMPLEMENTATIONS[implementation](a, None, cs, **kwargs), expected)
+
+
+@each_implementation
+def test_vmap_keeps_an_addend_for_all_matrices(implementation):
+    rng = np.random.default_rng(11)
+    a = helpers.integers(rng, (3, 2, 40, 20), jnp.bfloat16)
+    c = helpers.symmetric(helpers.integers(rng, (40, 40), jnp.bfloat16))
+    cs = jnp.stack([c, 2 * c, 3 * c])
+    run = functools.partial(IMPLEMENTATIONS[implementation], beta=2.0)
+    expected = helpers.exact_syrkx(a, None, jnp.broadcast_to(c, (3, 2, 40, 40)), beta=2.0)
+    out = jax.vmap(lambda a: run(a, c_matrix=c))(a)
+    chex.assert_trees_all_equal(out, expected.astype(jnp.bfloat16))
+    expected = helpers.exact_syrkx(a, None, jnp.broadcast_to(cs[:, None], (3, 2, 40, 40)), beta=2.0)
+    out = jax.vmap(lambda a, c: run(a, c_matrix=c))(a, cs)
+    chex.assert_trees_all_equal(out, expected.astype(jnp.bfloat16))
+
+
+def test_an_addend_of_one_matrix_serves_for_the_whole_batch():
+    rng = np.random.default_rng(12)
+    a = helpers.integers(rng, (2, 2, 2, 3), jnp.bfloat16)
+    c = helpers.symmetric(helpers.integers(rng, (2, 2), jnp.bfloat16))
+    broadcast = jnp.broadcast_to(c, (2, 2, 2, 2))
+    chex.assert_trees_all_equal(syrk(a, c, beta=2.0), syrk(a, broadcast, beta=2.0))
+    with pytest.raises(ValueError, match=r"c_matrix must be bfloat16\[2, 2, 2, 2\]"):
+        syrk(a, c[None], beta=2.0)
 
 
 @each_implementation_and_dtype

@@ -51,7 +51,7 @@ def steps_of_free(design: Design, free: Iterable[Any]) -> tuple[Step, ...]:
             diagonal = next(values) if j == len(indices) else zero[j] - at_zero
             products.append(Product(alpha, pairs, diagonal))
         betas = tuple(next(values) for _ in range(residuals))
-        steps.append(Step(tuple(products), betas))
+        steps.append(Step(tuple(products), betas, None if index else design.noisy))
     return tuple(steps)
 
 
@@ -69,7 +69,7 @@ def to_eight_digits(step: Step) -> Step:
         )
         for product in step.products
     )
-    return Step(products, tuple(map(rounded, step.residual_betas)))
+    return Step(products, tuple(map(rounded, step.residual_betas)), step.noisy)
 
 
 def _known_beta(design: Design, index: int, j: int) -> float | None:

@@ -1,0 +1,37 @@
+"""Noise that keeps rounding errors of equal entries from adding up.
+
+Where singular vectors are structured, as signs are, the entries of an Sⱼ have few different values.
+Equal entries round alike, so the rounding error has a norm of up to √m times that of independent
+errors. Noise below the last digit of one Sⱼ makes equal entries differ. Every later Sⱼ is a
+polynomial of that one, so its entries differ too (docs/numerics.md, section 3.7).
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def noise_addend(operand: jax.Array, amplitude: float) -> tuple[float, jax.Array]:
+    """Returns an addend beta·N of noise, for a matrix of that shape.
+
+    N is symmetric, its entries are uniform in [-1, 1). An entry is a hash of its two indices: the
+    same on every device, for every matrix and call.
+
+    Args:
+        operand: shape `(..., m, m)`.
+        amplitude: beta in units of u/√m, with the unit roundoff u. At 1 the norm of the noise is
+            1.2u.
+
+    Returns:
+        beta, and N of shape `(m, m)` and the dtype of `operand`.
+
+    References:
+        `The hash lowbias32 <https://github.com/skeeto/hash-prospector>`_.
+    """
+    m = operand.shape[-1]
+    row, col = (jax.lax.broadcasted_iota(jnp.uint32, (m, m), axis) for axis in (0, 1))
+    bits = jnp.minimum(row, col) << 16 | jnp.maximum(row, col)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        bits = (bits ^ bits >> shift) * jnp.uint32(factor)
+    noise = (bits ^ bits >> 16).astype(jnp.float32) * 2.0**-31 - 1.0
+    beta = amplitude * float(jnp.finfo(operand.dtype).eps) / 2 / max(m, 1) ** 0.5
+    return beta, noise.astype(operand.dtype)
