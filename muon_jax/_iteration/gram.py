@@ -11,8 +11,7 @@ symmetric products a step, and one application X <- QX in the end.
 In 16 bits two things go wrong. Q grows with the amplification of the smallest singular values, and
 is rounded relative to its largest entry. R gets negative eigenvalues, which the polynomials
 amplify. A restart, X <- QX and R = XXᵀ anew, repairs both. The steps between two restarts are a
-segment. All products are mirrored, or their halves would drift apart. In 16 bits Z and the R that
-is carried have noise, which keeps rounding errors from adding up (`noise_addend`).
+segment. All products are mirrored, or their halves would drift apart.
 
 Reference: `Gram Newton–Schulz <https://github.com/Dao-AILab/gram-newton-schulz>`_, 2026.
 """
@@ -20,14 +19,11 @@ Reference: `Gram Newton–Schulz <https://github.com/Dao-AILab/gram-newton-schul
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from muon_jax._iteration.cost import Products
-from muon_jax._iteration.noise import noise_addend
 from muon_jax._iteration.normalization import Normalization
 from muon_jax._iteration.operand import WholeMatrices
 from muon_jax._iteration.precision import roundoff
@@ -39,8 +35,9 @@ type _Segments = tuple[tuple[_Triple, ...], ...]
 
 # The largest noise of a segment, over the room that the following steps leave above its largest
 # singular value. At 7.7 "aol_nvidia" had a singular value of 1.7 on 10,000 random spectra
-# (docs/numerics.md, section 3.5).
-_NOISE_TO_ROOM, _MOST_NOISE = 7.0, 1.2
+# (docs/numerics.md, section 3.5). The noise is at most 0.5, for matrices whose rounding errors add
+# up: at 0.7 and more a search found singular values of 1.53 to 4.4.
+_NOISE_TO_ROOM, _MOST_NOISE = 7.0, 0.5
 # The rounding of this form is at most 6u, of the standard form 2u. Where the error of the map
 # itself (RMS for σ in [0.01, 1]) is more than this many u, the error of both together grows by less
 # than a tenth (docs/numerics.md, section 3.5).
@@ -159,23 +156,14 @@ def _segment(
 ) -> jax.Array:
     """factor times the product of the steps' factors, from R = s²·gram on; shape `(..., m, m)`.
 
-    R² is R·Rᵀ by `syrkx`, with R for an addend, which saves a program.
+    All products are of one kind, for one program: R² is R·Rᵀ by `syrkx`, with R for an addend.
     """
     r, scale, factors = gram, s**2, []
     *others, (a, b, c) = triples
-    is_16_bit = jnp.finfo(gram.dtype).bits == 16
-
-    def with_noise(beta: float | jax.Array, addend: jax.Array, amplitude: float) -> dict[str, Any]:
-        """The arguments of an addend, and of noise."""
-        if not is_16_bit:
-            return {"c_matrix": addend, "beta": beta}
-        noise_beta, noise = noise_addend(gram, amplitude)
-        return {"c_matrix": (addend, noise), "beta": (beta, noise_beta)}
-
     for a_i, b_i, c_i in others:
-        z = syrkx(r, r, alpha=c_i * scale**2, **with_noise(b_i * scale, r, a_i))  # Z is about -aI
+        z = syrkx(r, r, r, alpha=c_i * scale**2, beta=b_i * scale)
         t = syrkx(r, z, r, alpha=scale, beta=a_i * scale)
-        r, scale = syrkx(t, z, **with_noise(a_i, t, 1.0)), 1.0
+        r, scale = syrkx(t, z, t, beta=a_i), 1.0
         factors.append((z, a_i))
     alpha, beta = factor * c * scale**2, factor * b * scale
     q = syrkx(r, r, r, alpha=alpha, beta=beta, diagonal=factor * a)

@@ -9,17 +9,19 @@ polynomial of that one, so its entries differ too (docs/numerics.md, section 3.7
 import jax
 import jax.numpy as jnp
 
+# In units of u/√m: less does not separate equal entries enough, more costs accuracy.
+_AMPLITUDE = 0.5
 
-def noise_addend(operand: jax.Array, amplitude: float) -> tuple[float, jax.Array]:
-    """Returns an addend beta·N of noise, for a matrix of that shape.
 
-    N is symmetric, its entries are uniform in [-1, 1). An entry is a hash of its two indices: the
-    same on every device, for every matrix and call.
+def noise_addend(operand: jax.Array) -> tuple[float, jax.Array]:
+    """Returns an addend beta·N of noise, for an Sⱼ whose largest eigenvalue is about 1.
+
+    N is symmetric, and its entries are uniform in [-1, 1). beta is u/(2√m), with the unit roundoff
+    u, so the norm of the noise is 0.6u. An entry is a hash of its two indices: the same on every
+    device, for every matrix and call.
 
     Args:
         operand: shape `(..., m, m)`.
-        amplitude: beta in units of u/√m, with the unit roundoff u. At 1 the norm of the noise is
-            1.2u.
 
     Returns:
         beta, and N of shape `(m, m)` and the dtype of `operand`.
@@ -33,5 +35,5 @@ def noise_addend(operand: jax.Array, amplitude: float) -> tuple[float, jax.Array
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         bits = (bits ^ bits >> shift) * jnp.uint32(factor)
     noise = (bits ^ bits >> 16).astype(jnp.float32) * 2.0**-31 - 1.0
-    beta = amplitude * float(jnp.finfo(operand.dtype).eps) / 2 / max(m, 1) ** 0.5
+    beta = _AMPLITUDE * float(jnp.finfo(operand.dtype).eps) / 2 / max(m, 1) ** 0.5
     return beta, noise.astype(operand.dtype)

@@ -14,10 +14,6 @@ import jax.numpy as jnp
 from muon_jax._iteration.noise import noise_addend
 from pallas_kernels import syrk, syrk_with_residual
 
-# The amplitude of the noise of an Sⱼ, whose largest eigenvalue is about 1. Less does not separate
-# equal entries enough (docs/numerics.md, section 3.7).
-_NOISE = 0.5
-
 
 @dataclasses.dataclass(frozen=True)
 class Product:
@@ -105,7 +101,7 @@ class Step:
             if residual is not None:
                 addends.append((self.residual_betas[j], residual))
             if j + 1 == self.noisy and jnp.finfo(gram.dtype).bits == 16:
-                addends.append(noise_addend(gram, _NOISE))
+                addends.append(noise_addend(gram))
             arguments = (terms[-1], tuple(c_matrix for _, c_matrix in addends))
             options |= {
                 "alpha": product.alpha,
