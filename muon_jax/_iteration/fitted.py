@@ -105,7 +105,7 @@ _BALANCED = Schedule(  # (512), l = 0.006, slope 303, maximum 1.14
                 Product(37.647461, ((-0.09902997, 2),), 0.64614066),
             ),
             (-6.3232029,),
-            noisy=2,
+            noisy=1,
         ),
         Step(
             (

@@ -115,7 +115,7 @@ DESIGNS = {
     ("balanced", "bfloat16"): Design(
         _parse_addends("0,0,0,2", "0,0,1,1"),
         (1, 0),
-        2,
+        1,
         0.003,
         _BFLOAT16,
         noise=3.0,
