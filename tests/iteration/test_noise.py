@@ -1,0 +1,55 @@
+"""The noise that keeps rounding errors of equal entries from adding up."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from muon_jax._iteration.fitted import SCHEDULES
+from muon_jax._iteration.noise import noise_addend
+from muon_jax.benchmarks._adversary.inputs import half
+
+SIXTEEN_BITS = ["float16", "bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_noise_is_symmetric_uniform_and_small(dtype):
+    beta, noise = noise_addend(jnp.zeros((3, 200, 200), dtype))
+    assert noise.dtype == dtype
+    noise = np.asarray(noise, np.float64)
+    np.testing.assert_array_equal(noise, noise.T)
+    assert np.abs(noise).max() <= 1 and abs(noise.mean()) < 0.01
+    np.testing.assert_allclose(noise.std(), 3**-0.5, rtol=0.01)
+    u = float(jnp.finfo(dtype).eps) / 2
+    assert 0.55 * u < beta * np.linalg.norm(noise, 2) < 0.65 * u
+
+
+def test_an_entry_depends_on_its_place_alone():
+    (_, small), (_, large) = (noise_addend(jnp.zeros((m, m), jnp.bfloat16)) for m in (40, 100))
+    np.testing.assert_array_equal(small, large[:40, :40])
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_entries_of_few_values_get_many(name, dtype):
+    x = half(64, 1.297, 0.05).matrix(np.zeros((64, 64)))
+    x = jnp.asarray(x / np.linalg.norm(x @ x.T) ** 0.5, dtype)
+    step = dataclasses.replace(SCHEDULES[name].steps_in(dtype)[0], residual_betas=())
+    many, few = (
+        len(np.unique(h.polynomial(x @ x.T))) for h in (step, dataclasses.replace(step, noisy=None))
+    )
+    assert few == 3 and many > 10
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_only_the_first_step_has_noise_and_only_in_16_bits(name):
+    for dtype in SIXTEEN_BITS:
+        first, *others = SCHEDULES[name].steps_in(dtype)
+        assert first.noisy is not None and not any(step.noisy for step in others)
+    step, gram = SCHEDULES[name].steps[0], jnp.eye(8) / 8
+    with_noise, without = (
+        jax.make_jaxpr(h.polynomial)(gram) for h in (step, dataclasses.replace(step, noisy=None))
+    )
+    assert str(with_noise) == str(without)
