@@ -115,12 +115,12 @@ def test_composed_schedules_are_as_accurate_as_is_said(dtype):
     standard, polar_express = errors("standard", "bfloat16"), errors("polar_express", "bfloat16")
     fast, balanced, accurate = (errors(name, dtype) for name in ("fast", "balanced", "accurate"))
     assert len(standard) == 11
-    slack = {"float16": 1.0, "bfloat16": 1.04}[dtype]  # 0.354 and 0.343, of momenta
+    slack = {"float16": 1.02, "bfloat16": 1.04}[dtype]  # of momenta, step 5
     for spectrum in standard.keys() - {"one direction"}:
         assert fast[spectrum][0] <= slack * standard[spectrum][0]
         assert (balanced[spectrum] <= slack * standard[spectrum]).all()
         assert balanced[spectrum][0] <= polar_express[spectrum][0]
-        behind = 1.16 if (dtype, spectrum) == ("bfloat16", "spike") else 1.0
+        behind = 1.11 if (dtype, spectrum) == ("bfloat16", "spike") else 1.0
         assert (accurate[spectrum] < behind * polar_express[spectrum]).all()
 
 

@@ -20,7 +20,8 @@ schedule. The objective is a sum of squares, where each kind of term is a mean o
 - Spike: `spike` times y(1) - 1, and times the angles by which rounding turns the direction of a
   singular value 1 among small ones: `turns_of_spike`.
 
-Where an S has a residual, the next product takes its error back, as far as `Step` does.
+Where an S has a residual, the next product takes its error back, as far as `Step` does. The
+objective does not have the noise of `Step.noisy`, which is less than the rounding of an S.
 """
 
 import functools

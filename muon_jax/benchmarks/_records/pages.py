@@ -86,7 +86,7 @@ def page(report: Report, file: str) -> str:
         f"```bash\n{command}\n```",
         markdown_table(["", ""], [[*fact] for fact in facts.items()]),
     ]
-    if benchmark in ("accuracy", "training", "tpu"):
+    if benchmark in ("accuracy", "adversary", "training", "tpu"):
         blocks.append(markdown(report).split("\n\n", 1)[1])
     else:
         blocks += _time_blocks(measurements)
