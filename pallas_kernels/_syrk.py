@@ -145,8 +145,7 @@ def _symmetric_product(
     check_flag("symmetrize_output", symmetrize_output)
     c_matrices, betas = _addends_and_betas(c_matrix, beta)
     _check_syrkx_operands(a_matrix, b_matrix, c_matrices)
-    ones = (1,) * (a_matrix.ndim - 2)
-    c_matrices = tuple(c if c.ndim > 2 else c.reshape(*ones, *c.shape) for c in c_matrices)
+    c_matrices = tuple(jnp.expand_dims(c, range(a_matrix.ndim - c.ndim)) for c in c_matrices)
     coefficients = _checked_coefficients(a_matrix, alpha, diagonal, betas)
     if implementation is None:
         implementation, _ = select_implementation(

@@ -103,11 +103,10 @@ def _interpreted(
     **kwargs,
 ):
     cs, coefficients = _stated(c_matrix, alpha, beta, diagonal)
-    ones = (1,) * (a_matrix.ndim - 2)
     results = syrkx(
         a_matrix,
         b_matrix,
-        tuple(c if c.ndim > 2 else c.reshape(*ones, *c.shape) for c in cs),
+        tuple(jnp.expand_dims(c, range(a_matrix.ndim - c.ndim)) for c in cs),
         coefficients,
         symmetrize_output=True,
         residual=residual,
