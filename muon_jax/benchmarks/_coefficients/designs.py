@@ -11,10 +11,10 @@ class Design(NamedTuple):
     Attributes:
         addends: for each product of each step, the indices i of the Sᵢ that are added to it.
         residuals: the number of residuals in each step.
-        noisy: the index of the S of the first step that has noise.
         low: l, the least singular value that is to become 1.
         unit: the unit roundoff u of the dtype.
         noise: the factor of independent rounding errors.
+        noisy: the index of the S of the first step that has an addend of noise.
         start: free coefficients to start from.
         vanishing: how many S of the first step are 0 where R is, from S₁ on.
         drift: the relative error of a step's output.
@@ -27,10 +27,10 @@ class Design(NamedTuple):
 
     addends: AddendIndices
     residuals: tuple[int, ...]
-    noisy: int
     low: float
     unit: float
     noise: float
+    noisy: int
     start: tuple[float, ...]
     vanishing: int = 0
     drift: float = 0.02
@@ -86,15 +86,15 @@ _FLOAT16, _BFLOAT16 = 2.0**-11, 2.0**-8
 # By name and dtype.
 DESIGNS = {
     ("fast", "float16"): Design(
-        _parse_addends("0,,01,,24,,25"), (2,), 2, 0.01, _FLOAT16, noise=0.2, start=_FAST
+        _parse_addends("0,,01,,24,,25"), (2,), 0.01, _FLOAT16, noise=0.2, noisy=2, start=_FAST
     ),
     ("fast", "bfloat16"): Design(
         _parse_addends("0,0,1", "0,0,1"),
         (1, 0),
-        1,
         0.004,
         _BFLOAT16,
         noise=1.5,
+        noisy=1,
         start=_FAST_IN_BFLOAT16,
         drift=0.1,
         coupling=4e-3,
@@ -102,10 +102,10 @@ DESIGNS = {
     ("balanced", "float16"): Design(
         _parse_addends("0,1,2,,4,35,35,0137,013678"),
         (3,),
-        3,
         0.006,
         _FLOAT16,
         noise=0.1,
+        noisy=3,
         start=_BALANCED,
         vanishing=2,
         coupling=3.5e-4,
@@ -115,10 +115,10 @@ DESIGNS = {
     ("balanced", "bfloat16"): Design(
         _parse_addends("0,0,0,2", "0,0,1,1"),
         (1, 0),
-        1,
         0.003,
         _BFLOAT16,
         noise=3.0,
+        noisy=1,
         start=_BALANCED_IN_BFLOAT16,
         drift=0.03,
         coupling=6.5e-3,
@@ -128,10 +128,10 @@ DESIGNS = {
     ("accurate", "float16"): Design(
         _parse_addends("0,0,0,012,", "0,,,012"),
         (1, 0),
-        1,
         0.0018,
         _FLOAT16,
         noise=1.25,
+        noisy=1,
         start=_ACCURATE,
         coupling=3e-4,
         cap=1.2,
@@ -141,10 +141,10 @@ DESIGNS = {
     ("accurate", "bfloat16"): Design(
         _parse_addends("0,01,1", "0,0,1", "0,0"),
         (1, 2, 0),
-        2,
         0.0008,
         _BFLOAT16,
         noise=3.0,
+        noisy=2,
         start=_ACCURATE_IN_BFLOAT16,
         vanishing=1,
         drift=0.05,

@@ -8,9 +8,9 @@ schedule. The objective is a sum of squares, where each kind of term is a mean o
 - Rounding: on the same points the first-order response of y to the rounding of each intermediate
   on its own. The errors are `noise` times 2·10⁻⁴ of the maximum for R, 2·10⁻³ of the maximum for an
   Sⱼ other than h, and 5·10⁻³ of itself for the output of each step but the last.
-- Bounds: 6·log(1 + excess) of y above `cap`, and of y below min(0.3, 0.15σ/l), on 280 points of
-  [l/30, 1.01]. There y is without errors, or with the output of one step, not the last, off by
-  ±`drift`.
+- Bounds: 6·log(1 + excess) on 280 points of [l/30, 1.01]. The excess is that of y above `cap`, or
+  that of min(0.3, 0.15σ/l) above y. There y is without errors, or with the output of one step, not
+  the last, off by ±`drift`.
 - Worst case: the same of what rounding errors of one sign, each of `worst`·u of the
   maximum, can make of y together, above `most`, on 200 points of [l/10, 1]: `worst_outputs`.
 - Coupling: 4.2·log(1 + excess) above 1.33 of the largest singular value of h(R)·diag(√λ, σ), for
