@@ -7,6 +7,7 @@
 | the same                                             | 20 times  | nightly |
 """
 
+import gc
 import os
 import random
 import shutil
@@ -102,6 +103,8 @@ def test_killed_at_random_times_it_goes_on_bit_for_bit(kills, tmp_path):
     assert found == digest
 
 
+# Orbax closes the event loop of a failed restoration while reads go on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @helpers.slow
 def test_a_checkpoint_that_is_cut_off_is_refused_or_whole(tmp_path):
     """Where the cut-off file was not needed, what is restored has all bits."""
@@ -136,4 +139,5 @@ def test_a_checkpoint_that_is_cut_off_is_refused_or_whole(tmp_path):
                 refused += 1
             else:
                 chex.assert_trees_all_equal(restored, state)
+        gc.collect()  # what Orbax left is warned of here, not in another test
     assert 5 <= refused < 20
