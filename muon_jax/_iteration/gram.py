@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from muon_jax._iteration.cost import Products
+from muon_jax._iteration.noise import quintic_addends
 from muon_jax._iteration.normalization import Normalization
 from muon_jax._iteration.operand import WholeMatrices
 from muon_jax._iteration.precision import roundoff
@@ -142,7 +143,8 @@ def run_gram_form(
     for index, triples in enumerate(parts):
         if index:
             (gram,), s, factor = operand.gram(x), 1.0, 1.0
-        q = _segment(product, gram, triples, s, factor)
+        noisy = index == 0 and quintics.has_noise(x.dtype)
+        q = _segment(product, gram, triples, s, factor, noisy=noisy)
         x = operand.apply(q, x, last=index == len(parts) - 1)
     return x
 
@@ -153,6 +155,8 @@ def _segment(
     triples: tuple[_Triple, ...],
     s: float | jax.Array,
     factor: float | jax.Array,
+    *,
+    noisy: bool,
 ) -> jax.Array:
     """factor times the product of the steps' factors, from R = s²·gram on; shape `(..., m, m)`.
 
@@ -165,8 +169,8 @@ def _segment(
         t = syrkx(r, z, r, alpha=scale, beta=a_i * scale)
         r, scale = syrkx(t, z, t, beta=a_i), 1.0
         factors.append((z, a_i))
-    alpha, beta = factor * c * scale**2, factor * b * scale
-    q = syrkx(r, r, r, alpha=alpha, beta=beta, diagonal=factor * a)
+    addends = quintic_addends(r, factor * b * scale, factor * a, noisy=noisy)
+    q = syrkx(r, r, alpha=factor * c * scale**2, diagonal=factor * a, **addends)
     for z, a_i in reversed(factors):
         q = syrkx(z, q, q, beta=a_i)
     return q

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from muon_jax._iteration.noise import quintic_addends
 from muon_jax._iteration.normalization import Normalization
 from muon_jax._iteration.operand import WholeMatrices
 from muon_jax._iteration.recipes import Quintics, is_traced
@@ -49,10 +50,13 @@ def run_quintics(
         gram: jax.Array,
         s: float | jax.Array,
         factor: float | jax.Array,
+        *,
+        noisy: bool = False,
     ) -> jax.Array:
         """factor·(a·I + b·R + c·R²)·X, one step on factor·X, with R = s²·gram."""
         a, b, c = (factor * coefficient for coefficient in triple(step))
-        q = product(gram, gram, alpha=c * s**4, beta=b * s**2, diagonal=a)
+        addends = quintic_addends(gram, b * s**2, a, noisy=noisy)
+        q = product(gram, alpha=c * s**4, diagonal=a, **addends)
         return operand.apply(q, x, last=not is_loop and bool(step == last - 1))
 
     def body(step: int | jax.Array, x: jax.Array) -> jax.Array:
@@ -60,7 +64,7 @@ def run_quintics(
 
     gram = product(x, alpha=normalization.gain**2)
     x, gram, s, factor = normalization(x, gram, operand.spread)
-    x = apply(first, x, gram, s, factor)
+    x = apply(first, x, gram, s, factor, noisy=quintics.has_noise(x.dtype))
     if is_loop:
         return jax.lax.fori_loop(first + 1, last, body, x)
     for step in range(int(first) + 1, int(last)):

@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax._iteration.published import DEFAULT_STEPS, DIVERGING, NAMED
+from muon_jax._iteration.published import DEFAULT_STEPS, DIVERGING, NAMED, NOISY
 from muon_jax._iteration.steps import Schedule
 from pallas_kernels._checks import check_name, is_real
 
@@ -28,6 +28,7 @@ class Quintics(NamedTuple):
         first, last: which steps.
         diverging: where rounding makes the coefficients diverge, by `DIVERGING`.
         traced: whether rows or steps are known only when the traced function runs.
+        noisy: whether the first step has noise in bfloat16, by `NOISY`.
     """
 
     rows: Any
@@ -35,17 +36,22 @@ class Quintics(NamedTuple):
     last: int | jax.Array
     diverging: str | None = None
     traced: bool = False
+    noisy: bool = False
 
     @property
     def num_steps(self) -> int:
         """The number of steps; `DEFAULT_STEPS` where a trace does not know them."""
         return DEFAULT_STEPS if self.traced else int(self.last - self.first)
 
+    def has_noise(self, dtype: jax.typing.DTypeLike) -> bool:
+        """Returns whether the first step has noise in that dtype."""
+        return self.noisy and dtype == jnp.bfloat16
+
     def without_arrays(self) -> "Quintics":
         """Returns what is known while tracing, which hashes."""
         if not self.traced:
             return self
-        return Quintics((), 0, DEFAULT_STEPS, self.diverging, traced=True)
+        return Quintics((), 0, DEFAULT_STEPS, self.diverging, traced=True, noisy=self.noisy)
 
 
 type Recipe = Quintics | Schedule
@@ -117,19 +123,20 @@ def _resolve_name(name: str, ns_steps: int | jax.Array, preconditioning: str) ->
         return _resolve_schedule(SCHEDULES[name], ns_steps, preconditioning)
     check_name("ns_coeffs", name, sorted({*NAMED, *SCHEDULES}))
     rows, diverging, traced = NAMED[name], DIVERGING.get(name), is_traced(ns_steps)
+    noisy = name in NOISY
     if len(rows) == 1:
         return Quintics(rows, 0, ns_steps, traced=traced)
     if traced:
         first = jnp.where(ns_steps == DEFAULT_STEPS, 0, jnp.maximum(len(rows) - ns_steps, 0))
-        return Quintics(rows, first, len(rows), diverging, traced)
+        return Quintics(rows, first, len(rows), diverging, traced, noisy)
     if ns_steps == DEFAULT_STEPS:
-        return Quintics(rows, 0, len(rows), diverging)
+        return Quintics(rows, 0, len(rows), diverging, noisy=noisy)
     if ns_steps > len(rows):
         raise ValueError(
             f"ns_coeffs={name!r} has {len(rows)} steps, got ns_steps={ns_steps}: pass fewer"
             f" steps, {DEFAULT_STEPS} (the default) for all, or a table with a row for each"
         )
-    return Quintics(rows, len(rows) - ns_steps, len(rows), diverging)
+    return Quintics(rows, len(rows) - ns_steps, len(rows), diverging, noisy=noisy)
 
 
 def _resolve_schedule(

@@ -59,7 +59,7 @@ each_design = pytest.mark.parametrize(
     [
         pytest.param(
             *design,
-            marks=pytest.mark.slow if design == ("accurate", "bfloat16") else pytest.mark.nightly,
+            marks=pytest.mark.slow if design == ("fast", "bfloat16") else pytest.mark.nightly,
         )
         for design in DESIGNS
     ],

@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from muon_jax import newton_schulz
+from muon_jax._iteration import recipes
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax._iteration.noise import noise_addend
+from muon_jax._iteration.published import DEFAULT_STEPS, NAMED
+from muon_jax._iteration.recipes import resolve_recipe
 from muon_jax.benchmarks._adversary.inputs import half
 
 SIXTEEN_BITS = ["float16", "bfloat16"]
@@ -53,3 +57,25 @@ def test_only_the_first_step_has_noise_and_only_in_16_bits(name):
         jax.make_jaxpr(h.polynomial)(gram) for h in (step, dataclasses.replace(step, noisy=None))
     )
     assert str(with_noise) == str(without)
+
+
+def test_published_sets_have_noise_where_searches_found_need():
+    noisy = {name for name in NAMED if resolve_recipe(name, DEFAULT_STEPS).has_noise(jnp.bfloat16)}
+    assert noisy == {"aol", "aol_nvidia", "polar_express_nanogpt"}
+    assert not resolve_recipe("aol", DEFAULT_STEPS).has_noise(jnp.float16)
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_noise_of_quintic_steps_keeps_entries_apart(method, monkeypatch):
+    """Columns of a Hadamard matrix, of three lengths."""
+    x = half(64, 1.0, 0.2714).matrix(np.zeros((64, 64)))
+
+    def largest():
+        result = newton_schulz(x, "aol", preconditioning="aol", dtype="bfloat16", method=method)
+        return np.linalg.norm(np.asarray(result, np.float64), 2)
+
+    assert largest() < 1.1
+    monkeypatch.setattr(recipes, "NOISY", frozenset())
+    jax.clear_caches()
+    assert largest() > 2.5
+    jax.clear_caches()

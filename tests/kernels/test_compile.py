@@ -214,7 +214,7 @@ def output_of(program: str, name: str, **environment: str) -> str:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", mostly_nightly(TARGETS, (), ["NVIDIA H200", "NVIDIA A100"]))
+@pytest.mark.parametrize("name", mostly_nightly(TARGETS, (), ["NVIDIA H200"]))
 def test_triton_s_kernel_and_the_iteration_compile_to_machine_code(name):
     assert output_of(TRITON, name).strip() == "compiled"
 
@@ -285,10 +285,10 @@ def test_the_iteration_on_hopper_is_its_products_and_two_passes(shape):
 @needs_compiler
 def test_composed_steps_on_hopper_are_their_products():
     """A kernel each, residuals and all, the last with a result in bfloat16."""
-    program = NEWTON_SCHULZ.format(shape=(24, 1024, 4096), kwargs={"ns_coeffs": "balanced"})
+    program = NEWTON_SCHULZ.format(shape=(24, 1024, 4096), kwargs={"ns_coeffs": "fast"})
     *_, entry = output_of(program, "NVIDIA H200").partition("ENTRY ")
     assert not re.search(r" dot\(|\"__cublas\$", entry)
-    assert entry.count('custom_call_target="mosaic_gpu') == 11
+    assert entry.count('custom_call_target="mosaic_gpu') == 9
     assert "f32[24,1024,1024]" not in entry
     assert re.search(r"ROOT.* = bf16\[24,1024,4096\]\S* custom-call\(", entry)
 
