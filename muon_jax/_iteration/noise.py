@@ -41,8 +41,8 @@ def noise_addend(operand: jax.Array) -> tuple[float, jax.Array]:
 
 def quintic_addends(
     gram: jax.Array, beta: float | jax.Array, slope: float | jax.Array, *, noisy: bool
-) -> dict[str, Any]:
-    """Returns the addends of Q = slope·I + beta·R + c·R², with or without noise, for `syrk`.
+) -> tuple[Any, Any]:
+    """Returns `c_matrix` and `beta` of `syrk` for Q = slope·I + beta·R + c·R², and its noise.
 
     Args:
         gram: R, of shape `(..., m, m)`.
@@ -50,6 +50,6 @@ def quintic_addends(
         noisy: whether slope·(noise) is an addend.
     """
     if not noisy:
-        return {"c_matrix": gram, "beta": beta}
+        return gram, beta
     amplitude, noise = noise_addend(gram)
-    return {"c_matrix": (gram, noise), "beta": (beta, amplitude * slope)}
+    return (gram, noise), (beta, amplitude * slope)

@@ -55,8 +55,8 @@ def run_quintics(
     ) -> jax.Array:
         """factor·(a·I + b·R + c·R²)·X, one step on factor·X, with R = s²·gram."""
         a, b, c = (factor * coefficient for coefficient in triple(step))
-        addends = quintic_addends(gram, b * s**2, a, noisy=noisy)
-        q = product(gram, alpha=c * s**4, diagonal=a, **addends)
+        c_matrix, beta = quintic_addends(gram, b * s**2, a, noisy=noisy)
+        q = product(gram, c_matrix, alpha=c * s**4, beta=beta, diagonal=a)
         return operand.apply(q, x, last=not is_loop and bool(step == last - 1))
 
     def body(step: int | jax.Array, x: jax.Array) -> jax.Array:

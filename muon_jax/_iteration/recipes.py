@@ -45,7 +45,7 @@ class Quintics(NamedTuple):
 
     def has_noise(self, dtype: jax.typing.DTypeLike) -> bool:
         """Returns whether the first step has noise in that dtype."""
-        return self.noisy and dtype == jnp.bfloat16
+        return self.noisy and jnp.dtype(dtype) == jnp.bfloat16
 
     def without_arrays(self) -> "Quintics":
         """Returns what is known while tracing, which hashes."""

@@ -123,4 +123,4 @@ def test_of_rank_one_aol_nvidia_is_minus_the_polar_factor(name, at_one, dtype):
     out = newton_schulz(
         jnp.ones((16, 64)), dtype=dtype, **polar_error.arguments_for_coefficients(name)
     )
-    np.testing.assert_allclose(out, np.full((16, 64), at_one / 32), rtol=3e-2)
+    np.testing.assert_allclose(out, np.full((16, 64), at_one / 32), rtol=4e-2)

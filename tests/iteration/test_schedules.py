@@ -248,7 +248,8 @@ def error_of_one_direction(name, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_one_direction_among_small_ones(dtype):
     reference = error_of_one_direction("polar_express", dtype)
-    for name, times in (("balanced", 2), ("accurate", 2 if dtype == "float16" else 2.5)):
+    balanced, accurate = {"float16": (2, 2), "bfloat16": (2.1, 2.5)}[dtype]
+    for name, times in (("balanced", balanced), ("accurate", accurate)):
         assert error_of_one_direction(name, dtype) < times * reference, name
 
 
