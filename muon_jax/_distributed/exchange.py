@@ -83,7 +83,7 @@ def _run_buckets(
 
 
 def _run_bucket(bucket: Bucket, sent: jax.Array, orthogonalize: _Orthogonalize) -> jax.Array:
-    """Exchanges what is packed, orthogonalizes, and exchanges it back: `(owner, elements)`."""
+    """Exchanges what is packed, orthogonalizes, and exchanges it back."""
     names = tuple(name for name, _ in bucket.axes)
     received = unpack(bucket, jax.lax.all_to_all(sent, names, 0, 0))
     stacks, positions = [], []

@@ -4,9 +4,12 @@ What a chunk sends is an array
 
     (owner, slot, elements of the piece of a unit),
 
-flat, so that chunks of any shapes and layouts go together. The exchange makes it
+flat but for the owner, so that chunks of any shapes and layouts go together. The exchange makes it
 
     (device that held the piece, slot, elements).
+
+Where all sizes are multiples of 64, the elements are in blocks, (owner, blocks, block). The compiler
+for TPUs takes minutes to reshape (owner, elements) to large matrices, and seconds from blocks.
 
 Pieces in float16 come with exponents. Each piece was multiplied by a power of two that makes its
 largest entry 2¹⁵, so no more is lost than where a whole matrix is cast.
@@ -27,7 +30,7 @@ from muon_jax._matrices.axes import MatrixAxes, to_matrices
 
 
 def pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
-    """Returns the pieces of all chunks, in the dtype on the wire: `(owner, elements)`.
+    """Returns the pieces of all chunks, in the dtype on the wire.
 
     Each parameter is written to its place by the kernel that computes it. XLA takes twice as long
     to concatenate dozens of parameters.
@@ -39,9 +42,9 @@ def pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
     elements = [bucket.elements(chunk) for chunk in bucket.chunks]
     sizes = [chunk.slots * size for chunk, size in zip(bucket.chunks, elements, strict=True)]
     columns, end = itertools.accumulate(sizes, initial=0), sum(sizes)
-    num_slots, block = sum(chunk.slots for chunk in bucket.chunks), math.gcd(64, *elements)
+    num_slots, block = sum(chunk.slots for chunk in bucket.chunks), _block(bucket)
     is_scaled = bucket.dtype == jnp.float16
-    tail = num_slots + -num_slots % 64 if is_scaled else 0  # of exponents; aligns the next row
+    tail = num_slots + -num_slots % 128 if is_scaled else 0  # of exponents; aligns the next row
     packed = jax.lax.empty((bucket.owners, (end + tail) // block, block), bucket.dtype)
     exponent_column = end
     for column, size, chunk in zip(columns, elements, bucket.chunks, strict=False):
@@ -65,7 +68,18 @@ def pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
         parts.append(jnp.zeros((absent, size)))
         for begin, units in zip(begins, parts, strict=True):
             packed = write_units(packed, chunk, column, begin, units)
-    return packed.reshape(bucket.owners, -1)
+    return packed.reshape(bucket.owners, -1, *_minor(bucket))
+
+
+def _block(bucket: Bucket) -> int:
+    """The largest block that all sizes are multiples of, up to 128 elements."""
+    return math.gcd(128, *map(bucket.elements, bucket.chunks))
+
+
+def _minor(bucket: Bucket) -> tuple[int, ...]:
+    """The last axis on the wire, if there are blocks."""
+    block = _block(bucket)
+    return (block,) if block % 64 == 0 else ()
 
 
 def _powers_to_float16(
@@ -121,11 +135,12 @@ def write_units(
 
 
 def pack_results(pieces: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
-    """Returns the results of all chunks, `(device, slot, elements)` each, as `(device, elements)`.
+    """Returns the results of all chunks, `(device, slot, elements)` each, as they are exchanged.
 
     Entries of polar factors are at most about 1, and need no exponents.
     """
-    return jnp.concatenate([x.astype(bucket.dtype).reshape(len(x), -1) for x in pieces], 1)
+    minor = _minor(bucket)
+    return jnp.concatenate([x.astype(bucket.dtype).reshape(len(x), -1, *minor) for x in pieces], 1)
 
 
 def unpack(bucket: Bucket, flat: jax.Array) -> list[jax.Array]:
@@ -133,14 +148,16 @@ def unpack(bucket: Bucket, flat: jax.Array) -> list[jax.Array]:
 
     Args:
         bucket: what was exchanged.
-        flat: shape `(device, elements)`, with or without exponents.
+        flat: shape `(device, elements)` or `(device, blocks, block)`, with or without exponents.
     """
+    block = math.prod(flat.shape[2:])
     slots = [chunk.slots for chunk in bucket.chunks]
-    sizes = [bucket.elements(chunk) for chunk in bucket.chunks]
+    sizes = [bucket.elements(chunk) // block for chunk in bucket.chunks]
     *parts, exponents = jnp.split(flat, [*itertools.accumulate(map(operator.mul, slots, sizes))], 1)
     pieces = [part.reshape(len(flat), k, -1) for part, k in zip(parts, slots, strict=True)]
     if not exponents.size:
         return pieces
+    exponents = exponents.reshape(len(flat), -1)
     factors = jnp.ldexp(jnp.float32(1), -exponents.astype(jnp.int32))[..., None]
     *split, _ = jnp.split(factors, [*itertools.accumulate(slots)], 1)
     return [x * factor for x, factor in zip(pieces, split, strict=True)]
