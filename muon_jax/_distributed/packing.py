@@ -8,8 +8,8 @@ flat but for the owner, so that chunks of any shapes and layouts go together. Th
 
     (device that held the piece, slot, elements).
 
-Where all sizes are multiples of 64, the elements are in blocks, (owner, blocks, block). The compiler
-for TPUs takes minutes to reshape (owner, elements) to large matrices, and seconds from blocks.
+Where all sizes are multiples of 64, the elements are in blocks, (owner, blocks, block). TPUs'
+compiler takes minutes to reshape (owner, elements) to large matrices, and seconds from blocks.
 
 Pieces in float16 come with exponents. Each piece was multiplied by a power of two that makes its
 largest entry 2¹⁵, so no more is lost than where a whole matrix is cast.

@@ -1,5 +1,7 @@
 """Where pieces lie in what is exchanged, and that nothing is lost on the way."""
 
+import re
+
 import chex
 import helpers
 import hypothesis
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from muon_jax import muon
+from muon_jax import muon, scale_by_muon
 from muon_jax._distributed.packing import write_units
 from muon_jax._distributed.plan import Chunk
 from muon_jax._iteration.iteration import Iteration
@@ -70,3 +72,20 @@ def test_the_largest_numbers_are_not_rounded_to_infinities(ns_dtype):
     _, updates = helpers.compiled_update({"x": jax.device_put(x, sharding)}, **arguments)
     assert jnp.isfinite(updates["x"]).all()
     chex.assert_trees_all_equal(updates, helpers.on_one_device({"x": x}, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("shape", "wire"),
+    [((64, 64), (8, 4, 128)), ((64, 72), (8, 9, 64)), ((24, 40), (8, 120))],
+    ids=str,
+)
+def test_elements_are_exchanged_in_blocks(shape, wire):
+    """TPUs' compiler takes minutes to reshape large arrays that have none."""
+    sharding = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))
+    grads = {"w": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)}
+    optimizer = scale_by_muon(ns_dtype="bfloat16")
+    state = jax.eval_shape(optimizer.init, grads)
+    text = jax.jit(optimizer.update).trace(grads, state).lower().as_text()
+    operand = "x".join(map(str, (*wire, "bf16")))
+    exchanged = re.findall(r"all_to_all.*\(tensor<(\w+)>\) ->", text)
+    assert exchanged == [operand] * 2
