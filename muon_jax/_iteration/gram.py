@@ -49,7 +49,7 @@ _LEAST_ERROR = 8.0
 def loses_accuracy(quintics: Quintics, dtype: jax.typing.DTypeLike) -> bool:
     """Returns whether rounding makes the form less accurate than the standard one."""
     u, sigma = roundoff(dtype), np.geomspace(0.01, 1, 1000)
-    for step in _triples(quintics):
+    for step in quintics.triples:
         sigma = _map(step, sigma)
     return u > 2**-12 and bool(np.sqrt(np.mean((sigma - 1) ** 2)) < _LEAST_ERROR * u)
 
@@ -67,8 +67,8 @@ def segments(quintics: Quintics, dtype: jax.typing.DTypeLike) -> _Segments:
     Steps that have noise are a segment each: with two in the last, a search found 1.52.
     """
     if quintics.has_noise(dtype):
-        return tuple((step,) for step in _triples(quintics))
-    return _segments(_triples(quintics), roundoff(dtype))
+        return tuple((step,) for step in quintics.triples)
+    return _segments(quintics.triples, roundoff(dtype))
 
 
 @functools.lru_cache(maxsize=256)
@@ -101,12 +101,6 @@ def _room(steps: tuple[_Triple, ...], largest: float) -> float:
     for step in steps:
         sigma = abs(_map(step, sigma))
     return float(room[sigma <= 1.5].max(initial=0.0))
-
-
-def _triples(quintics: Quintics) -> tuple[_Triple, ...]:
-    """The triple of each step."""
-    rows, first, last = quintics.rows, quintics.first, quintics.last
-    return tuple(map(tuple, rows * last if len(rows) == 1 else rows[first:last]))
 
 
 @np.errstate(over="ignore", invalid="ignore")  # of steps that diverge

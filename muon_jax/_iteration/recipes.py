@@ -43,6 +43,12 @@ class Quintics(NamedTuple):
         """The number of steps; `DEFAULT_STEPS` where a trace does not know them."""
         return DEFAULT_STEPS if self.traced else int(self.last - self.first)
 
+    @property
+    def triples(self) -> tuple[tuple[float, ...], ...]:
+        """The triple of each step, none of them traced."""
+        rows = self.rows * self.last if len(self.rows) == 1 else self.rows[self.first : self.last]
+        return tuple(map(tuple, rows))
+
     def has_noise(self, dtype: jax.typing.DTypeLike) -> bool:
         """Returns whether the first step has noise in that dtype."""
         return self.noisy and jnp.dtype(dtype) == jnp.bfloat16

@@ -31,7 +31,6 @@ def _mapped(recipe: Recipe, dtype: str, sigma: np.ndarray) -> np.ndarray:
         for step in recipe.steps_in(dtype):
             sigma = step.terms(sigma**2)[-1] * sigma
         return sigma
-    rows = recipe.rows * recipe.last if len(recipe.rows) == 1 else recipe.rows
-    for a, b, c in rows:
+    for a, b, c in recipe.triples:
         sigma = a * sigma + b * sigma**3 + c * sigma**5
     return sigma
