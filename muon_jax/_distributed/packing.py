@@ -42,7 +42,7 @@ def pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
     elements = [bucket.elements(chunk) for chunk in bucket.chunks]
     sizes = [chunk.slots * size for chunk, size in zip(bucket.chunks, elements, strict=True)]
     columns, end = itertools.accumulate(sizes, initial=0), sum(sizes)
-    num_slots, block = sum(chunk.slots for chunk in bucket.chunks), _block(bucket)
+    num_slots, block = sum(chunk.slots for chunk in bucket.chunks), _largest_block(bucket)
     is_scaled = bucket.dtype == jnp.float16
     tail = num_slots + -num_slots % 128 if is_scaled else 0  # of exponents; aligns the next row
     packed = jax.lax.empty((bucket.owners, (end + tail) // block, block), bucket.dtype)
@@ -71,14 +71,14 @@ def pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
     return packed.reshape(bucket.owners, -1, *_minor(bucket))
 
 
-def _block(bucket: Bucket) -> int:
+def _largest_block(bucket: Bucket) -> int:
     """The largest block that all sizes are multiples of, up to 128 elements."""
     return math.gcd(128, *map(bucket.elements, bucket.chunks))
 
 
 def _minor(bucket: Bucket) -> tuple[int, ...]:
     """The last axis on the wire, if there are blocks."""
-    block = _block(bucket)
+    block = _largest_block(bucket)
     return (block,) if block % 64 == 0 else ()
 
 
