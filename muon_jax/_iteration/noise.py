@@ -33,7 +33,7 @@ def noise_addend(operand: jax.Array) -> tuple[float, jax.Array]:
     """
     m = operand.shape[-1]
     words = jnp.asarray(np.random.PCG64(0).random_raw(m) >> 32 | 1, jnp.uint32)
-    products = jax.lax.bitcast_convert_type(words[:, None] * words, jnp.int32)
+    products = jax.lax.bitcast_convert_type(words[:, None] * words[None], jnp.int32)
     noise = products.astype(jnp.float32) * 2.0**-31
     beta = _AMPLITUDE * float(jnp.finfo(operand.dtype).eps) / 2 / max(m, 1) ** 0.5
     return beta, noise.astype(operand.dtype)

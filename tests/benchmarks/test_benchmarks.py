@@ -67,7 +67,7 @@ def measure(tmp_path):
         pytest.param(
             "newton_schulz",
             ["jnp", "None", "optax f32", "optax bf16", "balanced", "polar_express"],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
     ],
 )

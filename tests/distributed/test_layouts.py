@@ -138,7 +138,7 @@ REMATERIALIZATION = "Involuntary full rematerialization"
 
 
 QUICK = ("TP + FSDP", "layers stacked")
-SLOW = ("DDP", "TP + EP + FSDP", "views")
+SLOW = ("DDP", "TP + EP + FSDP")
 
 
 @pytest.mark.uncached
