@@ -96,7 +96,7 @@ def test_quick_updates(tmp_path, capsys):
     assert "iteration: ours in half precision; optax's in the dtype of the gradients" in heading
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_quick_accuracy(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(spectra, "absent_spectra", lambda: {"momentum": "left out"})
     file = tmp_path / "accuracy.json"

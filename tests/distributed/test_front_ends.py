@@ -571,8 +571,7 @@ for name, update in updates.items():
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+@pytest.mark.parametrize("kind", helpers.mostly_nightly(["Explicit", "Auto"], (), ["Auto"]))
 def test_two_processes_are_one(tmp_path, kind):
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -97,7 +97,7 @@ each_name = pytest.mark.parametrize("name", polar_error.coefficient_names())
     helpers.mostly_nightly(
         polar_error.coefficient_names(),
         ["standard", "balanced"],
-        ["fast", "accurate", "polar_express", "dion", "aol"],
+        ["fast", "accurate", "polar_express", "aol"],
     ),
 )
 @drawn(1000)
