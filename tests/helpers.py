@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -132,6 +133,11 @@ def interpreted_mosaic(
         interpret=plgpu.InterpretGPUParams(detect_races=detect_races),
         **kwargs,
     )
+
+
+def found_races() -> bool:
+    """Whether the interpreter of Mosaic GPU kernels has found races."""
+    return bool(interpret_pallas_call.get_races().races_found)
 
 
 def _stated(c_matrix, alpha, beta, diagonal):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from muon_jax._iteration.noise import noise_addend
-from pallas_kernels import syrk, syrk_with_residual
+from pallas_kernels._chain import Link, syrk_chain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,25 +95,25 @@ class Step:
             residual: of R, where the step has residuals and the dtype has 16 bits.
             options: of `pallas_kernels.syrk`.
         """
-        terms = [gram]
+        inputs, low, noise = [gram], None, None
+        if residual is not None:
+            inputs, low = [gram, residual], 1
+        if self.noisy is not None and jnp.finfo(gram.dtype).bits == 16:
+            amplitude, matrix = noise_addend(gram)
+            inputs, noise = [*inputs, matrix], (amplitude, len(inputs))
+        numbers, made, links = [0], len(inputs), []  # the numbers of S₀, S₁, …, and the next one
         for j, product in enumerate(self.products):
-            addends = [(beta, terms[i]) for beta, i in product.addends]
-            if residual is not None:
-                addends.append((self.residual_betas[j], residual))
-            if j + 1 == self.noisy and jnp.finfo(gram.dtype).bits == 16:
-                addends.append(noise_addend(gram))
-            arguments = (terms[-1], tuple(c_matrix for _, c_matrix in addends))
-            options |= {
-                "alpha": product.alpha,
-                "beta": tuple(beta for beta, _ in addends),
-                "diagonal": product.diagonal,
-            }
-            if residual is not None and j + 1 < len(self.residual_betas):
-                term, residual = syrk_with_residual(*arguments, **options)
-            else:
-                term, residual = syrk(*arguments, **options), None
-            terms.append(term)
-        return terms[-1]
+            addends = [(beta, numbers[i]) for beta, i in product.addends]
+            if low is not None:
+                addends.append((self.residual_betas[j], low))
+            if noise is not None and j + 1 == self.noisy:
+                addends.append(noise)
+            has_residual = low is not None and j + 1 < len(self.residual_betas)
+            links.append(Link(product.alpha, tuple(addends), product.diagonal, has_residual))
+            numbers.append(made)
+            low = made + 1 if has_residual else None
+            made += 1 + has_residual
+        return syrk_chain(inputs, links, **options)
 
 
 @dataclasses.dataclass(frozen=True)

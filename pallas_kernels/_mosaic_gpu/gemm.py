@@ -18,7 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _device
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, RingConfig
-from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram, Tile, launch_programs
+from pallas_kernels._mosaic_gpu.launch import launch_programs
+from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram, Tile
 from pallas_kernels._mosaic_gpu.work_list import deal_rectangles
 from pallas_kernels._stacked import call_on_stacks, padded
 

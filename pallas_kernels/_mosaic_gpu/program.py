@@ -173,7 +173,11 @@ class SyrkxProgram(RingProgram):
     ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
         """Returns (row, col, block) for each block of α·product + Σ β·C."""
         block_n, width = self.config.block_n, product.shape[1]
-        sums = [alpha * product[:, i : i + block_n] for i in range(0, width, block_n)]
+        # With the barrier, sums are fused as in the kernel of a chain.
+        sums = [
+            lax.optimization_barrier(alpha * product[:, i : i + block_n])
+            for i in range(0, width, block_n)
+        ]
         for index, beta in enumerate(betas):
             for i, c in enumerate(self._blocks_of_c(index, tile, width)):
                 sums[i] += beta * c.astype(jnp.float32)

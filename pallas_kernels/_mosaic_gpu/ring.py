@@ -14,17 +14,16 @@ config nor on the other matrices of the stack, to the last bit.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, RingConfig
+from pallas_kernels._mosaic_gpu.config import ROWS, RingConfig
 
 type Ref = Any  # a reference to memory, or to barriers
 
@@ -36,6 +35,7 @@ class Tile(NamedTuple):
         batch, row, col: where the tile begins.
         turn: which warpgroup multiplies it, where tiles are in turns.
         step: the number of steps of the ring before the tile.
+        product: which product of a chain it is of.
     """
 
     batch: jax.Array
@@ -43,6 +43,7 @@ class Tile(NamedTuple):
     col: jax.Array
     turn: jax.Array
     step: jax.Array
+    product: int | jax.Array = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ class RingProgram:
         @pl.when(self.warpgroup == consumers)
         def _() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            end = self._visit_tiles(self.load)
+            end = self.visit_tiles(self.load)
             # A program must have waited for every completion of a barrier before it ends.
             lax.fori_loop(
                 lax.max(end - self.config.num_stages, 0),
@@ -115,10 +116,10 @@ class RingProgram:
         @pl.when(self.warpgroup < consumers)
         def _() -> None:
             plgpu.set_max_registers(232, action="increase")
-            self._visit_tiles(self._take_turn)
+            self.visit_tiles(self._take_turn)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _visit_tiles(self, visit: Callable[[Tile, int], None]) -> jax.Array:
+    def visit_tiles(self, visit: Callable[[Tile, int], None]) -> jax.Array:
         """Calls `visit(tile, width)` for each tile, with its width as a static number.
 
         Returns:
@@ -176,87 +177,26 @@ class RingProgram:
 
         @functools.partial(pl.run_scoped, accumulator=in_registers)
         def _(accumulator: Ref) -> None:
-            def multiply(k: jax.Array, _: None) -> None:
-                slot = self.slot(tile.step + k)
-                plgpu.barrier_wait(self.full.at[tile.turn, slot])
-                plgpu.wgmma(accumulator, self.own_rows(slot), self.b_block(slot, width))
-                plgpu.wgmma_wait(1)  # the wgmma of the step before is done
-
-                @pl.when(k > 0)
-                def _() -> None:
-                    self.release(tile.step + k - 1)
-
-            lax.fori_loop(0, self.num_products, multiply, None)
+            self.multiply(tile, width, accumulator)
             product = accumulator[...]
             self.release(tile.step + self.num_products - 1)
             store(product)
 
+    def multiply(self, tile: Tile, width: int, accumulator: Ref) -> None:
+        """Multiplies this warpgroup's rows of the tile."""
+        self.accumulate(tile, accumulator, functools.partial(self.b_block, width=width))
 
-def launch_programs(
-    program: Callable[..., RingProgram],
-    config: RingConfig,
-    work: np.ndarray,
-    operands: tuple[jax.Array, ...],
-    out_type: tuple[jax.ShapeDtypeStruct, ...],
-    *,
-    b_block: tuple[int, int],
-    buffers: Mapping[str, tuple[int, int]],
-    interpret: plgpu.InterpretGPUParams | None,
-    kernel_name: str,
-) -> tuple[jax.Array, ...]:
-    """Runs a program for each column of a work list.
+    def accumulate(self, tile: Tile, accumulator: Ref, b_block: Callable[[jax.Array], Ref]) -> None:
+        """Adds up the products of all steps, with the block of B that `b_block(slot)` is."""
 
-    Args:
-        program: makes a program. It takes references to the operands and the results in global
-            memory, and by name the buffers and the attributes of a `RingProgram`.
-        config: the tile and the ring.
-        work: as from `work_list`.
-        operands: what programs read. The last one has the dtype of the ring.
-        out_type: the results.
-        b_block: the shape of a step's block of B.
-        buffers: the shapes of staging buffers, by name. Each warpgroup has `config.num_buffers` of
-            every name.
-        interpret: runs the kernel in Pallas' interpreter.
-        kernel_name: the name that profilers show.
-    """
-    stages, staging = config.num_stages, (config.num_warpgroups, config.num_buffers)
-    ring_dtype, out_dtype = operands[-1].dtype, out_type[0].dtype
+        def multiply(k: jax.Array, _: None) -> None:
+            slot = self.slot(tile.step + k)
+            plgpu.barrier_wait(self.full.at[tile.turn, slot])
+            plgpu.wgmma(accumulator, self.own_rows(slot), b_block(slot))
+            plgpu.wgmma_wait(1)  # the wgmma of the step before is done
 
-    def shared(dtype: jnp.dtype, *shape: int) -> Any:
-        swizzle = plgpu.find_swizzle(8 * dtype.itemsize * shape[-1])
-        # The transforms are abstract to pyright, because a decorator adds their methods.
-        tile = (8, swizzle // dtype.itemsize)
-        tiled = plgpu.TilingTransform(tile)  # pyright: ignore[reportAbstractUsage]
-        swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
-        return plgpu.SMEM(shape, dtype, transforms=(tiled, swizzled))
+            @pl.when(k > 0)
+            def _() -> None:
+                self.release(tile.step + k - 1)
 
-    def body(tiles: Ref, *refs: Ref, **scratch: Ref) -> None:
-        program(
-            *refs,
-            warpgroup=lax.axis_index("warpgroup"),
-            index=lax.axis_index("program"),
-            config=config,
-            widths=tuple({*work[..., 3].ravel().tolist()} - {0}),
-            tiles=tiles,
-            **scratch,
-        ).run()
-
-    # In units of blocks, so that the compiler sees that rows and columns are multiples of a block.
-    tiles = work // np.array([1, ROWS, config.block_n, 1], np.int32)
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
-        grid=(work.shape[1],),
-        grid_names=("program",),
-        num_threads=config.num_warpgroups + 1,
-        thread_name="warpgroup",
-        scratch_types={
-            "a_ring": shared(ring_dtype, stages, config.tile_m, TILE_K),
-            "b_ring": shared(ring_dtype, stages, *b_block),
-            **{name: shared(out_dtype, *staging, *shape) for name, shape in buffers.items()},
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=(config.num_turns, stages)),
-            "empty": plgpu.Barrier(num_arrivals=config.tile_m // config.rows, num_barriers=stages),
-        },
-        interpret=interpret,
-        kernel_name=kernel_name,
-    )(jnp.asarray(tiles), *operands)
+        lax.fori_loop(0, self.num_products, multiply, None)

@@ -17,8 +17,9 @@ from pallas_kernels._mosaic_gpu.config import (
     MosaicSyrkxConfig,
     default_mosaic_syrkx_config,
 )
+from pallas_kernels._mosaic_gpu.launch import launch_programs
 from pallas_kernels._mosaic_gpu.program import SyrkxProgram
-from pallas_kernels._mosaic_gpu.ring import Ref, launch_programs
+from pallas_kernels._mosaic_gpu.ring import Ref
 from pallas_kernels._stacked import call_on_stacks, padded, stack_coefficients
 
 

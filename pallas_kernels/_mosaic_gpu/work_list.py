@@ -25,10 +25,51 @@ def deal_triangles(
     batch: int, m: int, tile_m: int, tile_n: int, *, narrow_tiles: bool, num_programs: int
 ) -> np.ndarray:
     """Deals the lower triangles of `batch` (m, m) results to at most `num_programs` programs."""
-    tiles = _lower_triangle(batch, m, tile_m, tile_n)
+    tiles = _lower_triangles(batch, m, tile_m, tile_n)
     if narrow_tiles:
         tiles = _narrowed(tiles, tile_n, num_programs)
     return _deal(tiles, 4 * tile_m, tile_n, num_programs)
+
+
+@functools.cache
+def deal_chains(
+    batch: int, m: int, tile: int, nums_addends: tuple[int, ...], num_programs: int
+) -> np.ndarray:
+    """Returns the tiles of all products of `batch` chains of symmetric (m, m) results.
+
+    Tile i is of program i modulo `num_programs`. A group of matrices fills all programs once. Two
+    groups go through their chains together, so that programs have tiles of one group while they
+    wait for results of the other.
+
+    Args:
+        batch, m: the number and the size of the results.
+        tile: the size of the tiles.
+        nums_addends: the number of addends of each product.
+        num_programs: the number of programs.
+
+    Returns:
+        Rows of (batch, row, col, product, step), in units of 64 rows and columns. `step` is the
+        number of steps of the program's ring before the tile.
+    """
+    one = lower_triangle(m, tile, tile)
+    row, col = one.T
+    one = one[np.lexsort((row, col, row // (4 * tile)))] // 64
+    size = max(1, round(num_programs / len(one)))
+    matrices = np.array(
+        [
+            (image, product)
+            for pair in range(0, batch, 2 * size)
+            for product in range(len(nums_addends))
+            for image in range(pair, min(pair + 2 * size, batch))
+        ]
+    )
+    images, products = np.repeat(matrices, len(one), axis=0).T
+    row, col = np.tile(one, (len(matrices), 1)).T
+    steps = m // 64 + np.array(nums_addends)[products]
+    before = np.zeros(len(steps), int)
+    for program in range(num_programs):
+        before[program::num_programs] = np.cumsum(steps[program::num_programs])
+    return np.stack([images, row, col, products, before - steps], axis=1).astype(np.int32)
 
 
 @functools.cache
@@ -69,16 +110,21 @@ def _deal(tiles: np.ndarray, num_rows: int, tile_n: int, num_programs: int) -> n
     return tiles[np.sort(dealt, axis=0)]  # programs keep to the order of the list
 
 
-def _lower_triangle(batch: int, m: int, tile_m: int, tile_n: int) -> np.ndarray:
+def _lower_triangles(batch: int, m: int, tile_m: int, tile_n: int) -> np.ndarray:
     """Returns the tiles that touch the lower triangles, as rows of (batch, row, col, width)."""
-    one = [
-        (0, row, col, tile_n)
-        for row in range(0, m, tile_m)
-        for col in range(0, min(row + tile_m, m), tile_n)
-    ]
-    tiles = np.tile(np.array(one, np.int32), (batch, 1))
+    one = np.pad(lower_triangle(m, tile_m, tile_n), [(0, 0), (1, 1)], constant_values=tile_n)
+    tiles = np.tile(one, (batch, 1))
     tiles[:, 0] = np.repeat(np.arange(batch), len(one))
     return tiles
+
+
+@functools.cache
+def lower_triangle(m: int, tile_m: int, tile_n: int) -> np.ndarray:
+    """Returns where the tiles begin that touch the lower triangle, as rows of (row, col)."""
+    starts = [
+        (row, col) for row in range(0, m, tile_m) for col in range(0, min(row + tile_m, m), tile_n)
+    ]
+    return np.array(starts, np.int32)
 
 
 def _narrowed(tiles: np.ndarray, tile_n: int, num_programs: int) -> np.ndarray:

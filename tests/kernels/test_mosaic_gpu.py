@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _tuning, syrk, unsupported_reason
@@ -37,10 +36,6 @@ def names(config):
     return config.name
 
 
-def found_races() -> bool:
-    return bool(interpret_pallas_call.get_races().races_found)
-
-
 def matrices(shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -65,7 +60,7 @@ def test_every_config_is_exact_and_free_of_races(config):
 
     expected = helpers.exact_syrkx(a, None, c, alpha=alpha, beta=-2.0, diagonal=3.0)
     chex.assert_trees_all_equal(function(alpha), expected.astype(jnp.bfloat16))
-    assert not found_races()
+    assert not helpers.found_races()
 
 
 @pytest.mark.gpu
@@ -113,7 +108,7 @@ def test_two_addends_and_a_residual_are_exact_and_free_of_races(sizes):
     residual = exact - np.asarray(high, np.float64)
     chex.assert_trees_all_equal(low, residual.astype(jnp.bfloat16))
     assert np.any(residual)
-    assert not found_races()
+    assert not helpers.found_races()
 
 
 @pytest.mark.parametrize("config", helpers.mostly_nightly(SQUARE_BLOCKS, QUICK), ids=names)
@@ -123,7 +118,7 @@ def test_two_operands_are_exact_and_free_of_races(config):
     out = checked(a, b, config=config, diagonal=-1.0)
     expected = helpers.exact_syrkx(a, b, diagonal=-1.0).astype(jnp.bfloat16)
     chex.assert_trees_all_equal(out, expected)
-    assert not found_races()
+    assert not helpers.found_races()
 
 
 def test_of_two_operands_the_lower_triangle_counts():
@@ -138,7 +133,7 @@ def test_the_interpreter_finds_the_races_of_a_kernel_that_does_not_wait(monkeypa
     a = jnp.ones((256, 64), jnp.bfloat16)
     with pytest.raises(jax.errors.JaxRuntimeError) as error:
         checked(a, config=MosaicSyrkxConfig(64, 64, 2)).block_until_ready()
-    assert found_races() or "RACE DETECTED" in str(error.value)  # JAX 0.11, or since 0.12
+    assert helpers.found_races() or "RACE DETECTED" in str(error.value)  # JAX 0.11, or since 0.12
 
 
 def test_vmap_gives_the_batch():

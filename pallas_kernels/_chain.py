@@ -1,0 +1,84 @@
+"""`syrk_chain`: symmetric products, each a square of the one before with some addends."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._mosaic_gpu import chain as mosaic_gpu
+from pallas_kernels._selection import as_one_stack, select_implementation
+from pallas_kernels._syrk import Coefficient, syrk, syrk_with_residual
+
+
+class Link(NamedTuple):
+    """One product of a chain, Sⱼ = alpha·Sⱼ₋₁² + Σ beta·C + diagonal·I.
+
+    Attributes:
+        alpha, diagonal: real coefficients, each a scalar, or one for each matrix.
+        addends: pairs of beta and the number of C. Numbers count the inputs, then the results and
+            residuals in the order in which they are made.
+        residual: whether a later product reads the residual, what the rounding of Sⱼ left.
+    """
+
+    alpha: Coefficient
+    addends: tuple[tuple[Coefficient, int], ...]
+    diagonal: Coefficient
+    residual: bool = False
+
+
+def syrk_chain(
+    inputs: Sequence[jax.Array],
+    links: Sequence[Link],
+    *,
+    symmetrize_output: bool = True,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns the last result of a chain of symmetric products.
+
+    `"mosaic_gpu"` runs the chain in one launch where that is faster. Its result is the same as that
+    of a launch for each product, bit for bit.
+
+    Args:
+        inputs: S₀, symmetric, of shape `(..., m, m)`; then other addends, of shape `(..., m, m)` or
+            `(m, m)`.
+        links: the products.
+        symmetrize_output, implementation: as for `syrk`.
+    """
+    first = inputs[0]
+    chosen = (
+        implementation
+        or select_implementation(
+            first, addend=True, symmetrize_output=symmetrize_output
+        ).implementation
+    )
+    if chosen == "mosaic_gpu" and _in_one_launch(first):
+        structure = tuple((tuple(c for _, c in link.addends), link.residual) for link in links)
+        coefficients = tuple(
+            tuple(
+                jnp.asarray(x, jnp.float32)
+                for x in (link.alpha, link.diagonal, *(beta for beta, _ in link.addends))
+            )
+            for link in links
+        )
+        return mosaic_gpu.syrk_chain(inputs, structure, coefficients)
+    options: dict[str, Any] = {
+        "symmetrize_output": symmetrize_output,
+        "implementation": implementation,
+    }
+    terms, result = [*inputs], first
+    for link in links:
+        options |= {"alpha": link.alpha, "diagonal": link.diagonal}
+        options["beta"] = tuple(beta for beta, _ in link.addends)
+        cs = tuple(terms[c] for _, c in link.addends)
+        if link.residual:
+            terms += syrk_with_residual(result, cs, **options)
+        else:
+            terms.append(syrk(result, cs, **options))
+        result = terms[-1 - link.residual]
+    return result
+
+
+def _in_one_launch(first: jax.Array) -> bool:
+    batch, m, _ = as_one_stack(first.shape)
+    return m % 64 == 0 and batch > 0 and mosaic_gpu.chain_is_faster(batch, m)

@@ -1,0 +1,184 @@
+"""Chains of symmetric products by `"mosaic_gpu"` in one launch: the part on the host."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _device
+from pallas_kernels._mosaic_gpu.chain_program import ADDENDS, ChainProgram
+from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, RingConfig
+from pallas_kernels._mosaic_gpu.launch import launch_ring, shared
+from pallas_kernels._mosaic_gpu.ring import Ref
+from pallas_kernels._mosaic_gpu.work_list import deal_chains, lower_triangle
+from pallas_kernels._stacked import call_on_stacks, stack_coefficients
+
+# For each product the sources of its addends, and whether its residual is a source. Sources number
+# the inputs, then the results and residuals in the order in which they are made.
+type Structure = tuple[tuple[tuple[int, ...], bool], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainConfig(RingConfig):
+    """A square tile of a symmetric product, whose blocks are stored twice."""
+
+    num_stores = 2
+
+
+SMALL, LARGE = ChainConfig(64, 64, 8), ChainConfig(128, 128, 6, in_turns=True)
+
+
+def chain_is_faster(batch: int, m: int) -> bool:
+    """Returns whether one launch is faster than a launch for each product.
+
+    Measured on an H100. The exception is a single matrix whose tiles fill all programs: each of its
+    products would wait for the last tile of the product before.
+    """
+    return batch > 1 or _num_tiles(m, LARGE) < _device.num_multiprocessors()
+
+
+def default_chain_config(batch: int, m: int, num_programs: int) -> ChainConfig:
+    """Returns the config for stacks `(batch, m, m)`: large tiles where they fill all programs."""
+    return LARGE if batch * _num_tiles(m, LARGE) >= num_programs else SMALL
+
+
+def syrk_chain(
+    inputs: Sequence[jax.Array],
+    structure: Structure,
+    coefficients: tuple[tuple[jax.Array, ...], ...],
+    *,
+    config: ChainConfig | None = None,
+    num_programs: int | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+    program_type: type[ChainProgram] = ChainProgram,
+) -> jax.Array:
+    """Computes what `_chain.syrk_chain` defines, in one launch, also under `vmap`.
+
+    Args:
+        inputs: S₀ of shape `(..., m, m)`, of a size that is a multiple of 64, and other addends of
+            shape `(..., m, m)` or `(m, m)`.
+        structure: of the chain.
+        coefficients: for each product alpha, the diagonal, and a beta for each addend, each of
+            shape `()` or `(...)`.
+        config: the tile and the ring, or None for the default.
+        num_programs: the number of programs, or None for one on each multiprocessor.
+        interpret: runs the kernel in Pallas' interpreter.
+        program_type: of the programs.
+    """
+    first, *others = inputs
+    batch = first.shape[:-2]
+    width = 2 + max(len(addends) for addends, _ in structure)
+    flat = [c for row in coefficients for c in (*row, *[jnp.float32(0)] * (width - len(row)))]
+    kernel = functools.partial(
+        _launch_chain,
+        structure=structure,
+        config=config,
+        num_programs=num_programs or _device.num_multiprocessors(),
+        interpret=interpret,
+        program_type=program_type,
+    )
+    others = [c if c.ndim == first.ndim else c.reshape(*[1] * len(batch), *c.shape) for c in others]
+    stacked = stack_coefficients(tuple(flat), batch).reshape(*batch, len(structure), width)
+    (out,) = call_on_stacks(kernel, "mosaic_gpu", first, tuple(others), stacked)
+    return out
+
+
+# Jitted, so that calls of equal shapes are traced and lowered once.
+@functools.partial(
+    jax.jit, static_argnames=("structure", "config", "num_programs", "interpret", "program_type")
+)
+def _launch_chain(
+    first: jax.Array,
+    others: tuple[jax.Array, ...],
+    coefficients: jax.Array,
+    *,
+    structure: Structure,
+    config: ChainConfig | None,
+    num_programs: int,
+    interpret: plgpu.InterpretGPUParams | None,
+    program_type: type[ChainProgram],
+) -> tuple[jax.Array, ...]:
+    """Computes stacks `(batch, m, m)`, with coefficients `(batch, products, number)`."""
+    (batch, m, _), dtype = first.shape, first.dtype
+    config = config or default_chain_config(batch, m, num_programs)
+    num_inputs, num_tiles = 1 + len(others), _num_tiles(m, config)
+    num_programs = min(num_programs, batch * num_tiles)
+    plan, num_places = plan_chain(structure, num_inputs)
+    tiles = deal_chains(
+        batch, m, config.tile_m, tuple(len(addends) for addends, _ in structure), num_programs
+    )
+
+    def program(coefficients: Ref, plan: Ref, *refs: Ref, **ring: Any) -> ChainProgram:
+        *inputs, terms, out = refs
+        return program_type(
+            widths=(config.tile_n,),
+            num_programs=num_programs,
+            num_tiles=num_tiles,
+            coefficients=coefficients,
+            plan=plan,
+            inputs=tuple(inputs),
+            terms=terms,
+            out=out,
+            counters=program_type.make_counters(batch * len(structure)),
+            **ring,
+        )
+
+    _, out = launch_ring(
+        program,
+        config,
+        (jnp.asarray(tiles), coefficients, jnp.asarray(plan), first, *others),
+        (
+            jax.ShapeDtypeStruct((num_places * batch, m, m), dtype),
+            jax.ShapeDtypeStruct((batch, m, m), dtype),
+        ),
+        num_programs=num_programs,
+        b_block=(config.tile_n, TILE_K),
+        scratch={
+            "buffers": shared(dtype, config.num_warpgroups, config.num_buffers, 2 * ROWS, TILE_K)
+        },
+        interpret=interpret,
+        kernel_name="syrk_chain",
+    )
+    return (out,)
+
+
+def plan_chain(structure: Structure, num_inputs: int) -> tuple[np.ndarray, int]:
+    """Returns the plan of `ChainProgram`, and how many places its terms have.
+
+    A result takes the place of a term that no product of this number or later reads.
+    """
+    made, factor, rows = num_inputs, 0, []  # what is made, and (sources, result, residual)
+    last_read: dict[int, int] = {}
+    for product, (addends, residual) in enumerate(structure):
+        last_read |= dict.fromkeys((factor, *addends), product)
+        rows.append(((factor, *addends), made, made + 1 if residual else None))
+        factor, made = made, made + 1 + residual
+    places: dict[int, int] = {}
+    free: list[int] = []
+    num_places = 1
+
+    def place(term: int | None) -> int:
+        nonlocal num_places
+        if term is None or term not in last_read:
+            return -1
+        places[term] = free.pop() if free else len(places)
+        num_places = max(num_places, places[term] + 1)
+        return places[term]
+
+    width = ADDENDS + max(len(addends) for addends, _ in structure)
+    plan = np.full((len(structure), width), -1, np.int32)
+    for product, (sources, result, residual) in enumerate(rows):
+        numbers = [s if s < num_inputs else num_inputs + places[s] for s in sources]
+        row = (numbers[0], place(result), place(residual), len(sources) - 1, *numbers[1:])
+        plan[product, : len(row)] = row
+        free += [places[s] for s in places if last_read[s] == product]
+    return plan, num_places
+
+
+def _num_tiles(m: int, config: ChainConfig) -> int:
+    return len(lower_triangle(m, config.tile_m, config.tile_n))

@@ -1,0 +1,126 @@
+"""How programs with a ring in shared memory are launched."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, RingConfig
+from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram
+
+
+def launch_programs(
+    program: Callable[..., RingProgram],
+    config: RingConfig,
+    work: np.ndarray,
+    operands: tuple[jax.Array, ...],
+    out_type: tuple[jax.ShapeDtypeStruct, ...],
+    *,
+    b_block: tuple[int, int],
+    buffers: Mapping[str, tuple[int, int]],
+    interpret: plgpu.InterpretGPUParams | None,
+    kernel_name: str,
+) -> tuple[jax.Array, ...]:
+    """Runs a program for each column of a work list.
+
+    Args:
+        program: as for `launch_ring`.
+        config: the tile and the ring.
+        work: as from `work_list`.
+        operands: what programs read. The last one has the dtype of the ring.
+        out_type: the results.
+        b_block: the shape of a step's block of B.
+        buffers: the shapes of staging buffers, by name. Each warpgroup has `config.num_buffers` of
+            every name.
+        interpret: runs the kernel in Pallas' interpreter.
+        kernel_name: the name that profilers show.
+    """
+    staging = (config.num_warpgroups, config.num_buffers)
+    # In units of blocks, so that the compiler sees that rows and columns are multiples of a block.
+    tiles = work // np.array([1, ROWS, config.block_n, 1], np.int32)
+    return launch_ring(
+        functools.partial(program, widths=tuple({*work[..., 3].ravel().tolist()} - {0})),
+        config,
+        (jnp.asarray(tiles), *operands),
+        out_type,
+        num_programs=work.shape[1],
+        b_block=b_block,
+        scratch={
+            name: shared(out_type[0].dtype, *staging, *shape) for name, shape in buffers.items()
+        },
+        interpret=interpret,
+        kernel_name=kernel_name,
+    )
+
+
+def launch_ring(
+    program: Callable[..., RingProgram],
+    config: RingConfig,
+    operands: tuple[jax.Array, ...],
+    out_type: tuple[jax.ShapeDtypeStruct, ...],
+    *,
+    num_programs: int,
+    b_block: tuple[int, int],
+    scratch: Mapping[str, Any],
+    interpret: plgpu.InterpretGPUParams | None,
+    kernel_name: str,
+) -> tuple[jax.Array, ...]:
+    """Runs that many programs, each with a ring in shared memory.
+
+    Args:
+        program: makes a program. It takes references to the operands and the results in global
+            memory, and by name the scratch and the attributes of a `RingProgram`.
+        config: the tile and the ring.
+        operands: what programs read, the list of tiles first. The last one has the dtype of the
+            ring.
+        out_type: the results.
+        num_programs: how many programs there are.
+        b_block: the shape of a step's block of B.
+        scratch: what else programs have in shared memory, by name.
+        interpret: runs the kernel in Pallas' interpreter.
+        kernel_name: the name that profilers show.
+    """
+    stages, dtype = config.num_stages, operands[-1].dtype
+
+    def body(tiles: Ref, *refs: Ref, **scratch: Ref) -> None:
+        program(
+            *refs,
+            warpgroup=lax.axis_index("warpgroup"),
+            index=lax.axis_index("program"),
+            config=config,
+            tiles=tiles,
+            **scratch,
+        ).run()
+
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(num_programs,),
+        grid_names=("program",),
+        num_threads=config.num_warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types={
+            "a_ring": shared(dtype, stages, config.tile_m, TILE_K),
+            "b_ring": shared(dtype, stages, *b_block),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=(config.num_turns, stages)),
+            "empty": plgpu.Barrier(num_arrivals=config.tile_m // config.rows, num_barriers=stages),
+            **scratch,
+        },
+        interpret=interpret,
+        kernel_name=kernel_name,
+    )(*operands)
+
+
+def shared(dtype: jnp.dtype, *shape: int) -> Any:
+    """Returns the type of a buffer in shared memory, swizzled as TMA and wgmma need it."""
+    swizzle = plgpu.find_swizzle(8 * dtype.itemsize * shape[-1])
+    # The transforms are abstract to pyright, because a decorator adds their methods.
+    tile = (8, swizzle // dtype.itemsize)
+    tiled = plgpu.TilingTransform(tile)  # pyright: ignore[reportAbstractUsage]
+    swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiled, swizzled))
