@@ -61,7 +61,7 @@ def test_only_the_first_step_has_noise_and_only_in_16_bits(name):
 
 def test_published_sets_have_noise_where_searches_found_need():
     noisy = {name for name in NAMED if resolve_recipe(name, DEFAULT_STEPS).has_noise(jnp.bfloat16)}
-    assert noisy == {"aol", "aol_nvidia", "polar_express_nanogpt"}
+    assert noisy == {"aol", "aol_nvidia", "deepseek_v4", "polar_express_nanogpt"}
     assert not resolve_recipe("aol", DEFAULT_STEPS).has_noise("float16")
 
 
