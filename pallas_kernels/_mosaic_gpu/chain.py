@@ -11,7 +11,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _device
-from pallas_kernels._mosaic_gpu.chain_program import ADDENDS, ChainProgram
+from pallas_kernels._mosaic_gpu.chain_loads import ADDENDS
+from pallas_kernels._mosaic_gpu.chain_program import ChainProgram
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, RingConfig
 from pallas_kernels._mosaic_gpu.launch import launch_ring, shared
 from pallas_kernels._mosaic_gpu.ring import Ref
@@ -150,34 +151,44 @@ def _launch_chain(
 def plan_chain(structure: Structure, num_inputs: int) -> tuple[np.ndarray, int]:
     """Returns the plan of `ChainProgram`, and how many places its terms have.
 
-    A result takes the place of a term that no product of this number or later reads.
+    A result takes the place of a term that is not read any more. That can be one of its own
+    addends, because each tile reads its addends before it is stored. It cannot be its factor.
     """
-    made, factor, rows = num_inputs, 0, []  # what is made, and (sources, result, residual)
+    made, factor, products = num_inputs, 0, []  # what is made, and each product's terms
     last_read: dict[int, int] = {}
     for product, (addends, residual) in enumerate(structure):
         last_read |= dict.fromkeys((factor, *addends), product)
-        rows.append(((factor, *addends), made, made + 1 if residual else None))
+        products.append((factor, addends, made, made + 1 if residual else None))
         factor, made = made, made + 1 + residual
     places: dict[int, int] = {}
     free: list[int] = []
-    num_places = 1
+    num_places = 0
 
     def place(term: int | None) -> int:
         nonlocal num_places
         if term is None or term not in last_read:
             return -1
-        places[term] = free.pop() if free else len(places)
-        num_places = max(num_places, places[term] + 1)
+        if not free:
+            free.append(num_places)
+            num_places += 1
+        places[term] = free.pop()
         return places[term]
+
+    def source(term: int) -> int:
+        return term if term < num_inputs else num_inputs + places[term]
 
     width = ADDENDS + max(len(addends) for addends, _ in structure)
     plan = np.full((len(structure), width), -1, np.int32)
-    for product, (sources, result, residual) in enumerate(rows):
-        numbers = [s if s < num_inputs else num_inputs + places[s] for s in sources]
-        row = (numbers[0], place(result), place(residual), len(sources) - 1, *numbers[1:])
+    for product, (factor, addends, result, residual) in enumerate(products):
+        sources = [source(factor), *map(source, addends)]
+        free += [
+            places[c] for c in {*addends} - {factor} if c in places and last_read[c] == product
+        ]
+        row = (sources[0], place(result), place(residual), len(addends), *sources[1:])
         plan[product, : len(row)] = row
-        free += [places[s] for s in places if last_read[s] == product]
-    return plan, num_places
+        if factor in places and last_read[factor] == product:
+            free.append(places[factor])
+    return plan, max(num_places, 1)
 
 
 def _num_tiles(m: int, config: ChainConfig) -> int:

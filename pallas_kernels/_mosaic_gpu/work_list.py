@@ -37,9 +37,9 @@ def deal_chains(
 ) -> np.ndarray:
     """Returns the tiles of all products of `batch` chains of symmetric (m, m) results.
 
-    Tile i is of program i modulo `num_programs`. A group of matrices fills all programs once. Two
-    groups go through their chains together, so that programs have tiles of one group while they
-    wait for results of the other.
+    Tile i is of program i modulo `num_programs`. As many matrices go through their chains together
+    as fill all programs more than twice. So programs have tiles of others while they wait for the
+    results of one. More matrices would not stay in the L2 cache.
 
     Args:
         batch, m: the number and the size of the results.
@@ -54,13 +54,13 @@ def deal_chains(
     one = lower_triangle(m, tile, tile)
     row, col = one.T
     one = one[np.lexsort((row, col, row // (4 * tile)))] // 64
-    size = max(1, round(num_programs / len(one)))
+    together = 1 + -(-2 * num_programs // len(one))
     matrices = np.array(
         [
             (image, product)
-            for pair in range(0, batch, 2 * size)
+            for first in range(0, batch, together)
             for product in range(len(nums_addends))
-            for image in range(pair, min(pair + 2 * size, batch))
+            for image in range(first, min(first + together, batch))
         ]
     )
     images, products = np.repeat(matrices, len(one), axis=0).T

@@ -102,12 +102,20 @@ def test_a_plan_reads_what_the_structure_says():
 
         for (addends, residual), row in zip(structure, plan.tolist(), strict=True):
             assert [content(row[0]), *map(content, row[4 : 4 + row[3]])] == [factor, *addends]
+            assert row[0] - num_inputs not in (row[1], row[2]) or factor < num_inputs
             factor = made
             held |= {row[1]: made} if row[1] >= 0 else {}
             held |= {row[2]: made + 1} if row[2] >= 0 else {}
             made += 1 + residual
         assert plan[-1, 1] == -1
-        assert max(held, default=0) < num_places
+        assert {*held} <= {*range(num_places)}
+
+
+@pytest.mark.parametrize(("name", "num_places"), [("fast", 3), ("balanced", 5), ("accurate", 3)])
+def test_results_take_few_places(name, num_places):
+    products = SCHEDULES[name].steps[0].products
+    structure = tuple((tuple(i for _, i in product.addends), False) for product in products)
+    assert plan_chain(structure, 1)[1] == num_places
 
 
 @pytest.mark.parametrize(("batch", "m", "tile"), [(1, 192, 64), (5, 384, 128), (40, 128, 128)])

@@ -288,14 +288,21 @@ def test_the_iteration_on_hopper_is_its_products_and_two_passes(shape):
 
 
 @needs_compiler
-def test_composed_steps_on_hopper_are_their_products():
-    """A kernel each, residuals and all, the last with a result in bfloat16."""
-    program = NEWTON_SCHULZ.format(shape=(24, 1024, 4096), kwargs={"ns_coeffs": "fast"})
-    *_, entry = output_of(program, "NVIDIA H200").partition("ENTRY ")
+@pytest.mark.parametrize(
+    "shape", mostly_nightly([(24, 1024, 4096), (2, 192, 192)], (), [(24, 1024, 4096)]), ids=str
+)
+def test_a_composed_step_on_hopper_is_three_kernels(shape):
+    """The Gram matrix, the chain and the application, which spill no registers."""
+    program = NEWTON_SCHULZ.format(
+        shape=shape, kwargs={"ns_coeffs": "balanced", "dtype": "float16"}
+    )
+    report = output_of(program, "NVIDIA H200", MOSAIC_GPU_DUMP_PTXAS="1")
+    *_, entry = report.partition("ENTRY ")
     assert not re.search(r" dot\(|\"__cublas\$", entry)
-    assert entry.count('custom_call_target="mosaic_gpu') == 9
-    assert "f32[24,1024,1024]" not in entry
-    assert re.search(r"ROOT.* = bf16\[24,1024,4096\]\S* custom-call\(", entry)
+    assert entry.count('custom_call_target="mosaic_gpu') == 3
+    assert f"f32[{shape[0]},{shape[1]},{shape[1]}]" not in entry
+    assert re.search(r"ROOT.* = bf16\[[\d,]+\]\S* custom-call\(", entry)
+    assert re.findall(r"\d+ bytes spill stores", report) == ["0 bytes spill stores"] * 3
 
 
 @needs_compiler
