@@ -5,6 +5,7 @@
     python -m muon_jax.benchmarks newton_schulz --shapes peers 24x512x2048
     python -m muon_jax.benchmarks muon --models gpt2-small
     python -m muon_jax.benchmarks sharded --mesh fsdp=2 tensor=2 --json sharded.json
+    python -m muon_jax.benchmarks start --models gpt2-small --json start.json
     python -m muon_jax.benchmarks accuracy --names standard --json accuracy.json
     python -m muon_jax.benchmarks adversary --names balanced --sizes 16 64
     python -m muon_jax.benchmarks training --json training.json
@@ -40,6 +41,7 @@ from muon_jax.benchmarks._adversary.command import (
 from muon_jax.benchmarks._coefficients.command import add_coefficients_arguments, run_coefficients
 from muon_jax.benchmarks._command_line.arguments import add_quick
 from muon_jax.benchmarks._records.command import add_report_arguments, run_report
+from muon_jax.benchmarks._start.command import QUICK_START, add_start_arguments, run_start
 from muon_jax.benchmarks._times import commands as times
 from muon_jax.benchmarks._tpu.command import QUICK_TPU, add_tpu_arguments, run_tpu
 from muon_jax.benchmarks._training.command import (
@@ -92,6 +94,12 @@ COMMANDS = {
         times.add_sharded_arguments,
         times.run_sharded,
         times.QUICK_UPDATES,
+    ),
+    "start": Command(
+        "seconds until the first update is compiled, in fresh processes",
+        add_start_arguments,
+        run_start,
+        QUICK_START,
     ),
     "accuracy": Command(
         "distance to the polar factor and FLOPs, by coefficients",

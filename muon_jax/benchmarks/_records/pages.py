@@ -25,6 +25,7 @@ _TITLES = {
     "newton_schulz": "The iteration",
     "muon": "Whole updates on one device",
     "sharded": "Whole updates on several devices",
+    "start": "Compiling the first update",
     "accuracy": "Accuracy",
     "adversary": "Searched inputs",
     "training": "Training a small GPT",
@@ -86,7 +87,7 @@ def page(report: Report, file: str) -> str:
         f"```bash\n{command}\n```",
         markdown_table(["", ""], [[*fact] for fact in facts.items()]),
     ]
-    if benchmark in ("accuracy", "adversary", "training", "tpu"):
+    if benchmark in ("start", "accuracy", "adversary", "training", "tpu"):
         blocks.append(markdown(report).split("\n\n", 1)[1])
     else:
         blocks += _time_blocks(measurements)

@@ -1,6 +1,6 @@
 """Prints a report: a line for each measurement, and Markdown tables."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from muon_jax.benchmarks._records.reading import (
     metric_values,
     speedup,
 )
+from muon_jax.benchmarks._records.start_times import START_UNIT, start_rows
 from muon_jax.benchmarks._records.training_losses import (
     loss_rows,
     losses_line,
@@ -37,12 +38,14 @@ def measurement_line(measurement: Measurement) -> str:
     """Returns a measurement in one line, and one more line for each rival that failed."""
     if "losses" in measurement:
         return losses_line(measurement)
+    if "start_seconds" in measurement:
+        return "\n".join(map(_cells_line, start_rows(measurement)))
     if "worst" in measurement:
-        return ", ".join(f"{key} {cell}" for key, cell in _adversary_row(measurement).items())
+        return _cells_line(_adversary_row(measurement))
     if "program" in measurement:
-        return ", ".join(f"{key} {cell}" for key, cell in _compiled_row(measurement).items())
+        return _cells_line(_compiled_row(measurement))
     if "name" in measurement:
-        return ", ".join(f"{key} {cell}" for key, cell in _accuracy_row(measurement).items())
+        return _cells_line(_accuracy_row(measurement))
     clock = common_clock([measurement])
     (_, label), *cells = _time_row(measurement, measurement["microseconds"], clock).items()
     text = f"{label}: {'; '.join(f'{column} {cell}' for column, cell in cells)}; µs, {clock}"
@@ -56,6 +59,7 @@ def markdown(report: Report) -> str:
       clock. The speedup is ours over the first variant.
     - Errors of `accuracy` are medians over the cases of a spectrum.
     - Programs of `tpu` were compiled and never run.
+    - Seconds of `start` are explained in `START_UNIT`.
     - Losses of `training` are explained in `loss_rows` and `verdicts`.
     """
     if report["benchmark"] == "accuracy":
@@ -64,6 +68,8 @@ def markdown(report: Report) -> str:
         rows = [_adversary_row(measurement) for measurement in report["measurements"]]
         table = markdown_table([*rows[0]], [[*row.values()] for row in rows])
         return f"{heading(report)}; largest singular values\n\n{table}"
+    if report["benchmark"] == "start":
+        return _start_markdown(report)
     if report["benchmark"] == "training":
         return _training_markdown(report)
     if report["benchmark"] == "tpu":
@@ -121,6 +127,11 @@ def failure_lines(measurement: Measurement) -> list[str]:
     return [f"failed: {name} at {case} ({reason})" for name, reason in failed.items()]
 
 
+def _cells_line(row: Mapping[str, str]) -> str:
+    """A row in one line, the name of each column before its cell."""
+    return ", ".join(f"{key} {cell}" for key, cell in row.items())
+
+
 def _accuracy_markdown(report: Report) -> str:
     """A row for each name, method and dtype: medians over the cases of each spectrum."""
     rows = [_accuracy_row(measurement) for measurement in report["measurements"]]
@@ -154,6 +165,13 @@ def _compiled_row(measurement: Measurement) -> dict[str, str]:
         "float16": "yes" if measurement["float16"] else "no",
         "processor seconds to compile": f"{measurement['seconds']:.1f}",
     }
+
+
+def _start_markdown(report: Report) -> str:
+    """A row for each model, cache and optimizer."""
+    rows = [row for measurement in report["measurements"] for row in start_rows(measurement)]
+    table = markdown_table([*rows[0]], [[*row.values()] for row in rows])
+    return "\n\n".join([heading(report), START_UNIT, table])
 
 
 def _training_markdown(report: Report) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax.contrib
+import optax
 
-from muon_jax import muon, newton_schulz
+from muon_jax import newton_schulz
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax.benchmarks._accuracy.polar_error import arguments_for_coefficients, is_offered
 from muon_jax.benchmarks._accuracy.polar_error_on_device import polar_errors
@@ -20,7 +20,6 @@ from muon_jax.benchmarks._times.correctness import (
     relative_error,
 )
 from muon_jax.benchmarks._times.inputs import standard_normal, symmetric
-from muon_jax.benchmarks._times.models import MODELS, dimension_numbers
 from muon_jax.benchmarks._times.rivals import (
     OWN_COEFFICIENTS,
     newton_schulz_in_jnp,
@@ -33,6 +32,7 @@ from muon_jax.benchmarks._times.timing import (
     Turns,
     time_interleaved,
 )
+from muon_jax.benchmarks._times.updates import COMPARED, random_gradients, update_and_arguments
 from pallas_kernels import select_implementation, syrk
 
 # The coefficients that `newton_schulz` is timed with beside its defaults, by default.
@@ -178,22 +178,14 @@ def measure_muon(model: str, dtype: str, turns: Turns = DEFAULT_TURNS) -> dict[s
         ArithmeticError: an update of ours differs by more than `MUON_TOLERANCE` from that of optax,
             or with other coefficients from the one computed in float32.
     """
-    gradients = {
-        name: standard_normal(seed, shape, dtype)
-        for seed, (name, shape) in enumerate(MODELS[model].items())
-    }
+    gradients = random_gradients(model, dtype)
     parameters = jax.tree.map(jnp.zeros_like, gradients)
-    make = {
-        "optax": optax.contrib.muon,
-        "None": muon,
-        "balanced": functools.partial(muon, ns_coeffs="balanced"),
-    }
     programs, compile_seconds = {}, {}
-    for name, function in make.items():
+    for name, make in COMPARED.items():
         start = time.perf_counter()
-        programs[name] = _compile_update(function, gradients, parameters)
+        programs[name] = _compile_update(make, gradients, parameters)
         compile_seconds[name] = round(time.perf_counter() - start, 2)
-    exact = functools.partial(make["balanced"], ns_method="standard", ns_dtype="float32")
+    exact = functools.partial(COMPARED["balanced"], ns_method="standard", ns_dtype="float32")
     references = {
         "None": ("that of optax", programs["optax"]),
         "balanced": ("that computed in float32", _compile_update(exact, gradients, parameters)),
@@ -223,9 +215,8 @@ def _compile_update(
     parameters: dict[str, jax.Array],
 ) -> JaxProgram:
     """The update of an optimizer that takes optax's arguments, compiled."""
-    numbers = dimension_numbers({name: p.shape for name, p in parameters.items()})
-    optimizer = make(learning_rate=0.02, muon_weight_dimension_numbers=numbers)
-    return JaxProgram.compile(optimizer.update, gradients, optimizer.init(parameters), parameters)
+    update, arguments = update_and_arguments(make, gradients, parameters)
+    return JaxProgram.compile(update, *arguments)
 
 
 def _check_and_time(

@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import muon
 from muon_jax.benchmarks._times.correctness import largest_error
-from muon_jax.benchmarks._times.inputs import standard_normal
 from muon_jax.benchmarks._times.models import MODELS, dimension_numbers
 from muon_jax.benchmarks._times.overlap import measure_overlap
 from muon_jax.benchmarks._times.timing import (
@@ -24,6 +23,7 @@ from muon_jax.benchmarks._times.timing import (
     Turns,
     time_interleaved,
 )
+from muon_jax.benchmarks._times.updates import LEARNING_RATE, random_gradients
 
 # Optimizers, their arguments, and the type of the mesh axes.
 OPTIMIZERS = {
@@ -69,15 +69,11 @@ def measure_sharded(
         ArithmeticError: an update of ours differs by more than `TOLERANCE` from that on one device.
     """
     devices = jax.devices()[: math.prod(mesh_shape.values())]
-    shapes = MODELS[model]
-    numbers = dimension_numbers(shapes)
-    whole = {
-        name: standard_normal(seed, shape, dtype)
-        for seed, (name, shape) in enumerate(shapes.items())
-    }
+    numbers = dimension_numbers(MODELS[model])
+    whole = random_gradients(model, dtype)
     programs, expected, report = {}, {}, collections.defaultdict(dict)
     for name, (make, kwargs, axis_type) in OPTIMIZERS.items():
-        optimizer = make(0.02, muon_weight_dimension_numbers=numbers, **kwargs)
+        optimizer = make(LEARNING_RATE, muon_weight_dimension_numbers=numbers, **kwargs)
         mesh = jax.make_mesh(
             tuple(mesh_shape.values()),
             tuple(mesh_shape),

@@ -1,0 +1,1 @@
+"""How long a program takes until its first update is compiled: the command `start`."""
