@@ -61,7 +61,7 @@ def syrk_chain(
             )
             for link in links
         )
-        return mosaic_gpu.syrk_chain(inputs, structure, coefficients)
+        return mosaic_gpu.mosaic_syrk_chain(inputs, structure, coefficients)
     options: dict[str, Any] = {
         "symmetrize_output": symmetrize_output,
         "implementation": implementation,

@@ -44,6 +44,7 @@ ORDER = {
         "_mosaic_gpu",
         "_selection",
         "_syrk",
+        "_chain",
         "_gemm",
         "__init__",
     ),
@@ -69,6 +70,7 @@ ORDER = {
 NOT_FOR_ITERATION = {"_tree_checks", "_trees", "_matrices"}
 # What muon_jax takes from pallas_kernels besides its public names.
 SURFACE = (
+    "_chain",
     "_checks",
     "_device",
     "_promotion",

@@ -48,7 +48,7 @@ def default_chain_config(batch: int, m: int, num_programs: int) -> ChainConfig:
     return LARGE if batch * _num_tiles(m, LARGE) >= num_programs else SMALL
 
 
-def syrk_chain(
+def mosaic_syrk_chain(
     inputs: Sequence[jax.Array],
     structure: Structure,
     coefficients: tuple[tuple[jax.Array, ...], ...],

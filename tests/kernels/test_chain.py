@@ -71,7 +71,7 @@ def test_a_chain_is_exact_and_free_of_races(config):
     first, second = (sparse(rng, (2, 192, 192)) for _ in "12")
     shared = sparse(rng, (192, 192)) + jnp.float16(1025)  # halves are rounded beside it
     run = functools.partial(
-        mosaic_gpu.syrk_chain,
+        mosaic_gpu.mosaic_syrk_chain,
         config=config,
         num_programs=1,
         interpret=plgpu.InterpretGPUParams(detect_races=True),
