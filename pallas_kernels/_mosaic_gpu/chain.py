@@ -44,8 +44,14 @@ def chain_is_faster(batch: int, m: int) -> bool:
 
 
 def default_chain_config(batch: int, m: int, num_programs: int) -> ChainConfig:
-    """Returns the config for stacks `(batch, m, m)`: large tiles where they fill all programs."""
-    return LARGE if batch * _num_tiles(m, LARGE) >= num_programs else SMALL
+    """Returns the config for stacks `(batch, m, m)`.
+
+    Large tiles must fill all programs. Small ones take 1.85 times as long for the same elements
+    (measured at 48×768² on an H100), and compute fewer elements above the diagonal.
+    """
+    large, small = (_num_tiles(m, config) * config.tile_m**2 for config in (LARGE, SMALL))
+    fills = batch * _num_tiles(m, LARGE) >= num_programs
+    return LARGE if fills and large < 1.85 * small else SMALL
 
 
 def mosaic_syrk_chain(

@@ -139,6 +139,14 @@ def test_products_come_after_what_they_need(batch, m, tile):
         assert (own[:, 4] == np.cumsum(steps) - steps).all()
 
 
+@pytest.mark.parametrize(
+    ("batch", "m", "config"),
+    [(200, 64, SMALL), (200, 192, SMALL), (200, 128, LARGE), (1, 896, SMALL), (7, 768, LARGE)],
+)
+def test_tiles_are_large_where_that_pays(batch, m, config):
+    assert mosaic_gpu.default_chain_config(batch, m, 132) is config
+
+
 def test_an_update_of_gpt2_has_few_kernels():
     shapes = [(768, 2304), (768, 768), (768, 3072), (3072, 768)]
     params = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes for _ in range(12)]
