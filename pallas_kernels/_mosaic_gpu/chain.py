@@ -115,9 +115,15 @@ def _launch_chain(
     config = config or default_chain_config(batch, m, num_programs)
     num_inputs, num_tiles = 1 + len(others), _num_tiles(m, config)
     num_programs = min(num_programs, batch * num_tiles)
+    together = min(batch, num_together(num_tiles, num_programs))
     plan, num_places = plan_chain(structure, num_inputs)
     tiles = deal_chains(
-        batch, m, config.tile_m, tuple(len(addends) for addends, _ in structure), num_programs
+        batch,
+        m,
+        config.tile_m,
+        tuple(len(addends) for addends, _ in structure),
+        together=together,
+        num_programs=num_programs,
     )
 
     def program(coefficients: Ref, plan: Ref, *refs: Ref, **ring: Any) -> ChainProgram:
@@ -126,6 +132,7 @@ def _launch_chain(
             widths=(config.tile_n,),
             num_programs=num_programs,
             num_tiles=num_tiles,
+            together=together,
             coefficients=coefficients,
             plan=plan,
             inputs=tuple(inputs),
@@ -140,7 +147,7 @@ def _launch_chain(
         config,
         (jnp.asarray(tiles), coefficients, jnp.asarray(plan), first, *others),
         (
-            jax.ShapeDtypeStruct((num_places * batch, m, m), dtype),
+            jax.ShapeDtypeStruct((num_places * together, m, m), dtype),
             jax.ShapeDtypeStruct((batch, m, m), dtype),
         ),
         num_programs=num_programs,
@@ -152,6 +159,15 @@ def _launch_chain(
         kernel_name="syrk_chain",
     )
     return (out,)
+
+
+def num_together(num_tiles: int, num_programs: int) -> int:
+    """Returns how many matrices go through their chains together.
+
+    Their tiles fill all programs more than twice. So programs have tiles of others while they wait
+    for the results of one. More matrices would not stay in the L2 cache.
+    """
+    return 1 + -(-2 * num_programs // num_tiles)
 
 
 def plan_chain(structure: Structure, num_inputs: int) -> tuple[np.ndarray, int]:

@@ -38,12 +38,14 @@ class ChainLoads(RingProgram):
     Attributes:
         num_programs: how many programs there are.
         num_tiles: how many tiles a result has.
+        together: how many matrices go through their chains together. Each next matrix has the
+            places of the one so many before.
         plan: for each product the source of its factor, the place of its result, the place of its
             residual, the number of its addends, and their sources. The place of the last result is
             -1, as is that of a residual that nobody reads.
         coefficients: alpha, the diagonal and all beta; shape `(batch, products, 2 + addends)`.
         inputs: stacks `(batch, m, m)` or `(1, m, m)`. The first one is a factor.
-        terms: the results that later products read, `(places · batch, m, m)`.
+        terms: the results that later products read, `(places · together, m, m)`.
         out: the last result.
         counters: a semaphore for each matrix and product.
         buffers: where blocks of the result and their transposes are stored from.
@@ -51,6 +53,7 @@ class ChainLoads(RingProgram):
 
     num_programs: int
     num_tiles: int
+    together: int
     plan: Ref
     coefficients: Ref
     inputs: tuple[Ref, ...]
@@ -111,20 +114,27 @@ class ChainLoads(RingProgram):
         lax.fori_loop(0, self.plan[tile.product, COUNT], load_addend, None)
 
     def wait_for_result_before(self, tile: Tile) -> None:
-        """Waits until all parts of the result before the tile's are stored."""
+        """Waits until all parts of the result before the tile's are stored.
 
-        @pl.when(tile.product > 0)
+        Before a matrix' first result come those of the matrix that had its places.
+        """
+        last = self.plan.shape[0] - 1
+        is_first = tile.product == 0
+        batch = jnp.where(is_first, tile.batch - self.together, tile.batch)
+        product = jnp.where(is_first, last, tile.product - 1)
+
+        @pl.when(batch >= 0)
         def _() -> None:
             plgpu.semaphore_wait(
-                self.counter(tile, tile.product - 1),
+                self.counter(batch, product),
                 self.num_tiles * self.config.tile_m // self.config.rows,
                 decrement=False,
                 memory_scope="gpu",
             )
 
-    def counter(self, tile: Tile, product: jax.Array | int) -> Ref:
-        """Returns the counter of a product of the tile's matrix."""
-        return self.counters.at[tile.batch * self.plan.shape[0] + product]
+    def counter(self, batch: jax.Array, product: jax.Array | int) -> Ref:
+        """Returns the counter of a product of a matrix."""
+        return self.counters.at[batch * self.plan.shape[0] + product]
 
     def _with_matrix(
         self,
@@ -142,7 +152,7 @@ class ChainLoads(RingProgram):
 
     def term(self, place: jax.Array, tile: Tile) -> jax.Array:
         """Returns the index among `terms` of the tile's matrix in a place."""
-        return place * self.out.shape[0] + tile.batch
+        return place * self.together + lax.rem(tile.batch, self.together)
 
     def _load_factors(self, tile: Tile, width: int, stack: Ref, index: jax.Array | int) -> None:
         """Copies the strips of rows that make the tile. On the diagonal they are one."""

@@ -83,11 +83,11 @@ class ChainProgram(ChainLoads):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         plgpu.wait_smem_to_gmem(0)  # until all is in global memory
-        pl.when(place >= 0)(functools.partial(self.count, tile))
+        self.count(tile)
 
     def count(self, tile: Tile) -> None:
         """Counts this warpgroup's part of the tile as stored."""
-        plgpu.semaphore_signal(self.counter(tile, tile.product), memory_scope="gpu")
+        plgpu.semaphore_signal(self.counter(tile.batch, tile.product), memory_scope="gpu")
 
     def _with_addends(
         self, product: jax.Array, tile: Tile, alpha: jax.Array, betas: tuple[jax.Array, ...]

@@ -33,18 +33,23 @@ def deal_triangles(
 
 @functools.cache
 def deal_chains(
-    batch: int, m: int, tile: int, nums_addends: tuple[int, ...], num_programs: int
+    batch: int,
+    m: int,
+    tile: int,
+    nums_addends: tuple[int, ...],
+    *,
+    together: int,
+    num_programs: int,
 ) -> np.ndarray:
     """Returns the tiles of all products of `batch` chains of symmetric (m, m) results.
 
-    Tile i is of program i modulo `num_programs`. As many matrices go through their chains together
-    as fill all programs more than twice. So programs have tiles of others while they wait for the
-    results of one. More matrices would not stay in the L2 cache.
+    Tile i is of program i modulo `num_programs`.
 
     Args:
         batch, m: the number and the size of the results.
         tile: the size of the tiles.
         nums_addends: the number of addends of each product.
+        together: how many matrices go through their chains together.
         num_programs: the number of programs.
 
     Returns:
@@ -54,7 +59,6 @@ def deal_chains(
     one = lower_triangle(m, tile, tile)
     row, col = one.T
     one = one[np.lexsort((row, col, row // (4 * tile)))] // 64
-    together = 1 + -(-2 * num_programs // len(one))
     matrices = np.array(
         [
             (image, product)

@@ -43,23 +43,30 @@ def coefficients(links):
 
 
 class InOneProgram(ChainProgram):
-    """Waits by a barrier: the interpreter has no semaphores. Both matrices are of one group."""
+    """Waits by a barrier, once for each product of the matrices that go together.
+
+    The interpreter has no semaphores.
+    """
 
     @staticmethod
     def make_counters(number):
         return number
 
     def run(self):
-        parts = self.out.shape[0] * self.num_tiles * self.config.tile_m // self.config.rows
-        pl.run_scoped(
-            lambda barrier: super(InOneProgram, dataclasses.replace(self, counters=barrier)).run(),
-            plgpu.Barrier(num_arrivals=parts),
-            collective_axes="warpgroup",
-        )
+        parts = self.together * self.num_tiles * self.config.tile_m // self.config.rows
+
+        def with_barrier(barrier):
+            program = dataclasses.replace(self, counters=barrier)
+            super(InOneProgram, program).run()
+            is_producer = self.warpgroup == self.config.num_warpgroups
+            pl.when(is_producer)(lambda: plgpu.barrier_wait(barrier))
+
+        pl.run_scoped(with_barrier, plgpu.Barrier(num_arrivals=parts), collective_axes="warpgroup")
 
     def wait_for_result_before(self, tile):
-        begins = (tile.product > 0) & (tile.batch == 0) & (tile.row == 0)
-        pl.when(begins)(lambda: plgpu.barrier_wait(self.counters))
+        begins = (tile.batch % self.together == 0) & (tile.row == 0)
+        is_first = (tile.batch == 0) & (tile.product == 0)
+        pl.when(begins & ~is_first)(lambda: plgpu.barrier_wait(self.counters))
 
     def count(self, tile):
         plgpu.barrier_arrive(self.counters)
@@ -67,9 +74,11 @@ class InOneProgram(ChainProgram):
 
 @pytest.mark.parametrize("config", helpers.mostly_nightly([SMALL, LARGE], [SMALL]))
 def test_a_chain_is_exact_and_free_of_races(config):
+    m = 192 if config is LARGE else 128
     rng = np.random.default_rng(0)
-    first, second = (sparse(rng, (2, 192, 192)) for _ in "12")
-    shared = sparse(rng, (192, 192)) + jnp.float16(1025)  # halves are rounded beside it
+    batch = 2 * mosaic_gpu.num_together(len(lower_triangle(m, *[config.tile_m] * 2)), 1)
+    first, second = (sparse(rng, (batch, m, m)) for _ in "12")
+    shared = sparse(rng, (m, m)) + jnp.float16(1025)  # halves are rounded beside it
     run = functools.partial(
         mosaic_gpu.mosaic_syrk_chain,
         config=config,
@@ -121,7 +130,7 @@ def test_results_take_few_places(name, num_places):
 @pytest.mark.parametrize(("batch", "m", "tile"), [(1, 192, 64), (5, 384, 128), (40, 128, 128)])
 def test_products_come_after_what_they_need(batch, m, tile):
     nums_addends, num_programs = (2, 0, 3), 7
-    tiles = deal_chains(batch, m, tile, nums_addends, num_programs)
+    tiles = deal_chains(batch, m, tile, nums_addends, together=3, num_programs=num_programs)
     expected = {
         (image, row // 64, col // 64, product)
         for image in range(batch)
@@ -133,6 +142,10 @@ def test_products_come_after_what_they_need(batch, m, tile):
     for image in range(batch):
         order = tiles[tiles[:, 0] == image, 3]
         assert (np.diff(order) >= 0).all()
+        if image >= 3:  # has the places of the one three before
+            (own,) = np.nonzero(tiles[:, 0] == image)
+            (other,) = np.nonzero(tiles[:, 0] == image - 3)
+            assert other.max() < own.min()
     for program in range(num_programs):
         own = tiles[program::num_programs]
         steps = m // 64 + np.array(nums_addends)[own[:, 3]]
