@@ -40,6 +40,7 @@ ORDER = {
         "_tuning",
         "_stacked",
         "_reference",
+        "_lowered",
         "_triton",
         "_mosaic_gpu",
         "_selection",

@@ -14,7 +14,7 @@ from pallas_kernels import _device
 from pallas_kernels._mosaic_gpu.chain_loads import ADDENDS
 from pallas_kernels._mosaic_gpu.chain_program import ChainProgram
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, RingConfig
-from pallas_kernels._mosaic_gpu.launch import launch_ring, shared
+from pallas_kernels._mosaic_gpu.launch import launch_ring
 from pallas_kernels._mosaic_gpu.ring import Ref
 from pallas_kernels._mosaic_gpu.work_list import deal_chains, lower_triangle
 from pallas_kernels._stacked import call_on_stacks, stack_coefficients
@@ -126,22 +126,15 @@ def _launch_chain(
         num_programs=num_programs,
     )
 
-    def program(coefficients: Ref, plan: Ref, *refs: Ref, **ring: Any) -> ChainProgram:
-        *inputs, terms, out = refs
-        return program_type(
-            widths=(config.tile_n,),
-            num_programs=num_programs,
-            num_tiles=num_tiles,
-            together=together,
-            coefficients=coefficients,
-            plan=plan,
-            inputs=tuple(inputs),
-            terms=terms,
-            out=out,
-            counters=program_type.make_counters(batch * len(structure)),
-            **ring,
-        )
-
+    program = functools.partial(
+        _chain_program,
+        program_type=program_type,
+        widths=(config.tile_n,),
+        num_programs=num_programs,
+        num_tiles=num_tiles,
+        together=together,
+        num_counters=batch * len(structure),
+    )
     _, out = launch_ring(
         program,
         config,
@@ -152,9 +145,7 @@ def _launch_chain(
         ),
         num_programs=num_programs,
         b_block=(config.tile_n, TILE_K),
-        scratch={
-            "buffers": shared(dtype, config.num_warpgroups, config.num_buffers, 2 * ROWS, TILE_K)
-        },
+        buffers={"buffers": (2 * ROWS, TILE_K)},
         interpret=interpret,
         kernel_name="syrk_chain",
     )
@@ -168,6 +159,26 @@ def num_together(num_tiles: int, num_programs: int) -> int:
     for the results of one. More matrices would not stay in the L2 cache.
     """
     return 1 + -(-2 * num_programs // num_tiles)
+
+
+def _chain_program(
+    coefficients: Ref,
+    plan: Ref,
+    *refs: Ref,
+    program_type: type[ChainProgram],
+    num_counters: int,
+    **settings: Any,
+) -> ChainProgram:
+    *inputs, terms, out = refs
+    return program_type(
+        coefficients=coefficients,
+        plan=plan,
+        inputs=tuple(inputs),
+        terms=terms,
+        out=out,
+        counters=program_type.make_counters(num_counters),
+        **settings,
+    )
 
 
 def plan_chain(structure: Structure, num_inputs: int) -> tuple[np.ndarray, int]:

@@ -124,11 +124,8 @@ def _launch_mosaic_gemm(
     config = config or default_mosaic_gemm_config(a.shape, n, num_programs)
     work = config.deal(batch, m, n, num_programs)
 
-    def program(a: Ref, b: Ref, out: Ref, **ring: Any) -> GemmProgram:
-        return GemmProgram(a=a, b=b, out=out, **ring)
-
     return launch_programs(
-        program,
+        functools.partial(_gemm_program),
         config,
         work,
         (a, b),
@@ -197,3 +194,7 @@ class GemmProgram(RingProgram):
             rows = pl.ds(tile.row + self.first_row + row, ROWS)
             block = pl.ds(tile.col + col, columns)
             plgpu.copy_smem_to_gmem(buffer, self.out.at[tile.batch, rows, block])
+
+
+def _gemm_program(a: Ref, b: Ref, out: Ref, **settings: Any) -> GemmProgram:
+    return GemmProgram(a=a, b=b, out=out, **settings)

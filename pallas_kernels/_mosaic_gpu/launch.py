@@ -1,7 +1,7 @@
 """How programs with a ring in shared memory are launched."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,12 +10,13 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._lowered import call_lowered
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, RingConfig
-from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram
+from pallas_kernels._mosaic_gpu.ring import Ref
 
 
 def launch_programs(
-    program: Callable[..., RingProgram],
+    program: functools.partial[Any],
     config: RingConfig,
     work: np.ndarray,
     operands: tuple[jax.Array, ...],
@@ -35,12 +36,10 @@ def launch_programs(
         operands: what programs read. The last one has the dtype of the ring.
         out_type: the results.
         b_block: the shape of a step's block of B.
-        buffers: the shapes of staging buffers, by name. Each warpgroup has `config.num_buffers` of
-            every name.
+        buffers: as for `launch_ring`.
         interpret: runs the kernel in Pallas' interpreter.
         kernel_name: the name that profilers show.
     """
-    staging = (config.num_warpgroups, config.num_buffers)
     # In units of blocks, so that the compiler sees that rows and columns are multiples of a block.
     tiles = work // np.array([1, ROWS, config.block_n, 1], np.int32)
     return launch_ring(
@@ -50,23 +49,21 @@ def launch_programs(
         out_type,
         num_programs=work.shape[1],
         b_block=b_block,
-        scratch={
-            name: shared(out_type[0].dtype, *staging, *shape) for name, shape in buffers.items()
-        },
+        buffers=buffers,
         interpret=interpret,
         kernel_name=kernel_name,
     )
 
 
 def launch_ring(
-    program: Callable[..., RingProgram],
+    program: functools.partial[Any],
     config: RingConfig,
     operands: tuple[jax.Array, ...],
     out_type: tuple[jax.ShapeDtypeStruct, ...],
     *,
     num_programs: int,
     b_block: tuple[int, int],
-    scratch: Mapping[str, Any],
+    buffers: Mapping[str, tuple[int, int]],
     interpret: plgpu.InterpretGPUParams | None,
     kernel_name: str,
 ) -> tuple[jax.Array, ...]:
@@ -74,18 +71,21 @@ def launch_ring(
 
     Args:
         program: makes a program. It takes references to the operands and the results in global
-            memory, and by name the scratch and the attributes of a `RingProgram`.
+            memory, and by name the buffers and the attributes of a `RingProgram`. Its function is
+            one of a module, so that its name and its arguments tell what programs do.
         config: the tile and the ring.
         operands: what programs read, the list of tiles first. The last one has the dtype of the
             ring.
         out_type: the results.
         num_programs: how many programs there are.
         b_block: the shape of a step's block of B.
-        scratch: what else programs have in shared memory, by name.
+        buffers: the shapes of staging buffers, by name. Each warpgroup has `config.num_buffers` of
+            every name.
         interpret: runs the kernel in Pallas' interpreter.
         kernel_name: the name that profilers show.
     """
     stages, dtype = config.num_stages, operands[-1].dtype
+    staging = (config.num_warpgroups, config.num_buffers)
 
     def body(tiles: Ref, *refs: Ref, **scratch: Ref) -> None:
         program(
@@ -97,7 +97,7 @@ def launch_ring(
             **scratch,
         ).run()
 
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=out_type,
         grid=(num_programs,),
@@ -109,11 +109,17 @@ def launch_ring(
             "b_ring": shared(dtype, stages, *b_block),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=(config.num_turns, stages)),
             "empty": plgpu.Barrier(num_arrivals=config.tile_m // config.rows, num_barriers=stages),
-            **scratch,
+            **{name: shared(out_type[-1].dtype, *staging, *x) for name, x in buffers.items()},
         },
         interpret=interpret,
         kernel_name=kernel_name,
-    )(*operands)
+    )
+    if interpret is not None:
+        return kernel(*operands)
+    function, settings = program.func, sorted(program.keywords.items())
+    name = f"{function.__module__}.{function.__qualname__}"
+    identity = repr((kernel_name, name, settings, config, num_programs, b_block, buffers))
+    return call_lowered(kernel, identity, *operands)
 
 
 def shared(dtype: jnp.dtype, *shape: int) -> Any:

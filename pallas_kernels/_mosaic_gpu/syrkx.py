@@ -110,17 +110,9 @@ def _launch_mosaic_syrkx(
         raise ValueError(f"config must have a block_n of {ROWS} for A·Bᵀ, got {config}")
     work = config.deal(batch, m, num_programs)
 
-    def program(coefficients: Ref, a: Ref, b: Ref, *refs: Ref, **ring: Any) -> SyrkxProgram:
-        return SyrkxProgram(
-            mirrored_on_diagonal=mirrored_on_diagonal,
-            coefficients=coefficients,
-            a=a,
-            b=b,
-            cs=refs[: len(cs)],
-            outs=refs[len(cs) :],
-            **ring,
-        )
-
+    program = functools.partial(
+        _syrkx_program, num_addends=len(cs), mirrored_on_diagonal=mirrored_on_diagonal
+    )
     return launch_programs(
         program,
         config,
@@ -135,3 +127,10 @@ def _launch_mosaic_syrkx(
         interpret=interpret,
         kernel_name="syrkx",
     )
+
+
+def _syrkx_program(
+    coefficients: Ref, a: Ref, b: Ref, *refs: Ref, num_addends: int, **settings: Any
+) -> SyrkxProgram:
+    cs, outs = refs[:num_addends], refs[num_addends:]
+    return SyrkxProgram(coefficients=coefficients, a=a, b=b, cs=cs, outs=outs, **settings)

@@ -125,6 +125,33 @@ iteration = functools.partial(newton_schulz, implementation="mosaic_gpu", **{kwa
 print(compiled(iteration, {shape}))
 """
 
+KEPT = """
+from jax.experimental.custom_partitioning import custom_partitioning
+from pallas_kernels import _lowered
+
+def fail(*_, **__):
+    raise AssertionError("a kernel is lowered again")
+
+multiply = lambda a, b: mosaic_gpu_gemm(a, b)
+print(compiled(multiply, (2, 64, 64), (2, 64, 64)))
+_lowered._lower_anew = fail
+mesh = mesh_of(1, 2)
+partitioned = custom_partitioning(multiply)
+partitioned.def_partition(
+    partition=lambda mesh, operands, result: (
+        mesh, multiply, operands[0].sharding, (operands[0].sharding,) * 2
+    ),
+    sharding_rule="i j k, i k l -> i j l",
+)
+operands = [
+    jax.ShapeDtypeStruct(
+        (4, 64, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("x"))
+    )
+] * 2
+with jax.set_mesh(mesh):
+    print(jax.jit(partitioned).lower(*operands).compile().as_text())
+"""
+
 UPDATE = """
 mesh = mesh_of({hosts}, 8)
 rows = NamedSharding(mesh, PartitionSpec(None, "x"))
@@ -303,6 +330,13 @@ def test_a_composed_step_on_hopper_is_three_kernels(shape):
     assert f"f32[{shape[0]},{shape[1]},{shape[1]}]" not in entry
     assert re.search(r"ROOT.* = bf16\[[\d,]+\]\S* custom-call\(", entry)
     assert re.findall(r"\d+ bytes spill stores", report) == ["0 bytes spill stores"] * 3
+
+
+@needs_compiler
+def test_a_kernel_that_is_kept_compiles_once_the_compiler_has_partitioned():
+    text = output_of(KEPT, "NVIDIA H200")
+    (one, shard) = re.findall(r"^ .* custom-call\(.*mosaic_gpu.*", text, re.MULTILINE)
+    assert "bf16[2,64,64]" in one and "bf16[2,64,64]" in shard
 
 
 @needs_compiler
