@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import random_tree, slow
+from helpers import random_tree
 
 from muon_jax.benchmarks import __main__ as benchmarks
 from muon_jax.benchmarks._records.pages import page
@@ -136,7 +136,7 @@ def test_a_wrong_first_update_fails(monkeypatch):
             error(**{name: factor * right[name]})
 
 
-@slow
+@pytest.mark.nightly
 def test_a_second_process_takes_the_update_from_the_cache(tmp_path):
     for cache, is_hit in (("filling", False), ("warm", True)):
         found = command.run_in_fresh_process(Start("2-layers", "optax", cache), str(tmp_path))
