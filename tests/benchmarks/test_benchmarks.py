@@ -273,7 +273,7 @@ def test_a_rival_that_fails_is_reported_and_not_timed(monkeypatch, measure, caps
     assert "| failed | failed |" in out and "- failed: broken at 16×16 (RuntimeError" in out
 
 
-@helpers.slow
+@pytest.mark.nightly
 def test_absent_rivals_are_named(measure, capsys):
     file = measure("newton_schulz")
     line = "absent: gram_newton_schulz (gram_newton_schulz is not installed)"

@@ -40,7 +40,8 @@ def test_in_float64_it_equals_the_standard_form(name):
     np.testing.assert_allclose(gram, standard, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", helpers.mostly_nightly(NAMED, (), ["aol"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", NAMED)
 def test_in_half_precision_it_is_as_accurate_and_does_not_blow_up(name):
     for _, _, dtype in polar_error.offered_variants([name], ["gram"], ["float16", "bfloat16"]):
         by_gram, by_standard = (
