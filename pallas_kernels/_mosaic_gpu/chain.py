@@ -187,7 +187,8 @@ def plan_chain(structure: Structure, num_inputs: int) -> tuple[np.ndarray, int]:
     A result takes the place of a term that is not read any more. That can be one of its own
     addends, because each tile reads its addends before it is stored. It cannot be its factor.
     """
-    made, factor, products = num_inputs, 0, []  # what is made, and each product's terms
+    made, factor = num_inputs, 0  # the numbers of the next result and of the next factor
+    products = []
     last_read: dict[int, int] = {}
     for product, (addends, residual) in enumerate(structure):
         last_read |= dict.fromkeys((factor, *addends), product)

@@ -21,24 +21,14 @@ def launch_programs(
     work: np.ndarray,
     operands: tuple[jax.Array, ...],
     out_type: tuple[jax.ShapeDtypeStruct, ...],
-    *,
-    b_block: tuple[int, int],
-    buffers: Mapping[str, tuple[int, int]],
-    interpret: plgpu.InterpretGPUParams | None,
-    kernel_name: str,
+    **options: Any,
 ) -> tuple[jax.Array, ...]:
     """Runs a program for each column of a work list.
 
     Args:
-        program: as for `launch_ring`.
-        config: the tile and the ring.
+        program, config, out_type, options: as for `launch_ring`.
         work: as from `work_list`.
-        operands: what programs read. The last one has the dtype of the ring.
-        out_type: the results.
-        b_block: the shape of a step's block of B.
-        buffers: as for `launch_ring`.
-        interpret: runs the kernel in Pallas' interpreter.
-        kernel_name: the name that profilers show.
+        operands: what programs read beside the list.
     """
     # In units of blocks, so that the compiler sees that rows and columns are multiples of a block.
     tiles = work // np.array([1, ROWS, config.block_n, 1], np.int32)
@@ -48,10 +38,7 @@ def launch_programs(
         (jnp.asarray(tiles), *operands),
         out_type,
         num_programs=work.shape[1],
-        b_block=b_block,
-        buffers=buffers,
-        interpret=interpret,
-        kernel_name=kernel_name,
+        **options,
     )
 
 

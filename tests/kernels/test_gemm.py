@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -64,7 +63,7 @@ def test_every_config_is_exact_and_free_of_races(config):
     """Strips and tiles that end beyond the matrix, and more steps than the ring has slots."""
     a, b = integers(0, (2, 192, 640), (2, 640, 2 * config.tile_n + 64))
     chex.assert_trees_all_equal(interpreted(a, b, config=config, detect_races=True), exact(a, b))
-    assert not interpret_pallas_call.get_races().races_found
+    assert not helpers.found_races()
 
 
 @each_config
@@ -73,7 +72,7 @@ def test_sums_are_rounded_once_to_the_dtype_of_the_result(config, out_dtype):
     """They are exact in float32, and many neither in float16 nor in the operands' bfloat16."""
     a, b, product = with_exact_product((128, 64), (64, 3 * config.tile_n // 2))
     out = interpreted(a, b, config=config, out_dtype=jnp.dtype(out_dtype), detect_races=True)
-    assert not interpret_pallas_call.get_races().races_found
+    assert not helpers.found_races()
     chex.assert_trees_all_equal(out, product.astype(out_dtype))
 
 
