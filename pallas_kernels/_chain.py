@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels._mosaic_gpu import chain as mosaic_gpu
 from pallas_kernels._selection import as_one_stack, select_implementation
@@ -55,11 +54,7 @@ def syrk_chain(
     if chosen == "mosaic_gpu" and _in_one_launch(first):
         structure = tuple((tuple(c for _, c in link.addends), link.residual) for link in links)
         coefficients = tuple(
-            tuple(
-                jnp.asarray(x, jnp.float32)
-                for x in (link.alpha, link.diagonal, *(beta for beta, _ in link.addends))
-            )
-            for link in links
+            (link.alpha, link.diagonal, *(beta for beta, _ in link.addends)) for link in links
         )
         return mosaic_gpu.mosaic_syrk_chain(inputs, structure, coefficients)
     options: dict[str, Any] = {

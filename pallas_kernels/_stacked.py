@@ -40,7 +40,9 @@ def padded(x: jax.Array) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])
 
 
-def stack_coefficients(coefficients: tuple[jax.Array, ...], batch: tuple[int, ...]) -> jax.Array:
+def stack_coefficients(
+    coefficients: tuple[float | jax.Array, ...], batch: tuple[int, ...]
+) -> jax.Array:
     """Returns scalars and arrays of shape `batch` as one float32 array `(*batch, number)`."""
     return jnp.stack(
         [jnp.broadcast_to(x, batch).astype(jnp.float32) for x in coefficients], axis=-1

@@ -57,7 +57,7 @@ def default_chain_config(batch: int, m: int, num_programs: int) -> ChainConfig:
 def mosaic_syrk_chain(
     inputs: Sequence[jax.Array],
     structure: Structure,
-    coefficients: tuple[tuple[jax.Array, ...], ...],
+    coefficients: Sequence[tuple[float | jax.Array, ...]],
     *,
     config: ChainConfig | None = None,
     num_programs: int | None = None,
@@ -80,7 +80,7 @@ def mosaic_syrk_chain(
     first, *others = inputs
     batch = first.shape[:-2]
     width = 2 + max(len(addends) for addends, _ in structure)
-    flat = [c for row in coefficients for c in (*row, *[jnp.float32(0)] * (width - len(row)))]
+    flat = [c for row in coefficients for c in (*row, *[0.0] * (width - len(row)))]
     kernel = functools.partial(
         _launch_chain,
         structure=structure,
