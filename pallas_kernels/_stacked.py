@@ -8,12 +8,9 @@ import jax.numpy as jnp
 
 
 def call_on_stacks(
-    kernel: Callable[..., tuple[jax.Array, ...]],
-    implementation: str,
-    a_matrix: jax.Array,
-    *operands: Any,
+    kernel: Callable[..., tuple[jax.Array, ...]], implementation: str, *operands: Any
 ) -> tuple[jax.Array, ...]:
-    """Returns the results of `kernel(a, *operands)`, with the batch shape of `a_matrix`.
+    """Returns the results of `kernel(*operands)`, with the batch shape of the first operand.
 
     The kernel gets all arrays with one batch axis, of length 1 where a matrix serves for all. Under
     `vmap` the stacks become longer, in the same launch.
@@ -21,16 +18,16 @@ def call_on_stacks(
     Args:
         kernel: computes stacks.
         implementation: its name, for the error.
-        a_matrix: shape `(..., m, n)`.
-        operands: arrays, or trees of arrays, that start with the batch shape of `a_matrix`, or with
-            as many ones.
+        operands: arrays, or trees of arrays. The first array has shape `(..., m, n)`. The others
+            start with its batch shape, or with as many ones.
 
     Raises:
         NotImplementedError: when differentiated.
     """
-    batch = a_matrix.shape[:-2]
-    stacks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(batch) :]), (a_matrix, *operands))
-    results = _with_rules(kernel, implementation)(*stacks)
+    batch = jax.tree.leaves(operands)[0].shape[:-2]
+    stacks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(batch) :]), operands)
+    call = undifferentiable(_with_longer_stacks(kernel), implementation)
+    results = call(*stacks)
     return tuple(x.reshape(*batch, *x.shape[1:]) for x in results)
 
 
@@ -49,10 +46,29 @@ def stack_coefficients(
     )
 
 
-def _with_rules(
-    kernel: Callable[..., tuple[jax.Array, ...]], implementation: str
+def undifferentiable(
+    function: Callable[..., tuple[jax.Array, ...]], implementation: str
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns the kernel with rules for `vmap` and for derivatives."""
+    """Returns the function of an implementation, which raises an error when differentiated."""
+
+    @jax.custom_jvp
+    def call(*operands: Any) -> tuple[jax.Array, ...]:
+        return function(*operands)
+
+    @call.defjvp
+    def _(primals: Any, tangents: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"implementation={implementation!r} has no derivative: pass implementation='xla' to"
+            " differentiate"
+        )
+
+    return call
+
+
+def _with_longer_stacks(
+    kernel: Callable[..., tuple[jax.Array, ...]],
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns the kernel, which under `vmap` computes longer stacks."""
 
     @jax.custom_batching.custom_vmap
     def call(*operands: Any) -> tuple[jax.Array, ...]:
@@ -62,7 +78,8 @@ def _with_rules(
     def _(
         axis_size: int, in_batched: Sequence[Any], *operands: Any
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
-        stack = operands[0].shape[int(in_batched[0])]
+        first, is_batched = (jax.tree.leaves(tree)[0] for tree in (operands, in_batched))
+        stack = first.shape[int(is_batched)]
 
         def merge(operand: jax.Array, batched: bool) -> jax.Array:
             operand = operand if batched else operand[None]
@@ -73,15 +90,4 @@ def _with_rules(
         split = tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results)
         return split, (True,) * len(split)
 
-    @jax.custom_jvp
-    def undifferentiable(*operands: Any) -> tuple[jax.Array, ...]:
-        return call(*operands)
-
-    @undifferentiable.defjvp
-    def _(primals: Any, tangents: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"implementation={implementation!r} has no derivative: pass implementation='xla' to"
-            " differentiate"
-        )
-
-    return undifferentiable
+    return call

@@ -14,7 +14,6 @@ import numpy as np
 from muon_jax._distributed.in_pieces import run_in_pieces
 from muon_jax._distributed.packing import pack, pack_results, unit_axes, units_of_parts, unpack
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan
-from muon_jax._iteration.grouping import map_by_shape
 from muon_jax._iteration.iteration import Iteration
 from muon_jax._iteration.passes import is_tall
 from muon_jax._matrices.axes import from_matrices
@@ -32,11 +31,11 @@ def run_plan(
         plan: of the parameters.
         shards: the local part of each parameter.
         iteration: with which the plan was made.
-        max_group_bytes: as for `map_by_shape`.
+        max_group_bytes: as for `Iteration.map`.
     """
 
     def orthogonalize(stacks: list[jax.Array]) -> list[jax.Array]:
-        return map_by_shape(iteration, stacks, max_group_bytes)
+        return iteration.map(stacks, max_group_bytes)
 
     results = [*shards]
     for i, result in _run_local(plan.local, shards, orthogonalize).items():

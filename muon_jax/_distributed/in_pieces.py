@@ -22,7 +22,7 @@ from muon_jax._distributed.cost import Estimate, cost_in_pieces
 from muon_jax._distributed.plan import Bucket, Leaf
 from muon_jax._iteration.form import Form
 from muon_jax._iteration.iteration import Iteration
-from muon_jax._iteration.normalization import largest_entries
+from muon_jax._iteration.normalization import gram_gain, largest_entries
 from muon_jax._iteration.operand import WholeMatrices
 from muon_jax._iteration.passes import scale_down, split, transposed
 from muon_jax._matrices.axes import MatrixAxes, from_matrices, matrix_axes, to_matrices
@@ -166,7 +166,7 @@ def _orthogonalize_pieces(
     largest = jax.lax.pmax(jax.lax.stop_gradient(largest_entries(stacks)), operand.axes)
     scaled, scale = scale_down(stacks, largest, n, form.dtype, operand)
     x = jnp.concatenate([*map(_with_whole_rows, scaled, leaves)])
-    x = iteration.iterate(x, form, operand.own(scale), n, operand)
+    x = iteration.iterate(x, form, operand.own(scale), gram_gain(n), operand)
     done = map(_with_rows_of, split(x, stacks), leaves, stacks)
     return [x.astype(given.dtype) for x, given in zip(done, stacks, strict=True)]
 

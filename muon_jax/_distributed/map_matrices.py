@@ -23,7 +23,6 @@ from muon_jax._distributed.sharding import (
     spec_of,
 )
 from muon_jax._distributed.stacked import run_stacked
-from muon_jax._iteration.grouping import map_by_shape
 from muon_jax._iteration.iteration import Iteration
 from muon_jax._matrices.views import Views, stacked_view, stacks_of_tree
 
@@ -108,7 +107,7 @@ def _warn(place: Placed, what: str) -> None:
 def _map_unsharded(iteration: Iteration, views: Views, tree: Any, limits: Limits) -> Any:
     def of_whole(tree: Any) -> Any:
         stacks, unflatten = stacks_of_tree(views, tree)
-        return unflatten(map_by_shape(iteration, stacks, limits.max_group_bytes))
+        return unflatten(iteration.map(stacks, limits.max_group_bytes))
 
     return by_device(of_whole, tree)
 

@@ -27,7 +27,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from muon_jax._distributed.plan import Leaf
 from muon_jax._distributed.planning import Limits, max_bucket_bytes
 from muon_jax._distributed.sharding import Mesh
-from muon_jax._iteration.grouping import map_by_shape
 from muon_jax._iteration.iteration import Iteration
 from muon_jax._iteration.passes import bounded
 from muon_jax._matrices.views import from_stacks, to_stacks
@@ -107,7 +106,7 @@ def _run_group(
 
     stacks = jax.vmap(lambda x: to_stacks(x.reshape(leaf.shape), leaf.view))(stack)
     flat = [jax.lax.collapse(x, 0, 2) for x in stacks]
-    done = map_by_shape(iteration, flat, limits.max_group_bytes)
+    done = iteration.map(flat, limits.max_group_bytes)
     done = [x.reshape(given.shape) for x, given in zip(done, stacks, strict=True)]
     stack = jax.vmap(lambda x: from_stacks(iter(x), leaf.view, leaf.shape).reshape(shape))(done)
 

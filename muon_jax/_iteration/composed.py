@@ -8,6 +8,8 @@ slope at 0. Steep steps therefore keep the residuals of R and of the first produ
 (`Step.residual_betas`), and have noise, which keeps rounding errors from adding up (`Step.noisy`).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -27,8 +29,8 @@ def products_of_composed(steps: tuple[Step, ...]) -> Products:
 
 
 def run_composed(
-    x: jax.Array, steps: tuple[Step, ...], normalization: Normalization, operand: WholeMatrices
-) -> jax.Array:
+    x: Any, steps: tuple[Step, ...], normalization: Normalization, operand: WholeMatrices
+) -> Any:
     """Returns the result of the steps on X/ν, with the Schatten-4 norm ν = ‖XXᵀ‖_F^½.
 
     - Entries of X are at most n^-¼. So entries of h/ν, at most 318/ν, are within float16 for every
@@ -37,15 +39,15 @@ def run_composed(
       are not subnormal in float16.
 
     Args:
-        x: shape `(..., m, n)`.
+        x: shape `(..., m, n)`, or several stacks, as `operand` takes them.
         steps: those for the dtype of `x`.
         normalization: of X; its norm is the Schatten-4 norm in any case.
         operand: the matrices whole, or in pieces.
     """
-    gain = normalization.gain
+    gain, (dtype, *_) = normalization.gain, (leaf.dtype for leaf in jax.tree.leaves(x))
     for index, step in enumerate(steps):
         alpha = 1.0 if index else gain**2
-        residual = bool(step.residual_betas) and jnp.finfo(x.dtype).bits == 16
+        residual = bool(step.residual_betas) and jnp.finfo(dtype).bits == 16
         gram, *low = operand.gram(x, alpha, residual=residual, symmetrize_output=False)
         if index == 0:
             s = normalization.inverse_schatten_norm(gram)

@@ -19,6 +19,7 @@ Reference: `Gram Newton–Schulz <https://github.com/Dao-AILab/gram-newton-schul
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -124,12 +125,12 @@ def products_of_gram_form(quintics: Quintics, dtype: jax.typing.DTypeLike) -> Pr
 
 
 def run_gram_form(
-    x: jax.Array, quintics: Quintics, normalization: Normalization, operand: WholeMatrices
-) -> jax.Array:
+    x: Any, quintics: Quintics, normalization: Normalization, operand: WholeMatrices
+) -> Any:
     """Returns the result of the steps on X over its norm.
 
     Args:
-        x: shape `(..., m, n)`.
+        x: shape `(..., m, n)`, or several stacks, as `operand` takes them.
         quintics: the steps, none of them traced.
         normalization: of X.
         operand: the matrices whole, or in pieces.
@@ -137,11 +138,11 @@ def run_gram_form(
     (gram,) = operand.gram(x, normalization.gain**2)
     x, gram, s, factor = normalization(x, gram, operand.spread)
     product = functools.partial(syrkx, implementation=operand.implementation)
-    parts = segments(quintics, x.dtype)
+    parts = segments(quintics, gram.dtype)
     for index, triples in enumerate(parts):
         if index:
             (gram,), s, factor = operand.gram(x), 1.0, 1.0
-        noisy = index == 0 and quintics.has_noise(x.dtype)
+        noisy = index == 0 and quintics.has_noise(gram.dtype)
         q = _segment(product, gram, triples, s, factor, noisy=noisy)
         x = operand.apply(q, x, last=index == len(parts) - 1)
     return x

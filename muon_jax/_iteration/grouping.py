@@ -9,7 +9,7 @@ import collections
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +21,29 @@ from muon_jax._iteration.passes import is_tall
 # faster. The first bound gives shapes with equally many rows equally large groups, whose products
 # of Gram matrices are one program to compile.
 GRAM_BYTES, MATRIX_BYTES = 2**28, 2**30
+# Groups of one m are joined up to this many bytes, and up to the bytes of the largest of them.
+JOINED_BYTES = 2**26
 
 
 def map_by_shape(
     function: Callable[[list[jax.Array]], Sequence[jax.Array]],
     stacks: Sequence[jax.Array],
     max_group_bytes: int | None,
+    shares_launches: Callable[[jax.Array], bool] = lambda _: False,
 ) -> list[jax.Array]:
     """Returns the results of `function` for all stacks, called once for each group.
 
     Args:
-        function: maps stacks of equal matrices, each matrix by itself.
+        function: maps stacks of equal matrices, each matrix by itself. Where they share launches,
+            it maps matrices of one m and several n, those of the largest n first.
         stacks: shapes `(batch, rows, cols)`. A matrix and one of the transposed shape are equal.
         max_group_bytes: the largest size of a group in bytes; None for `GRAM_BYTES` of Gram
             matrices and `MATRIX_BYTES`. A larger stack is a group of its own.
+        shares_launches: whether such matrices share launches with others of one m and any n.
     """
+    found = groups(stacks, max_group_bytes)
     results: dict[int, jax.Array] = {}
-    for group in groups(stacks, max_group_bytes):
+    for group in _joined(found, stacks, max_group_bytes, shares_launches):
         results |= zip(group, function([stacks[i] for i in group]), strict=True)
     return [results[i] for i in range(len(stacks))]
 
@@ -82,6 +88,48 @@ def groups(
             found[-1].append(i)
             free -= stacks[i].shape[0]
     return found
+
+
+def _joined(
+    found: Sequence[list[int]],
+    stacks: Sequence[jax.Array],
+    max_group_bytes: int | None,
+    shares_launches: Callable[[jax.Array], bool],
+) -> list[list[int]]:
+    """Returns the groups, those joined that share launches.
+
+    Together they are within the bounds, and need no more memory than the largest group of their m,
+    or `JOINED_BYTES`. Of a shape with several groups none is joined: its groups are equal, for one
+    program.
+    """
+    kinds = [_kind_of(stacks[group[0]]) for group in found]
+    counts = [sum(len(stacks[i]) for i in group) for group in found]
+    sizes = [count * _bytes_of(kind) for kind, count in zip(kinds, counts, strict=True)]
+    most = collections.defaultdict(lambda: JOINED_BYTES)
+    for kind, size in zip(kinds, sizes, strict=True):
+        most[kind.m] = max(most[kind.m], size)
+    nums_groups = collections.Counter(kinds)
+    joined: list[list[int]] = []
+    open_groups: dict[Any, tuple[list[int], float]] = {}  # and their parts of the bounds
+    for i in reversed(range(len(found))):  # from the largest n
+        kind, group = kinds[i], found[i]
+        if nums_groups[kind] > 1 or not shares_launches(stacks[group[0]]):
+            joined.append(group)
+            continue
+        part = max(counts[i] / _largest_group(kind, max_group_bytes), sizes[i] / most[kind.m])
+        key = (kind.m, kind.others)
+        others, used = open_groups.get(key, ([], 0.0))
+        if not others or used + part > 1:
+            others, used = [], 0.0
+            joined.append(others)
+        others += group
+        open_groups[key] = others, used + part
+    return joined[::-1]
+
+
+def _bytes_of(kind: _Kind) -> int:
+    """Returns the bytes of a matrix and its Gram matrix."""
+    return kind.m * (kind.m + kind.n) * jnp.dtype(kind.others[0]).itemsize
 
 
 def _kind_of(stack: jax.Array | jax.ShapeDtypeStruct) -> _Kind:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from muon_jax._iteration.composed import run_composed
 from muon_jax._iteration.form import (
@@ -19,6 +21,7 @@ from muon_jax._iteration.form import (
     offered_form,
 )
 from muon_jax._iteration.gram import run_gram_form
+from muon_jax._iteration.grouping import map_by_shape
 from muon_jax._iteration.normalization import (
     EpsMode,
     Normalization,
@@ -26,7 +29,7 @@ from muon_jax._iteration.normalization import (
     gram_gain,
     largest_entries,
 )
-from muon_jax._iteration.operand import WholeMatrices
+from muon_jax._iteration.operand import WholeMatrices, WholeStacks
 from muon_jax._iteration.passes import (
     cut_padding,
     is_tall,
@@ -110,61 +113,81 @@ class Iteration:
             return "the standard form was asked for, where every step multiplies with X"
         return _gram_form(self._static, jnp.dtype(in_dtype), backend_in_force())
 
-    def __call__(self, stacks: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the polar factors of an optimizer's matrices, whatever stacks they are in.
+    def map(self, stacks: Sequence[jax.Array], max_group_bytes: int | None) -> list[jax.Array]:
+        """Returns the polar factors of an optimizer's matrices, group by group.
 
         Args:
-            stacks: shapes `(batch, m, n)` or `(batch, n, m)`, of one dtype. They become one stack
-                in the dtype of the products.
+            stacks: shapes `(batch, m, n)`, for any m and n.
+            max_group_bytes: as for `map_by_shape`.
         """
-        return orthogonalize(self, [*stacks])
+        return map_by_shape(
+            lambda group: orthogonalize(self, group), stacks, max_group_bytes, self.shares_launches
+        )
+
+    def shares_launches(self, stack: jax.Array) -> bool:
+        """Returns whether matrices of one m and several n run in the same launches."""
+        m, n = sorted(stack.shape[-2:])
+        form = self.form((m, n), stack.dtype)
+        is_shared = isinstance(self.recipe, Schedule) or form.method == "gram"
+        return is_shared and form.implementation == "mosaic_gpu" and self.preconditioning != "aol"
 
     def run(
         self, stacks: Sequence[jax.Array], form: Form, operand: WholeMatrices
     ) -> list[jax.Array]:
-        """Returns the polar factors of all stacks, as one stack, in that form.
+        """Returns the polar factors of all stacks, in that form.
 
         Args:
-            stacks: as for `__call__`.
+            stacks: shapes `(batch, m, n)` or `(batch, n, m)`, of one dtype. Equal matrices become
+                one stack in the dtype of the products.
             form: of their matrices.
             operand: the matrices, whole.
         """
-        n = max(stacks[0].shape[-2:])
-        scaled, scale = scale_down(stacks, largest_entries(stacks), n, form.dtype, operand)
-        x = self.iterate(join(scaled), form, scale, n, operand)
+        parts = [[*part] for _, part in itertools.groupby(stacks, lambda x: max(x.shape[-2:]))]
+        joined, scales, gains = [], [], []
+        for part in parts:
+            n = max(part[0].shape[-2:])
+            scaled, scale = scale_down(part, largest_entries(part), n, form.dtype, operand)
+            joined.append(join(scaled))
+            scales.append(scale)
+            gains.append(gram_gain(n))
+        if len(parts) == 1:
+            results = [self.iterate(joined[0], form, scales[0], gains[0], operand)]
+        else:
+            gain = np.repeat(gains, [len(x) for x in joined]).astype(np.float32)
+            results = self.iterate(joined, form, jnp.concatenate(scales), gain, operand)
         return [
-            (transposed_back(part) if is_tall(given) else part).astype(given.dtype)
-            for part, given in zip(split(x, stacks), stacks, strict=True)
+            (transposed_back(x) if is_tall(given) else x).astype(given.dtype)
+            for result, part in zip(results, parts, strict=True)
+            for x, given in zip(split(result, part), part, strict=True)
         ]
 
     def iterate(
-        self, x: jax.Array, form: Form, scale: jax.Array, n: int, operand: WholeMatrices
-    ) -> jax.Array:
+        self, x: Any, form: Form, scale: jax.Array, gain: float | np.ndarray, operand: WholeMatrices
+    ) -> Any:
         """Returns the result of the steps.
 
         Args:
-            x: wide matrices `(..., m, n)` that `scale_down` has made, or pieces of such.
+            x: wide matrices `(..., m, n)` that `scale_down` has made, or pieces of such; or several
+                stacks, as `operand` takes them.
             form: of the matrices.
             scale: of each matrix that `operand` gives the Gram matrix of, from `scale_down`.
-            n: the number of columns of whole matrices.
+            gain: the `gram_gain`, or one for each matrix.
             operand: the matrices whole or, in the gram form, in pieces.
         """
-        recipe, (rows, cols) = self.recipe, x.shape[-2:]
-        normalization = Normalization(
-            self.preconditioning, self.eps, self.eps_mode, scale, gram_gain(n)
-        )
+        recipe, given = self.recipe, x
+        normalization = Normalization(self.preconditioning, self.eps, self.eps_mode, scale, gain)
         if _device.platform() == "cpu":  # where XLA cannot run a product merged with a transpose
             x = jax.lax.optimization_barrier(x)
-        x = pad_for_kernels(x, operand)
+        x = jax.tree.map(lambda x: pad_for_kernels(x, operand), x)
         full = isinstance(recipe, Schedule) or recipe.diverging == "16 bits"
-        with matmul_precision(x.dtype, full=full):
+        with matmul_precision(form.dtype, full=full):
             if isinstance(recipe, Schedule):
-                x = run_composed(x, recipe.steps_in(x.dtype), normalization, operand)
+                x = run_composed(x, recipe.steps_in(form.dtype), normalization, operand)
             elif form.method == "gram":
                 x = run_gram_form(x, recipe, normalization, operand)
             else:
                 x = run_quintics(x, recipe, normalization, operand)
-        return cut_padding(x, rows, cols, operand)
+        return jax.tree.map(lambda x, like: cut_padding(x, *like.shape[-2:], operand), x, given)
 
     @property
     def _static(self) -> "Iteration":
@@ -196,10 +219,11 @@ class Iteration:
 # Jitted, so that groups of equal shapes are traced and lowered once.
 @jax.jit
 def orthogonalize(iteration: Iteration, stacks: list[jax.Array]) -> list[jax.Array]:
-    """`Iteration.__call__`."""
-    m, n = sorted(stacks[0].shape[-2:])
+    """Returns the polar factors of matrices that share launches, in the order of their stacks."""
+    (m, n), *others = {tuple(sorted(x.shape[-2:])) for x in stacks}
     form = iteration.form((m, n), stacks[0].dtype)
-    return iteration.run(stacks, form, WholeMatrices(implementation=form.implementation))
+    operand = WholeStacks if others else WholeMatrices
+    return iteration.run(stacks, form, operand(implementation=form.implementation))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from muon_jax._numerics import accumulator, over, root, total, wide
 
@@ -94,14 +95,14 @@ class Normalization:
         eps: added to the norm of the caller's X, or its least value.
         eps_mode: `"add"` or `"max"`.
         scale: X is `scale` times the caller's; shape `(...)`, a number for each matrix.
-        gain: the `gram_gain`.
+        gain: the `gram_gain`, or one for each matrix.
     """
 
     preconditioning: Preconditioning
     eps: float | jax.Array
     eps_mode: EpsMode
     scale: jax.Array
-    gain: float
+    gain: float | np.ndarray
 
     def __call__(
         self, x: jax.Array, gram: jax.Array, spread: Callable[[jax.Array], jax.Array]
@@ -115,7 +116,7 @@ class Normalization:
         """
         scale = self.gain * self.scale
         if self.preconditioning != "aol":
-            s = self._inverse_norm(self.gain * x, gram, scale)
+            s = self._inverse_norm(x, gram, scale)
             return Normalized(x, gram, s, self.gain * s)
         d = _inverse_row_norms(gram, _times(_times(self.eps, scale), scale))
         preconditioned = (gram * (2**7 * d) * (2**7 * d.mT)).astype(x.dtype)
@@ -140,7 +141,7 @@ class Normalization:
             diagonal = gram.reshape(*batch, m * m)[..., :: m + 1]
             norm = root(total(diagonal.real.astype(accumulator(gram))))
         else:
-            norm = jnp.linalg.norm(wide(x), ord=2, axis=(-2, -1))
+            norm = jnp.linalg.norm(wide(self.gain * x), ord=2, axis=(-2, -1))
         return _inverse(norm, regularize(norm, _times(self.eps, scale), self.eps_mode))
 
 

@@ -1,11 +1,13 @@
 """What of an iteration touches X: the Gram matrix XXᵀ, and the application QX."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import gemm, syrk, syrk_with_residual
+from pallas_kernels._mosaic_gpu.stacks import gemm_of_stacks, syrk_of_stacks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,3 +70,27 @@ class WholeMatrices:
     def spread(self, q: jax.Array) -> jax.Array:
         """Returns Q for all matrices of X, of Q for those that this device iterates on."""
         return q
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WholeStacks(WholeMatrices):
+    """Whole matrices of one m and several n, one stack for each n; by `"mosaic_gpu"`.
+
+    Their Gram matrices are one stack, in the order of the matrices.
+    """
+
+    def gram(
+        self,
+        x: Sequence[jax.Array],
+        alpha: float | jax.Array = 1.0,
+        *,
+        residual: bool = False,
+        symmetrize_output: bool = True,
+    ) -> tuple[jax.Array, ...]:
+        """Returns `WholeMatrices.gram` of all matrices, in one launch."""
+        del symmetrize_output  # the result is symmetric in any case
+        return syrk_of_stacks(x, alpha=alpha, residual=residual)
+
+    def apply(self, q: jax.Array, x: Sequence[jax.Array], *, last: bool) -> list[jax.Array]:
+        """Returns `WholeMatrices.apply` of all matrices, in one launch."""
+        return [*gemm_of_stacks(q, x, out_dtype=self.out_dtype if last else None)]

@@ -62,9 +62,9 @@ class ChainLoads(RingProgram):
     counters: Ref
     buffers: Ref
 
-    @property
-    def num_products(self) -> int:
-        """The number of blocks of the factor in a strip of rows."""
+    def num_products(self, tile: Tile | None = None) -> int:
+        """Returns the number of blocks of the factor in a strip of rows, the same in all tiles."""
+        del tile
         return self.out.shape[-1] // TILE_K
 
     def visit_tiles(self, visit: Callable[[Tile, int], None]) -> jax.Array:
@@ -93,7 +93,7 @@ class ChainLoads(RingProgram):
 
         lax.fori_loop(0, lax.div(count - first + stride - 1, stride), visit_one, read(first))
         *_, product, step = read(count - 1)
-        return step + self.num_products + self.plan[product, COUNT]
+        return step + self.num_products() + self.plan[product, COUNT]
 
     @staticmethod
     def make_counters(number: int) -> Ref:
@@ -107,7 +107,7 @@ class ChainLoads(RingProgram):
         self._with_matrix(self.plan[tile.product, FACTOR], tile, load_factors, self.inputs[:1])
 
         def load_addend(number: jax.Array, _: None) -> None:
-            slot = self.empty_slot(tile.step + self.num_products + number)
+            slot = self.empty_slot(tile.step + self.num_products() + number)
             load = functools.partial(self._load_addend, tile, slot)
             self._with_matrix(self.plan[tile.product, ADDENDS + number], tile, load, self.inputs)
 
@@ -178,7 +178,7 @@ class ChainLoads(RingProgram):
                 copy(self.a_ring, tile.row, 0, tile_m)
                 copy(self.b_ring, tile.col, 0, width)
 
-        lax.fori_loop(0, self.num_products, load, None)
+        lax.fori_loop(0, self.num_products(), load, None)
 
     def is_diagonal(self, tile: Tile) -> jax.Array:
         """Whether the strips of the tile, which is square, are one."""

@@ -101,7 +101,7 @@ class ChainProgram(ChainLoads):
         rows = pl.ds(self.first_row, self.config.rows)
 
         def add(number: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            step = tile.step + self.num_products + number
+            step = tile.step + self.num_products() + number
             slot = self.slot(step)
             plgpu.barrier_wait(self.full.at[tile.turn, slot])
             cs = [

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _device
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, RingConfig
 from pallas_kernels._mosaic_gpu.launch import launch_programs
-from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram, Tile
+from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram, Tile, in_stack
 from pallas_kernels._mosaic_gpu.work_list import deal_rectangles
 from pallas_kernels._stacked import call_on_stacks, padded
 
@@ -27,9 +27,9 @@ from pallas_kernels._stacked import call_on_stacks, padded
 class MosaicGemmConfig(RingConfig):
     """A tile of 128 rows, and its ring. Blocks are stored once."""
 
-    def deal(self, batch: int, m: int, n: int, num_programs: int) -> np.ndarray:
+    def deal(self, m: int, stacks: tuple[tuple[int, int], ...], num_programs: int) -> np.ndarray:
         """Returns the work list of `deal_rectangles`."""
-        return deal_rectangles(batch, m, n, self.tile_m, self.tile_n, num_programs=num_programs)
+        return deal_rectangles(m, stacks, self.tile_m, self.tile_n, num_programs=num_programs)
 
 
 _MULTIPROCESSOR_FLOPS = 5.6e6  # per µs
@@ -63,14 +63,14 @@ def gemm(
         interpret: runs the kernel in Pallas' interpreter.
     """
     kernel = functools.partial(
-        _launch_mosaic_gemm,
+        launch_mosaic_gemm,
         out_dtype=out_dtype or a_matrix.dtype,
         config=config,
         num_programs=num_programs or _device.num_multiprocessors(),
         interpret=interpret,
     )
 
-    (out,) = call_on_stacks(kernel, "mosaic_gpu", padded(a_matrix), padded(b_matrix))
+    (out,) = call_on_stacks(kernel, "mosaic_gpu", padded(a_matrix), (padded(b_matrix),))
     return out[..., : a_matrix.shape[-2], : b_matrix.shape[-1]]
 
 
@@ -110,26 +110,32 @@ def predict_gemm_microseconds(
 
 # Jitted, so that calls of equal shapes are traced and lowered once.
 @functools.partial(jax.jit, static_argnames=("out_dtype", "config", "num_programs", "interpret"))
-def _launch_mosaic_gemm(
+def launch_mosaic_gemm(
     a: jax.Array,
-    b: jax.Array,
+    bs: tuple[jax.Array, ...],
     *,
     out_dtype: jnp.dtype,
     config: MosaicGemmConfig | None,
     num_programs: int,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, ...]:
-    """Computes stacks `(batch, m, k)` times `(batch, k, n)`, of sizes that are multiples of 64."""
-    (batch, m, _), n = a.shape, b.shape[-1]
-    config = config or default_mosaic_gemm_config(a.shape, n, num_programs)
-    work = config.deal(batch, m, n, num_programs)
+    """Computes a stack times others that follow one another, each with an n of its own.
+
+    Shapes are `(batch, m, k)`, and `(batchᵢ, k, nᵢ)` with the sum `batch`. All sizes are multiples
+    of 64.
+    """
+    batch, m, _ = a.shape
+    if config is None:
+        mean_n = sum(len(b) * b.shape[-1] for b in bs) // batch
+        config = default_mosaic_gemm_config(a.shape, mean_n, num_programs)
+    work = config.deal(m, tuple((len(b), b.shape[-1]) for b in bs), num_programs)
 
     return launch_programs(
-        functools.partial(_gemm_program),
+        functools.partial(_gemm_program, num_stacks=len(bs)),
         config,
         work,
-        (a, b),
-        (jax.ShapeDtypeStruct((batch, m, n), out_dtype),),
+        (a, *bs),
+        tuple(jax.ShapeDtypeStruct((len(b), m, b.shape[-1]), out_dtype) for b in bs),
         b_block=(TILE_K, config.tile_n),
         buffers={"buffers": (ROWS, 2 * config.block_n // out_dtype.itemsize)},
         interpret=interpret,
@@ -139,35 +145,41 @@ def _launch_mosaic_gemm(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmProgram(RingProgram):
-    """A `RingProgram` with its operands and result in global memory, and its staging buffers."""
+    """A `RingProgram` with its operands and results in global memory, and its staging buffers.
+
+    B and the result may be in several stacks, each with an n of its own.
+    """
 
     a: Ref
-    b: Ref
-    out: Ref
+    bs: tuple[Ref, ...]
+    outs: tuple[Ref, ...]
     buffers: Ref
 
-    @property
-    def num_products(self) -> int:
-        """The number of blocks of A in a strip of rows."""
+    def num_products(self, tile: Tile) -> int:
+        """Returns the number of blocks of A in a strip of rows, the same in all tiles."""
+        del tile
         return self.a.shape[-1] // TILE_K
 
     def load(self, tile: Tile, width: int) -> None:
         """Copies A and B. TMA reads nothing beyond the last column."""
 
-        def load_factors(k: jax.Array, _: None) -> None:
-            slot, block = self.empty_slot(tile.step + k), pl.ds(k * TILE_K, TILE_K)
-            plgpu.copy_gmem_to_smem(
-                self.a.at[tile.batch, pl.ds(tile.row, self.config.tile_m), block],
-                self.a_ring.at[slot],
-                self.full.at[tile.turn, slot],
-            )
-            plgpu.copy_gmem_to_smem(
-                self.b.at[tile.batch, block, pl.ds(tile.col, width)],
-                self.b_ring.at[slot],
-                self.full.at[tile.turn, slot],
-            )
+        def load_factors(number: int, index: jax.Array) -> None:
+            def load(k: jax.Array, _: None) -> None:
+                slot, block = self.empty_slot(tile.step + k), pl.ds(k * TILE_K, TILE_K)
+                plgpu.copy_gmem_to_smem(
+                    self.a.at[tile.batch, pl.ds(tile.row, self.config.tile_m), block],
+                    self.a_ring.at[slot],
+                    self.full.at[tile.turn, slot],
+                )
+                plgpu.copy_gmem_to_smem(
+                    self.bs[number].at[index, block, pl.ds(tile.col, width)],
+                    self.b_ring.at[slot],
+                    self.full.at[tile.turn, slot],
+                )
 
-        lax.fori_loop(0, self.num_products, load_factors, None)
+            lax.fori_loop(0, self.num_products(tile), load, None)
+
+        in_stack(self.bs, tile, load_factors)
 
     def b_block(self, slot: jax.Array, width: int) -> Ref:
         """Returns the block of B in a slot, as B has it."""
@@ -180,7 +192,7 @@ class GemmProgram(RingProgram):
     def _store(self, tile: Tile, product: jax.Array) -> None:
         """Rounds the sums of this warpgroup's rows and stores them block by block."""
         num_buffers, columns = self.config.num_buffers, self.buffers.shape[-1]
-        product = product.astype(self.out.dtype)
+        product = product.astype(self.outs[0].dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         height, width = product.shape
         starts = itertools.product(range(0, height, ROWS), range(0, width, columns))
@@ -193,8 +205,13 @@ class GemmProgram(RingProgram):
             # TMA writes nothing beyond the last row and the last column.
             rows = pl.ds(tile.row + self.first_row + row, ROWS)
             block = pl.ds(tile.col + col, columns)
-            plgpu.copy_smem_to_gmem(buffer, self.out.at[tile.batch, rows, block])
+            in_stack(self.outs, tile, functools.partial(self._copy, buffer, rows, block))
+            plgpu.commit_smem_to_gmem_group()
+
+    def _copy(self, buffer: Ref, rows: Any, columns: Any, number: int, index: jax.Array) -> None:
+        out = self.outs[number].at[index, rows, columns]
+        plgpu.copy_smem_to_gmem(buffer, out, commit_group=False)
 
 
-def _gemm_program(a: Ref, b: Ref, out: Ref, **settings: Any) -> GemmProgram:
-    return GemmProgram(a=a, b=b, out=out, **settings)
+def _gemm_program(a: Ref, *refs: Ref, num_stacks: int, **settings: Any) -> GemmProgram:
+    return GemmProgram(a=a, bs=refs[:num_stacks], outs=refs[num_stacks:], **settings)

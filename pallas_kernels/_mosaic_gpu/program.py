@@ -24,26 +24,32 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K
-from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram, Tile
+from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram, Tile, begins_of, in_stack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyrkxProgram(RingProgram):
-    """A `RingProgram` with its operands and results in global memory, and its staging buffers."""
+    """A `RingProgram` with its operands and results in global memory, and its staging buffers.
+
+    A and B may be in several stacks `(batch, m, n)`, each with an n of its own.
+    """
 
     mirrored_on_diagonal: bool
     coefficients: Ref
-    a: Ref
-    b: Ref
+    a: tuple[Ref, ...]
+    b: tuple[Ref, ...]
     cs: tuple[Ref, ...]
     outs: tuple[Ref, ...]  # the result, then its residual if wanted
     out_buffers: Ref
     mirror_buffers: Ref
 
-    @property
-    def num_products(self) -> int:
-        """The number of blocks of A in a strip of rows."""
-        return self.a.shape[-1] // TILE_K
+    def num_products(self, tile: Tile) -> int | jax.Array:
+        """Returns the number of blocks of the tile's A in a strip of rows."""
+        first, *others = (a.shape[-1] // TILE_K for a in self.a)
+        number = first
+        for begin, blocks in zip(begins_of(self.a)[1:], others, strict=True):
+            number = jnp.where(tile.batch >= begin, blocks, number)
+        return number
 
     def num_others(self, width: jax.Array) -> jax.Array:
         """Returns the number of blocks of all C."""
@@ -53,23 +59,29 @@ class SyrkxProgram(RingProgram):
         """Copies A and B, then one C after another, in chunks of TILE_K columns."""
         tile_m = self.config.tile_m
 
-        def load_factors(k: jax.Array, _: None) -> None:
-            slot, columns = self.empty_slot(tile.step + k), pl.ds(k * TILE_K, TILE_K)
-            plgpu.copy_gmem_to_smem(
-                self.a.at[tile.batch, pl.ds(tile.row, tile_m), columns],
-                self.a_ring.at[slot],
-                self.full.at[tile.turn, slot],
-            )
-            plgpu.copy_gmem_to_smem(
-                self.b.at[tile.batch, pl.ds(tile.col, width), columns],
-                self.b_ring.at[slot, pl.ds(0, width)],
-                self.full.at[tile.turn, slot],
-            )
+        def load_factors(number: int, index: jax.Array) -> None:
+            a, b = self.a[number], self.b[number]
 
-        lax.fori_loop(0, self.num_products, load_factors, None)
+            def load(k: jax.Array, _: None) -> None:
+                slot, columns = self.empty_slot(tile.step + k), pl.ds(k * TILE_K, TILE_K)
+                plgpu.copy_gmem_to_smem(
+                    a.at[index, pl.ds(tile.row, tile_m), columns],
+                    self.a_ring.at[slot],
+                    self.full.at[tile.turn, slot],
+                )
+                plgpu.copy_gmem_to_smem(
+                    b.at[index, pl.ds(tile.col, width), columns],
+                    self.b_ring.at[slot, pl.ds(0, width)],
+                    self.full.at[tile.turn, slot],
+                )
+
+            lax.fori_loop(0, a.shape[-1] // TILE_K, load, None)
+
+        in_stack(self.a, tile, load_factors)
+        first = tile.step + self.num_products(tile)
         chunks = itertools.product(self.cs, range(pl.cdiv(width, TILE_K)))
-        for step, (c, i) in enumerate(chunks, self.num_products):
-            slot = self.empty_slot(tile.step + step)
+        for step, (c, i) in enumerate(chunks):
+            slot = self.empty_slot(first + step)
             columns = pl.ds((lax.div(tile.col, TILE_K) + i) * TILE_K, TILE_K)
             batch = tile.batch if c.shape[0] > 1 else 0  # one C may serve for all
             for half in (0, tile_m // 2):  # every step is two copies
@@ -194,7 +206,7 @@ class SyrkxProgram(RingProgram):
         width is no multiple of TILE_K, tiles start at the start or in the middle of a chunk.
         """
         block_n, num_chunks = self.config.block_n, pl.cdiv(width, TILE_K)
-        first_step = tile.step + self.num_products + index * num_chunks
+        first_step = tile.step + self.num_products(tile) + index * num_chunks
 
         @functools.cache
         def chunk(j: int) -> jax.Array:

@@ -14,6 +14,7 @@ config nor on the other matrices of the stack, to the last bit.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -73,9 +74,8 @@ class RingProgram:
 
     # Each kernel defines these.
 
-    @property
-    def num_products(self) -> int:
-        """The number of steps in which a tile is multiplied."""
+    def num_products(self, tile: Tile) -> int | jax.Array:
+        """Returns the number of steps in which the tile is multiplied."""
         raise NotImplementedError
 
     def num_others(self, width: jax.Array) -> jax.Array | int:
@@ -132,7 +132,7 @@ class RingProgram:
             tile = Tile(batch, row * ROWS, col * self.config.block_n, turn, step)
             for static in self.widths:
                 pl.when(width == static)(functools.partial(visit, tile, static))
-            steps = self.num_products + self.num_others(width)
+            steps = self.num_products(tile) + self.num_others(width)
             return step + jnp.where(width > 0, steps, 0)
 
         return lax.fori_loop(0, self.tiles.shape[0], visit_one, jnp.int32(0))
@@ -179,7 +179,7 @@ class RingProgram:
         def _(accumulator: Ref) -> None:
             self.multiply(tile, width, accumulator)
             product = accumulator[...]
-            self.release(tile.step + self.num_products - 1)
+            self.release(tile.step + self.num_products(tile) - 1)
             store(product)
 
     def multiply(self, tile: Tile, width: int, accumulator: Ref) -> None:
@@ -199,4 +199,22 @@ class RingProgram:
             def _() -> None:
                 self.release(tile.step + k - 1)
 
-        lax.fori_loop(0, self.num_products, multiply, None)
+        lax.fori_loop(0, self.num_products(tile), multiply, None)
+
+
+def begins_of(stacks: tuple[Ref, ...]) -> list[int]:
+    """Returns the number of each stack's first matrix among the matrices of all stacks."""
+    *begins, _ = itertools.accumulate((stack.shape[0] for stack in stacks), initial=0)
+    return begins
+
+
+def in_stack(
+    stacks: tuple[Ref, ...], tile: Tile, function: Callable[[int, jax.Array], None]
+) -> None:
+    """Calls `function(number, index)` for the stack that has the tile's matrix, at that index."""
+    if len(stacks) == 1:
+        function(0, tile.batch)
+        return
+    for number, begin in enumerate(begins_of(stacks)):
+        is_inside = (tile.batch >= begin) & (tile.batch < begin + stacks[number].shape[0])
+        pl.when(is_inside)(functools.partial(function, number, tile.batch - begin))

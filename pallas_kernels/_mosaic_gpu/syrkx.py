@@ -4,6 +4,7 @@ This module is the part on the host. `program` and its base, `ring`, run on each
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -65,7 +66,7 @@ def syrkx(
     Operands are padded with zeros to multiples of 64, each in a pass of its own.
     """
     kernel = functools.partial(
-        _launch_mosaic_syrkx,
+        launch_mosaic_syrkx,
         config=config,
         mirrored_on_diagonal=symmetrize_output and b_matrix is not None,
         residual=residual,
@@ -77,7 +78,7 @@ def syrkx(
     a, b, cs = jax.tree.map(padded, (a_matrix, b_matrix, c_matrices))
     *batch, m, _ = a_matrix.shape
     stacked = stack_coefficients(coefficients, tuple(batch))
-    results = call_on_stacks(kernel, "mosaic_gpu", a, b, cs, stacked)
+    results = call_on_stacks(kernel, "mosaic_gpu", (a,), (b,), cs, stacked)
     return tuple(out[..., :m, :m] for out in results)
 
 
@@ -86,9 +87,9 @@ def syrkx(
     jax.jit,
     static_argnames=("config", "mirrored_on_diagonal", "residual", "num_programs", "interpret"),
 )
-def _launch_mosaic_syrkx(
-    a: jax.Array,
-    b: jax.Array,
+def launch_mosaic_syrkx(
+    a: tuple[jax.Array, ...],
+    b: tuple[jax.Array, ...],
     cs: tuple[jax.Array, ...],
     coefficients: jax.Array,
     *,
@@ -98,27 +99,33 @@ def _launch_mosaic_syrkx(
     num_programs: int,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, ...]:
-    """Computes stacks `(batch, m, n)`, of sizes that are multiples of 64.
+    """Computes stacks that follow one another, each with an n of its own.
 
-    Coefficients have shape `(batch, number)`.
+    A and B have shapes `(batchᵢ, m, nᵢ)`, of sizes that are multiples of 64. Coefficients have
+    shape `(batch, number)`, and the results `(batch, m, m)`, for the sum `batch`.
     """
-    batch, m, _ = a.shape
-    config = config or default_mosaic_syrkx_config(
-        a.shape, addend=bool(cs), mirrored_on_diagonal=mirrored_on_diagonal
-    )
+    batch, m, dtype = sum(map(len, a)), a[0].shape[1], a[0].dtype
+    if config is None:
+        mean_n = sum(len(x) * x.shape[-1] for x in a) // batch
+        config = default_mosaic_syrkx_config(
+            (batch, m, mean_n), addend=bool(cs), mirrored_on_diagonal=mirrored_on_diagonal
+        )
     if mirrored_on_diagonal and config.block_n != ROWS:
         raise ValueError(f"config must have a block_n of {ROWS} for A·Bᵀ, got {config}")
     work = config.deal(batch, m, num_programs)
 
     program = functools.partial(
-        _syrkx_program, num_addends=len(cs), mirrored_on_diagonal=mirrored_on_diagonal
+        _syrkx_program,
+        num_stacks=len(a),
+        num_addends=len(cs),
+        mirrored_on_diagonal=mirrored_on_diagonal,
     )
     return launch_programs(
         program,
         config,
         work,
-        (coefficients, a, b, *cs),
-        (jax.ShapeDtypeStruct((batch, m, m), a.dtype),) * (1 + residual),
+        (coefficients, *cs, *a, *b),
+        (jax.ShapeDtypeStruct((batch, m, m), dtype),) * (1 + residual),
         b_block=(config.tile_n, TILE_K),
         buffers={
             "out_buffers": (ROWS, config.block_n),
@@ -130,7 +137,8 @@ def _launch_mosaic_syrkx(
 
 
 def _syrkx_program(
-    coefficients: Ref, a: Ref, b: Ref, *refs: Ref, num_addends: int, **settings: Any
+    coefficients: Ref, *refs: Ref, num_stacks: int, num_addends: int, **settings: Any
 ) -> SyrkxProgram:
-    cs, outs = refs[:num_addends], refs[num_addends:]
+    ends = itertools.accumulate((num_addends, num_stacks, num_stacks))
+    cs, a, b, outs = (refs[i:j] for i, j in itertools.pairwise((0, *ends, None)))
     return SyrkxProgram(coefficients=coefficients, a=a, b=b, cs=cs, outs=outs, **settings)

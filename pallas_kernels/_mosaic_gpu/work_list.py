@@ -78,11 +78,16 @@ def deal_chains(
 
 @functools.cache
 def deal_rectangles(
-    batch: int, m: int, n: int, tile_m: int, tile_n: int, *, num_programs: int
+    m: int, stacks: tuple[tuple[int, int], ...], tile_m: int, tile_n: int, *, num_programs: int
 ) -> np.ndarray:
-    """Deals `batch` (m, n) results to at most `num_programs` programs."""
-    sizes = batch, -(-m // tile_m), -(-n // tile_n)
-    tiles = np.indices(sizes, np.int32).reshape(3, -1).T * np.array([1, tile_m, tile_n], np.int32)
+    """Deals (m, n) results to at most `num_programs` programs, for stacks of (batch, n) results."""
+    tiles, begin = [], 0
+    for batch, n in stacks:
+        sizes = batch, -(-m // tile_m), -(-n // tile_n)
+        found = np.indices(sizes, np.int32).reshape(3, -1).T
+        tiles.append(found * np.array([1, tile_m, tile_n], np.int32) + np.array([begin, 0, 0]))
+        begin += batch
+    tiles = np.concatenate(tiles).astype(np.int32)
     tiles = np.pad(tiles, [(0, 0), (0, 1)], constant_values=tile_n)
     return _deal(tiles, 8 * tile_m, tile_n, num_programs)
 

@@ -15,12 +15,12 @@ from pallas_kernels._lowered import CustomCall
 from pallas_kernels._mosaic_gpu import launch
 from pallas_kernels._mosaic_gpu.chain import _launch_chain
 from pallas_kernels._mosaic_gpu.chain_program import ChainProgram
-from pallas_kernels._mosaic_gpu.gemm import _launch_mosaic_gemm, gemm
+from pallas_kernels._mosaic_gpu.gemm import gemm, launch_mosaic_gemm
 
 SQUARES = (2, 64, 64)
 # Without their jit, which keeps what it has traced.
-MATMUL = functools.partial(
-    inspect.unwrap(_launch_mosaic_gemm),
+GEMM = functools.partial(
+    inspect.unwrap(launch_mosaic_gemm),
     out_dtype=jnp.dtype("float16"),
     config=None,
     num_programs=132,
@@ -36,6 +36,12 @@ CHAIN = functools.partial(
     interpret=None,
     program_type=ChainProgram,
 )
+
+
+def matmul(a, b):
+    return GEMM(a, (b,))
+
+
 CALL = CustomCall({"module": b"ML\xefR\n\0", "flag": True, "other": False}, ((3,), (4, 5)))
 
 
@@ -63,7 +69,7 @@ def text_of(function, *shapes, sharding=None) -> str:
 # A chain has scratch in global memory.
 @pytest.mark.parametrize(
     ("function", "shapes"),
-    [(MATMUL, [SQUARES, SQUARES]), (CHAIN, [SQUARES])],
+    [(matmul, [SQUARES, SQUARES]), (CHAIN, [SQUARES])],
     ids=["gemm", "chain"],
 )
 def test_a_program_is_the_same_whether_its_kernel_is_lowered_kept_or_read(
@@ -110,17 +116,17 @@ def calls_of(text: str) -> list[str]:
 
 def test_another_kernel_is_not_taken_for_it(folder):
     with helpers.described_gpu("H200"):
-        text_of(MATMUL, SQUARES, SQUARES)
+        text_of(matmul, SQUARES, SQUARES)
         ((key, call),) = _lowered._kept.items()
         other = {key: CustomCall({**call.attributes, "module": b"another"}, ())}
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(_lowered, "_kept", other)
-            assert 'module = "another"' in text_of(MATMUL, SQUARES, SQUARES)
+            assert 'module = "another"' in text_of(matmul, SQUARES, SQUARES)
     for cores in (114, 132):
         device = jax.sharding.AbstractDevice("NVIDIA H200", cores, "gpu")
         mesh = AbstractMesh((1,), ("x",), abstract_device=device)
         with jax.sharding.use_abstract_mesh(mesh):
-            text_of(MATMUL, SQUARES, SQUARES)
+            text_of(matmul, SQUARES, SQUARES)
     assert len(_lowered._kept) == len([*folder.iterdir()]) == 2
 
 

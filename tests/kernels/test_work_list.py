@@ -81,7 +81,7 @@ def test_programs_visit_matrices_in_order(tile_m, tile_n, narrow_tiles):
 def test_rectangles_are_covered_once_in_equal_shares(sizes, tile_n):
     batch, m, n = sizes
     for num_programs in (1, 5, 132):
-        tiles = deal_rectangles(batch, m, n, 128, tile_n, num_programs=num_programs)
+        tiles = deal_rectangles(m, ((batch, n),), 128, tile_n, num_programs=num_programs)
         times = np.zeros((batch, m // 64 + 1, n // 64 + 4), int)
         for image, row, col, width in tiles.reshape(-1, 4) // [1, 64, 64, 64]:
             times[image, row : row + 2, col : col + width] += width > 0
