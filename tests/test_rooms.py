@@ -47,6 +47,7 @@ ORDER = {
         "_syrk",
         "_chain",
         "_gemm",
+        "_several_stacks",
         "__init__",
     ),
     "muon_jax": (
@@ -77,6 +78,7 @@ SURFACE = (
     "_promotion",
     "_selection.check_supported",
     "_selection.IMPLEMENTATIONS",
+    "_several_stacks",
 )
 SURFACE_OF_BENCHMARKS = (*SURFACE, "_tuning", "_mosaic_gpu", "_triton")
 # One interface that each implementation has under the same name.

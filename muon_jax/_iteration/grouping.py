@@ -43,7 +43,7 @@ def map_by_shape(
     """
     found = groups(stacks, max_group_bytes)
     results: dict[int, jax.Array] = {}
-    for group in _joined(found, stacks, max_group_bytes, shares_launches):
+    for group in _sharing_launches(found, stacks, max_group_bytes, shares_launches):
         results |= zip(group, function([stacks[i] for i in group]), strict=True)
     return [results[i] for i in range(len(stacks))]
 
@@ -90,7 +90,7 @@ def groups(
     return found
 
 
-def _joined(
+def _sharing_launches(
     found: Sequence[list[int]],
     stacks: Sequence[jax.Array],
     max_group_bytes: int | None,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import gemm, syrk, syrk_with_residual
-from pallas_kernels._mosaic_gpu.stacks import gemm_of_stacks, syrk_of_stacks
+from pallas_kernels._several_stacks import gemm_of_stacks, syrk_of_stacks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -125,6 +125,37 @@ def test_groups_of_as_many_rows_are_equally_large(counts, sizes):
     assert [len(group) for group in groups(stacks, None)] == sizes
 
 
+@pytest.mark.parametrize(
+    ("counts", "max_group_bytes", "joined"),
+    [
+        # GPT-2: the matrices of attention need as much memory as those of the MLP.
+        ({(768, 2304): 12, (768, 768): 12, (768, 3072): 24}, None, [[768, 2304], [3072]]),
+        ({(64, 64): 3, (64, 128): 3, (128, 128): 2}, None, [[64, 128], [128]]),
+        ({(64, 64): 3, (64, 128): 3, (128, 128): 2}, 0, [[64]] * 3 + [[128]] * 5),
+        # Equal groups of one shape stay equal.
+        ({(2048, 2048): 48, (2048, 8192): 24}, None, [[2048]] * 4 + [[8192]] * 2),
+    ],
+    ids=str,
+)
+def test_groups_of_one_m_are_joined_within_the_memory_of_the_largest(
+    counts, max_group_bytes, joined
+):
+    stacks = [
+        jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+        for shape, count in counts.items()
+        for _ in range(count)
+    ]
+    seen = []
+
+    def function(group):
+        seen.append(sorted({max(x.shape) for x in group}))
+        assert [x.shape[2] for x in group] == sorted((x.shape[2] for x in group), reverse=True)
+        return group
+
+    assert map_by_shape(function, stacks, max_group_bytes, lambda _: True) == stacks
+    assert sorted(seen) == sorted(joined)
+
+
 def test_groups_have_tall_matrices_first_and_one_dtype():
     shapes = [(2, 3, 5), (1, 5, 3), (4, 3, 5), (1, 3, 3), (2, 5, 3)]
     stacks = [jnp.full(shape, i, jnp.float32) for i, shape in enumerate(shapes)]

@@ -162,14 +162,15 @@ def test_tiles_are_large_where_that_pays(batch, m, config):
 
 def test_an_update_of_gpt2_has_few_kernels():
     shapes = [(768, 2304), (768, 768), (768, 3072), (3072, 768)]
-    params = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes for _ in range(2)]
+    params = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes for _ in range(12)]
     with helpers.described_gpu("H200"):
         tx = muon_jax.muon(1e-3, ns_coeffs="balanced")
         state = jax.eval_shape(tx.init, params)
         lowered = (
             jax.jit(tx.update).trace(params, state, params).lower(lowering_platforms=("cuda",))
         )
-    assert lowered.as_text().count("@mosaic_gpu_v2") <= 8
+    # Gram matrices and applications of up and down, and of the others; one chain for both.
+    assert lowered.as_text().count("@mosaic_gpu_v2") == 5
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 Each result is that of the launch for its stack alone, bit for bit.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,7 +99,7 @@ def gemm_of_stacks(
 
 def _ends(stacks: Sequence[jax.Array]) -> list[int]:
     """Returns where stacks end in an array of all, without the last one."""
-    return jnp.cumsum(jnp.array([len(x) for x in stacks[:-1]])).tolist()
+    return [*itertools.accumulate(map(len, stacks[:-1]))]
 
 
 def _with_rules(
