@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from muon_jax._iteration.composed import run_composed
 from muon_jax._iteration.form import (
@@ -143,18 +142,18 @@ class Iteration:
             operand: the matrices, whole.
         """
         parts = [[*part] for _, part in itertools.groupby(stacks, lambda x: max(x.shape[-2:]))]
-        joined, scales, gains = [], [], []
-        for part in parts:
-            n = max(part[0].shape[-2:])
+        ns = [max(part[0].shape[-2:]) for part in parts]
+        joined, scales = [], []
+        for part, n in zip(parts, ns, strict=True):
             scaled, scale = scale_down(part, largest_entries(part), n, form.dtype, operand)
             joined.append(join(scaled))
             scales.append(scale)
-            gains.append(gram_gain(n))
         if len(parts) == 1:
-            results = [self.iterate(joined[0], form, scales[0], gains[0], operand)]
+            results = [self.iterate(joined[0], form, scales[0], gram_gain(ns[0]), operand)]
         else:
-            gain = np.repeat(gains, [len(x) for x in joined]).astype(np.float32)
-            results = self.iterate(joined, form, jnp.concatenate(scales), gain, operand)
+            gains = [jnp.full_like(x, gram_gain(n)) for x, n in zip(scales, ns, strict=True)]
+            scale, gain = map(jnp.concatenate, (scales, gains))
+            results = self.iterate(joined, form, scale, gain, operand)
         return [
             (transposed_back(x) if is_tall(given) else x).astype(given.dtype)
             for result, part in zip(results, parts, strict=True)
@@ -162,7 +161,7 @@ class Iteration:
         ]
 
     def iterate(
-        self, x: Any, form: Form, scale: jax.Array, gain: float | np.ndarray, operand: WholeMatrices
+        self, x: Any, form: Form, scale: jax.Array, gain: float | jax.Array, operand: WholeMatrices
     ) -> Any:
         """Returns the result of the steps.
 
@@ -187,7 +186,9 @@ class Iteration:
                 x = run_gram_form(x, recipe, normalization, operand)
             else:
                 x = run_quintics(x, recipe, normalization, operand)
-        return jax.tree.map(lambda x, like: cut_padding(x, *like.shape[-2:], operand), x, given)
+        return jax.tree.map(
+            lambda x, like: cut_padding(x, like.shape[-2], like.shape[-1], operand), x, given
+        )
 
     @property
     def _static(self) -> "Iteration":

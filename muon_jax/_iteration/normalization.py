@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from muon_jax._numerics import accumulator, over, root, total, wide
 
@@ -102,7 +101,7 @@ class Normalization:
     eps: float | jax.Array
     eps_mode: EpsMode
     scale: jax.Array
-    gain: float | np.ndarray
+    gain: float | jax.Array
 
     def __call__(
         self, x: jax.Array, gram: jax.Array, spread: Callable[[jax.Array], jax.Array]

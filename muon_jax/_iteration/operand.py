@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ class WholeMatrices:
 
     def gram(
         self,
-        x: jax.Array,
+        x: Any,
         alpha: float | jax.Array = 1.0,
         *,
         residual: bool = False,
@@ -52,7 +53,7 @@ class WholeMatrices:
         )
         return out if isinstance(out, tuple) else (out,)
 
-    def apply(self, q: jax.Array, x: jax.Array, *, last: bool) -> jax.Array:
+    def apply(self, q: jax.Array, x: Any, *, last: bool) -> Any:
         """Returns QX, the last one in the dtype of the result.
 
         Args:
