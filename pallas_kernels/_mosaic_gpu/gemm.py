@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _device
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, RingConfig
 from pallas_kernels._mosaic_gpu.launch import launch_programs
-from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram, Tile, in_stack
+from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram, Tile, in_stack, width_of
 from pallas_kernels._mosaic_gpu.work_list import deal_rectangles
 from pallas_kernels._stacked import call_on_stacks, padded
 
@@ -202,11 +202,20 @@ class GemmProgram(RingProgram):
             buffer = self.buffers.at[self.warpgroup, i % num_buffers]
             buffer[...] = product[row : row + ROWS, col : col + columns]
             plgpu.commit_smem()
-            # TMA writes nothing beyond the last row and the last column.
             rows = pl.ds(tile.row + self.first_row + row, ROWS)
-            block = pl.ds(tile.col + col, columns)
-            in_stack(self.outs, tile, functools.partial(self._copy, buffer, rows, block))
-            plgpu.commit_smem_to_gmem_group()
+            place = buffer, rows, pl.ds(tile.col + col, columns)
+            # TMA writes nothing beyond the last row. Beyond the last column it does write where the
+            # result has one block of columns, because its map of the result has no axis for them.
+            is_stored = tile.col + col < width_of(self.outs, tile)
+
+            @pl.when(is_stored)
+            def _(place: tuple[Any, ...] = place) -> None:
+                in_stack(self.outs, tile, functools.partial(self._copy, *place))
+                plgpu.commit_smem_to_gmem_group()
+
+            @pl.when(~is_stored)  # later blocks count on the buffers as if this one were stored
+            def _() -> None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _copy(self, buffer: Ref, rows: Any, columns: Any, number: int, index: jax.Array) -> None:
         out = self.outs[number].at[index, rows, columns]

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K
-from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram, Tile, begins_of, in_stack
+from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram, Tile, in_stack, width_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,7 @@ class SyrkxProgram(RingProgram):
 
     def num_products(self, tile: Tile) -> int | jax.Array:
         """Returns the number of blocks of the tile's A in a strip of rows."""
-        first, *others = (a.shape[-1] // TILE_K for a in self.a)
-        number = first
-        for begin, blocks in zip(begins_of(self.a)[1:], others, strict=True):
-            number = jnp.where(tile.batch >= begin, blocks, number)
-        return number
+        return width_of(self.a, tile, unit=TILE_K)
 
     def num_others(self, width: jax.Array) -> jax.Array:
         """Returns the number of blocks of all C."""

@@ -202,10 +202,12 @@ class RingProgram:
         lax.fori_loop(0, self.num_products(tile), multiply, None)
 
 
-def begins_of(stacks: tuple[Ref, ...]) -> list[int]:
-    """Returns the number of each stack's first matrix among the matrices of all stacks."""
-    *begins, _ = itertools.accumulate((stack.shape[0] for stack in stacks), initial=0)
-    return begins
+def width_of(stacks: tuple[Ref, ...], tile: Tile, unit: int = 1) -> int | jax.Array:
+    """Returns the number of columns, in this unit, of the stack that has the tile's matrix."""
+    width = stacks[0].shape[-1] // unit
+    for stack, begin in zip(stacks[1:], _begins_of(stacks)[1:], strict=True):
+        width = jnp.where(tile.batch >= begin, stack.shape[-1] // unit, width)
+    return width
 
 
 def in_stack(
@@ -215,6 +217,12 @@ def in_stack(
     if len(stacks) == 1:
         function(0, tile.batch)
         return
-    for number, begin in enumerate(begins_of(stacks)):
+    for number, begin in enumerate(_begins_of(stacks)):
         is_inside = (tile.batch >= begin) & (tile.batch < begin + stacks[number].shape[0])
         pl.when(is_inside)(functools.partial(function, number, tile.batch - begin))
+
+
+def _begins_of(stacks: tuple[Ref, ...]) -> list[int]:
+    """Returns the number of each stack's first matrix among the matrices of all stacks."""
+    *begins, _ = itertools.accumulate((stack.shape[0] for stack in stacks), initial=0)
+    return begins
