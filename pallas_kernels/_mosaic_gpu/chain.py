@@ -7,21 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _device
-from pallas_kernels._mosaic_gpu.chain_loads import ADDENDS
+from pallas_kernels._mosaic_gpu.chain_plan import Structure, plan_chain
 from pallas_kernels._mosaic_gpu.chain_program import ChainProgram
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, RingConfig
 from pallas_kernels._mosaic_gpu.launch import launch_ring
 from pallas_kernels._mosaic_gpu.ring import Ref
+from pallas_kernels._mosaic_gpu.small_chain import fits_shared_memory, launch_small_chain
 from pallas_kernels._mosaic_gpu.work_list import deal_chains, lower_triangle
 from pallas_kernels._stacked import call_on_stacks, stack_coefficients
-
-# For each product the sources of its addends, and whether its residual is a source. Sources number
-# the inputs, then the results and residuals in the order in which they are made.
-type Structure = tuple[tuple[tuple[int, ...], bool], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,22 +68,22 @@ def mosaic_syrk_chain(
         structure: of the chain.
         coefficients: for each product alpha, the diagonal, and a beta for each addend, each of
             shape `()` or `(...)`.
-        config: the tile and the ring, or None for the default.
+        config: the tile and the ring. Pass None for the default, which is no ring where programs
+            hold a whole chain in shared memory.
         num_programs: the number of programs, or None for one on each multiprocessor.
         interpret: runs the kernel in Pallas' interpreter.
-        program_type: of the programs.
+        program_type: of the programs, where there is a ring.
     """
     first, *others = inputs
     batch = first.shape[:-2]
     width = 2 + max(len(addends) for addends, _ in structure)
     flat = [c for row in coefficients for c in (*row, *[0.0] * (width - len(row)))]
+    num_programs = num_programs or _device.num_multiprocessors()
+    kernel = functools.partial(_launch_chain, config=config, program_type=program_type)
+    if config is None and fits_shared_memory(first.shape[-1], structure, len(inputs)):
+        kernel = launch_small_chain
     kernel = functools.partial(
-        _launch_chain,
-        structure=structure,
-        config=config,
-        num_programs=num_programs or _device.num_multiprocessors(),
-        interpret=interpret,
-        program_type=program_type,
+        kernel, structure=structure, num_programs=num_programs, interpret=interpret
     )
     others = [c if c.ndim == first.ndim else c.reshape(*[1] * len(batch), *c.shape) for c in others]
     stacked = stack_coefficients(tuple(flat), batch).reshape(*batch, len(structure), width)
@@ -179,50 +175,6 @@ def _chain_program(
         counters=program_type.make_counters(num_counters),
         **settings,
     )
-
-
-def plan_chain(structure: Structure, num_inputs: int) -> tuple[np.ndarray, int]:
-    """Returns the plan of `ChainProgram`, and how many places its terms have.
-
-    A result takes the place of a term that is not read any more. That can be one of its own
-    addends, because each tile reads its addends before it is stored. It cannot be its factor.
-    """
-    made, factor = num_inputs, 0  # the numbers of the next result and of the next factor
-    products = []
-    last_read: dict[int, int] = {}
-    for product, (addends, residual) in enumerate(structure):
-        last_read |= dict.fromkeys((factor, *addends), product)
-        products.append((factor, addends, made, made + 1 if residual else None))
-        factor, made = made, made + 1 + residual
-    places: dict[int, int] = {}
-    free: list[int] = []
-    num_places = 0
-
-    def place(term: int | None) -> int:
-        nonlocal num_places
-        if term is None or term not in last_read:
-            return -1
-        if not free:
-            free.append(num_places)
-            num_places += 1
-        places[term] = free.pop()
-        return places[term]
-
-    def source(term: int) -> int:
-        return term if term < num_inputs else num_inputs + places[term]
-
-    width = ADDENDS + max(len(addends) for addends, _ in structure)
-    plan = np.full((len(structure), width), -1, np.int32)
-    for product, (factor, addends, result, residual) in enumerate(products):
-        sources = [source(factor), *map(source, addends)]
-        free += [
-            places[c] for c in {*addends} - {factor} if c in places and last_read[c] == product
-        ]
-        row = (sources[0], place(result), place(residual), len(addends), *sources[1:])
-        plan[product, : len(row)] = row
-        if factor in places and last_read[factor] == product:
-            free.append(places[factor])
-    return plan, max(num_places, 1)
 
 
 def _num_tiles(m: int, config: ChainConfig) -> int:

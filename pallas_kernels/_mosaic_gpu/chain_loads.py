@@ -21,11 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._mosaic_gpu.chain_plan import ADDENDS, COUNT, FACTOR
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K
 from pallas_kernels._mosaic_gpu.ring import Ref, RingProgram, Tile
-
-# The columns of a product's row in a plan.
-FACTOR, RESULT, RESIDUAL, COUNT, ADDENDS = range(5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

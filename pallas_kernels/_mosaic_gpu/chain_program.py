@@ -10,7 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic_gpu.chain_loads import COUNT, RESIDUAL, RESULT, ChainLoads
+from pallas_kernels._mosaic_gpu.chain_loads import ChainLoads
+from pallas_kernels._mosaic_gpu.chain_plan import COUNT, RESIDUAL, RESULT
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K
 from pallas_kernels._mosaic_gpu.ring import Ref, Tile
 

@@ -11,7 +11,7 @@ from pallas_kernels._mosaic_gpu.work_list import deal_triangles
 
 ROWS = 64  # rows of the blocks that are stored, and of a warpgroup's share of a tile
 TILE_K = 64  # columns of A in a step of the ring: 128 bytes, the widest swizzle
-_SHARED_MEMORY = 226 * 1024  # bytes for ring and staging buffers; the 227th KiB holds the barriers
+SHARED_MEMORY = 226 * 1024  # bytes for ring and staging buffers; the 227th KiB holds the barriers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RingConfig:
     @property
     def num_buffers(self) -> int:
         """The number of blocks that a warpgroup can be storing at a time."""
-        free = _SHARED_MEMORY - self.num_stages * (self.tile_m + self.tile_n) * TILE_K * 2
+        free = SHARED_MEMORY - self.num_stages * (self.tile_m + self.tile_n) * TILE_K * 2
         buffer = self.num_stores * ROWS * self.block_n * 2
         return min(self.tile_n // self.block_n, free // (self.num_warpgroups * buffer))
 
