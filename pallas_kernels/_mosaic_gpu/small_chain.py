@@ -31,7 +31,7 @@ def _most_teams(m: int, structure: Structure, num_inputs: int) -> int:
 
 
 # Jitted, so that calls of equal shapes are traced and lowered once.
-@functools.partial(jax.jit, static_argnames=("structure", "num_programs", "num_teams", "interpret"))
+@functools.partial(jax.jit, static_argnames=("structure", "num_programs", "interpret"))
 def launch_small_chain(
     first: jax.Array,
     others: tuple[jax.Array, ...],
@@ -40,7 +40,6 @@ def launch_small_chain(
     structure: Structure,
     num_programs: int,
     interpret: plgpu.InterpretGPUParams | None,
-    num_teams: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """Computes stacks `(batch, m, m)`, with coefficients `(batch, products, number)`.
 
@@ -48,14 +47,12 @@ def launch_small_chain(
         first, others, coefficients, structure: as for `mosaic_syrk_chain`.
         num_programs: the most programs.
         interpret: runs the kernel in Pallas' interpreter.
-        num_teams: the number of teams of a program, or None for as many as fit and have work.
     """
     (batch, m, _), dtype = first.shape, first.dtype
     plan, num_places = plan_chain(structure, 1 + len(others), all_in_places=True)
     num_programs = min(num_programs, batch)
-    num_teams = num_teams or min(
-        _most_teams(m, structure, 1 + len(others)), pl.cdiv(batch, num_programs)
-    )
+    most_teams = _most_teams(m, structure, 1 + len(others))
+    num_teams = min(most_teams, pl.cdiv(batch, num_programs))
     num_blocks, num_panels = len(blocks_of(m)), m // TILE_K
 
     def body(coefficients: Ref, plan: Ref, *refs: Ref, **scratch: Ref) -> None:

@@ -33,7 +33,7 @@ def blocks_of(m: int) -> list[list[int]]:
     return (lower_triangle(m, ROWS, ROWS) // ROWS).tolist()
 
 
-class Product(NamedTuple):
+class ProductRow(NamedTuple):
     """What one product of one matrix is made of.
 
     Attributes:
@@ -99,7 +99,7 @@ class SmallChainProgram:
         first = self.index + self.num_programs * self.team
         stride = self.num_programs * self.num_teams
 
-        def visit(i: jax.Array, product: Product) -> Product:
+        def visit(i: jax.Array, product: ProductRow) -> ProductRow:
             matrix, turn = first + i * stride, lax.rem(i, 2)
             self._load_others(matrix)
             self._load_first(matrix + stride, 1 - turn)
@@ -128,6 +128,7 @@ class SmallChainProgram:
                 self._load(stack, matrix, self.terms.at[self.team, place], loaded)
 
     def _load(self, stack: Ref, matrix: jax.Array, term: Ref, loaded: Ref) -> None:
+        """Copies a matrix to a place, panel by panel."""
         index = matrix if stack.shape[0] > 1 else 0  # one matrix may serve for all
         for panel in range(term.shape[0]):
             source = stack.at[index, :, pl.ds(panel * TILE_K, TILE_K)]
@@ -138,21 +139,21 @@ class SmallChainProgram:
         last = self.terms.shape[1] - 1
         return self.terms.at[self.team, jnp.where(place == 0, turn * last, place)]
 
-    def _read(self, matrix: jax.Array, product: jax.Array | int) -> Product:
+    def _read(self, matrix: jax.Array, product: jax.Array | int) -> ProductRow:
         """Reads what a product is made of."""
         numbers = range(self.coefficients.shape[-1])
-        return Product(
+        return ProductRow(
             tuple(self.plan[product, i] for i in range(self.plan.shape[-1])),
             tuple(self.coefficients[matrix, product, i] for i in numbers),
         )
 
     def _run_chain(
-        self, matrix: jax.Array, following: jax.Array, turn: jax.Array, product: Product
-    ) -> Product:
+        self, matrix: jax.Array, following: jax.Array, turn: jax.Array, product: ProductRow
+    ) -> ProductRow:
         """Runs the chain of a matrix, and returns the first product of the following matrix."""
         last = self.plan.shape[0] - 1
 
-        def visit(number: jax.Array, product: Product) -> Product:
+        def visit(number: jax.Array, product: ProductRow) -> ProductRow:
             is_last = number == last
             ahead = self._read(
                 jnp.where(is_last, following, matrix), jnp.where(is_last, 0, number + 1)
@@ -166,7 +167,7 @@ class SmallChainProgram:
 
         return lax.fori_loop(0, last + 1, visit, product)
 
-    def _multiply(self, product: Product, turn: jax.Array, is_first: jax.Array) -> jax.Array:
+    def _multiply(self, product: ProductRow, turn: jax.Array, is_first: jax.Array) -> jax.Array:
         """Returns α·product + Σ β·C of this warpgroup's block.
 
         Barriers keep the compiler from fusing what the kernel of one product does not fuse.
@@ -197,12 +198,12 @@ class SmallChainProgram:
 
         return total
 
-    def _addend(self, product: Product, turn: jax.Array, number: jax.Array | int) -> jax.Array:
+    def _addend(self, product: ProductRow, turn: jax.Array, number: jax.Array | int) -> jax.Array:
         """Returns the block of an addend, or that of the factor after the last addend."""
         place = _pick(product.plan[ADDENDS:], number, product.plan[FACTOR])
         return plgpu.load(self._block(self._place(place, turn)), layout=plgpu.Layout.WGMMA)
 
-    def _store(self, product: Product, turn: jax.Array, block: jax.Array) -> None:
+    def _store(self, product: ProductRow, turn: jax.Array, block: jax.Array) -> None:
         """Adds the diagonal, rounds the block, and stores it and its residual."""
         row, col = self.start
         row_ids, col_ids = (
@@ -230,7 +231,7 @@ class SmallChainProgram:
 
         plgpu.commit_smem()
 
-    def _copy_out(self, matrix: jax.Array, product: Product, turn: jax.Array) -> None:
+    def _copy_out(self, matrix: jax.Array, product: ProductRow, turn: jax.Array) -> None:
         """Copies the block of the last result to global memory, and its transpose."""
         term, (row, col) = self._place(product.plan[RESULT], turn), self.start
         rows, cols = pl.ds(row, ROWS), pl.ds(col, ROWS)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import chex
 import helpers
@@ -13,12 +14,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import muon_jax
+from muon_jax._iteration import steps
 from muon_jax._iteration.fitted import SCHEDULES
 from pallas_kernels import syrk_with_residual
 from pallas_kernels._chain import Link, syrk_chain
 from pallas_kernels._mosaic_gpu import chain as mosaic_gpu
-from pallas_kernels._mosaic_gpu.chain import LARGE, SMALL, plan_chain
+from pallas_kernels._mosaic_gpu.chain import LARGE, SMALL, mosaic_syrk_chain
+from pallas_kernels._mosaic_gpu.chain_plan import plan_chain
 from pallas_kernels._mosaic_gpu.chain_program import ChainProgram
+from pallas_kernels._mosaic_gpu.small_chain import fits_shared_memory
 from pallas_kernels._mosaic_gpu.work_list import deal_chains, lower_triangle
 
 # Two addends that are inputs; a residual and its reader; a place that is used again.
@@ -28,7 +32,13 @@ LINKS = (
     Link(0.25, (), -2.0),
     Link(0.125, ((-1.0, 5), (2.0, 3)), 3.0),
 )
-STRUCTURE = tuple((tuple(c for _, c in link.addends), link.residual) for link in LINKS)
+IN_INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
+STEPS = [
+    pytest.param(step, dtype, id=f"{name}-{dtype}-{i}")
+    for name, schedule in SCHEDULES.items()
+    for dtype in ("float16", "bfloat16")
+    for i, step in enumerate(schedule.steps_in(dtype))
+]
 
 
 def sparse(rng, shape):
@@ -40,6 +50,17 @@ def sparse(rng, shape):
 def coefficients(links):
     values = ((link.alpha, link.diagonal, *(beta for beta, _ in link.addends)) for link in links)
     return tuple(tuple(map(jnp.float32, row)) for row in values)
+
+
+def structure_of(links):
+    return tuple((tuple(c for _, c in link.addends), link.residual) for link in links)
+
+
+def chain_of(step, operand):
+    """Inputs and products of the polynomial of a step."""
+    with mock.patch.object(steps, "syrk_chain") as chain:
+        step.polynomial(operand, operand / 4096 if step.residual_betas else None)
+    return chain.call_args.args
 
 
 class InOneProgram(ChainProgram):
@@ -77,47 +98,93 @@ def test_a_chain_is_exact_and_free_of_races(config, monkeypatch):
     m = 192 if config is LARGE else 128
     rng = np.random.default_rng(0)
     monkeypatch.setattr(mosaic_gpu, "num_together", lambda *_: 1)
-    first, second = (sparse(rng, (2, m, m)) for _ in "12")
-    shared = sparse(rng, (m, m)) + jnp.float16(1025)  # halves are rounded beside it
-    run = functools.partial(
-        mosaic_gpu.mosaic_syrk_chain,
-        config=config,
-        num_programs=1,
-        interpret=plgpu.InterpretGPUParams(detect_races=True),
-        program_type=InOneProgram,
-    )
-    got = run((first, second, shared), STRUCTURE, coefficients(LINKS))
-    chex.assert_trees_all_equal(
-        got, syrk_chain((first, second, shared), LINKS, implementation="xla")
-    )
+    check_exactness(rng, (2, m, m), config=config, program_type=InOneProgram)
+
+
+def check_exactness(rng, shape, **options):
+    """Compares with XLA, also where halves are rounded, and looks for races."""
+    inputs = *(sparse(rng, shape) for _ in "12"), sparse(rng, shape[1:]) + jnp.float16(1025)
+    options = {"num_programs": 1, "interpret": IN_INTERPRETER} | options
+    got = mosaic_syrk_chain(inputs, structure_of(LINKS), coefficients(LINKS), **options)
+    chex.assert_trees_all_equal(got, syrk_chain(inputs, LINKS, implementation="xla"))
     assert not helpers.found_races()
+
+
+@pytest.mark.parametrize(
+    ("batch", "m", "num_programs"),
+    [(6, 64, 1), (3, 128, 1), pytest.param(3, 128, 2, marks=helpers.nightly)],
+)
+def test_a_chain_in_shared_memory_is_exact_and_free_of_races(batch, m, num_programs):
+    """Two of four teams at 64 have two matrices, and the only one at 128 has three."""
+    check_exactness(np.random.default_rng(0), (batch, m, m), num_programs=num_programs)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("m", [64, 128])
+@pytest.mark.parametrize(("step", "dtype"), STEPS)
+def test_both_kernels_of_chains_have_the_same_bits(step, dtype, m, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "num_together", lambda *_: 1)
+    x = jax.random.normal(jax.random.key(0), (2, m, m)) / (2 * m**0.5)
+    inputs, links = chain_of(step, (x @ x.mT).astype(dtype))
+    run = functools.partial(
+        mosaic_syrk_chain,
+        inputs,
+        structure_of(links),
+        coefficients(links),
+        num_programs=1,
+        interpret=IN_INTERPRETER,
+    )
+    got = run()
+    assert not helpers.found_races()
+    chex.assert_trees_all_equal(got, run(config=SMALL, program_type=InOneProgram))
+
+
+@pytest.mark.parametrize(("step", "dtype"), STEPS)
+def test_every_chain_of_small_matrices_fits_in_shared_memory(step, dtype):
+    inputs, links = chain_of(step, jnp.zeros((1, 64, 64), dtype))
+    fits = [fits_shared_memory(m, structure_of(links), len(inputs)) for m in (64, 128, 192)]
+    assert fits == [True, True, False]
+
+
+@pytest.mark.parametrize(("m", "is_small"), [(64, True), (192, False)])
+def test_all_matrices_of_a_vmap_are_in_one_launch(m, is_small):
+    step = SCHEDULES["balanced"].steps[0]
+    operand = jax.ShapeDtypeStruct((3, 5, m, m), jnp.float16)
+    function = jax.vmap(functools.partial(step.polynomial, implementation="mosaic_gpu"))
+    with helpers.described_gpu("H200"):
+        traced = jax.jit(function).trace(operand, operand)
+        if is_small:  # the other kernel is lowered below
+            lowered = traced.lower(lowering_platforms=("cuda",))
+            assert lowered.as_text().count("@mosaic_gpu_v2") == 1
+    assert str(traced.jaxpr).count("= lowered_kernel[") == 1
+    assert ("_mosaic_gpu.small_chain" in str(traced.jaxpr)) == is_small
 
 
 def test_a_plan_reads_what_the_structure_says():
     """Every place holds what is read from it, for chains of all shapes."""
     rng = np.random.default_rng(0)
-    for _ in range(200):
+    for all_in_places in [False, True] * 100:
         num_inputs, made, structure = 3, 3, []
         for _ in range(rng.integers(1, 9)):
             addends = tuple(rng.choice(made, rng.integers(0, min(made, 5)), replace=False).tolist())
             residual = bool(rng.integers(2))
             structure.append((addends, residual))
             made += 1 + residual
-        plan, num_places = plan_chain(tuple(structure), num_inputs)
-        held, made, factor = {}, num_inputs, 0
-
-        def content(source, held=held, num_inputs=num_inputs):
-            return source if source < num_inputs else held[source - num_inputs]
-
+        plan, num_places = plan_chain(tuple(structure), num_inputs, all_in_places=all_in_places)
+        first_place = 0 if all_in_places else num_inputs
+        held, made, factor = {i: i for i in range(num_inputs)}, num_inputs, 0
         for (addends, residual), row in zip(structure, plan.tolist(), strict=True):
-            assert [content(row[0]), *map(content, row[4 : 4 + row[3]])] == [factor, *addends]
-            assert row[0] - num_inputs not in (row[1], row[2]) or factor < num_inputs
+            sources = [row[0], *row[4 : 4 + row[3]]]
+            assert [held[source] for source in sources] == [factor, *addends]
+            stored = {
+                first_place + place: made + i for i, place in enumerate(row[1:3]) if place >= 0
+            }
+            assert row[0] not in stored
+            held |= stored
             factor = made
-            held |= {row[1]: made} if row[1] >= 0 else {}
-            held |= {row[2]: made + 1} if row[2] >= 0 else {}
             made += 1 + residual
-        assert plan[-1, 1] == -1
-        assert {*held} <= {*range(num_places)}
+        assert (plan[-1, 1] >= 0) == all_in_places
+        assert {*held} <= {*range(first_place + num_places)}
 
 
 @pytest.mark.parametrize(("name", "num_places"), [("fast", 3), ("balanced", 5), ("accurate", 3)])
@@ -175,7 +242,10 @@ def test_an_update_of_gpt2_has_few_kernels():
 
 @pytest.mark.gpu
 @helpers.needs_hopper
-@pytest.mark.parametrize(("batch", "m"), [(3, 192), (30, 384), (6, 1024), (1, 1984)])
+@pytest.mark.parametrize(
+    ("batch", "m"),
+    [(3, 64), (1000, 64), (1, 128), (300, 128), (3, 192), (30, 384), (6, 1024), (1, 1984)],
+)
 def test_on_a_gpu_one_launch_has_the_bits_of_one_for_each_product(batch, m, monkeypatch):
     step = SCHEDULES["balanced"].steps[0]
     x = jax.random.normal(jax.random.key(0), (batch, m, m)) / (2 * m**0.5)

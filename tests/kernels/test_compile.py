@@ -316,7 +316,13 @@ def test_the_iteration_on_hopper_is_its_products_and_two_passes(shape):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "shape", mostly_nightly([(24, 1024, 4096), (2, 192, 192)], (), [(24, 1024, 4096)]), ids=str
+    "shape",
+    mostly_nightly(
+        [(24, 1024, 4096), (2, 192, 192), (1000, 64, 256), (1000, 128, 128)],
+        (),
+        [(24, 1024, 4096), (1000, 64, 256)],
+    ),
+    ids=str,
 )
 def test_a_composed_step_on_hopper_is_three_kernels(shape):
     """The Gram matrix, the chain and the application, which spill no registers."""
