@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels._mosaic_gpu import chain as mosaic_gpu
-from pallas_kernels._selection import as_one_stack, select_implementation
+from pallas_kernels._selection import as_one_stack, select_implementation, unsupported_reason
 from pallas_kernels._syrk import Coefficient, syrk, syrk_with_residual
 
 
@@ -45,14 +45,9 @@ def syrk_chain(
         symmetrize_output, implementation: as for `syrk`.
     """
     first = inputs[0]
-    chosen = (
-        implementation
-        or select_implementation(
-            first, addend=True, symmetrize_output=symmetrize_output
-        ).implementation
-    )
+    structure = tuple((tuple(c for _, c in link.addends), link.residual) for link in links)
+    chosen = implementation or _fastest_chain(first, structure, len(inputs), symmetrize_output)
     if chosen == "mosaic_gpu" and _in_one_launch(first):
-        structure = tuple((tuple(c for _, c in link.addends), link.residual) for link in links)
         coefficients = tuple(
             (link.alpha, link.diagonal, *(beta for beta, _ in link.addends)) for link in links
         )
@@ -72,6 +67,18 @@ def syrk_chain(
             terms.append(syrk(result, cs, **options))
         result = terms[-1 - link.residual]
     return result
+
+
+def _fastest_chain(
+    first: jax.Array, structure: mosaic_gpu.Structure, num_inputs: int, symmetrize_output: bool
+) -> str:
+    """Returns the implementation that None stands for, which for small matrices is one launch."""
+    fits = mosaic_gpu.fits_shared_memory(first.shape[-1], structure, num_inputs)
+    if fits and not unsupported_reason("mosaic_gpu", first):
+        return "mosaic_gpu"
+    return select_implementation(
+        first, addend=True, symmetrize_output=symmetrize_output
+    ).implementation
 
 
 def _in_one_launch(first: jax.Array) -> bool:

@@ -84,23 +84,27 @@ def offered_form(
     return reason or Form(method, products_dtype, _products(recipe, method, products_dtype))
 
 
-def implementation_of_group(shape: tuple[int, int], dtype: jnp.dtype) -> str | None:
+def implementation_of_group(
+    shape: tuple[int, int], dtype: jnp.dtype, *, is_composed: bool
+) -> str | None:
     """Returns the implementation by which an optimizer multiplies matrices `(m, n)`, m ≤ n.
 
     - On Hopper GPUs, in 16 bits, it is one of the kernels. Their product of a matrix is the same in
       every stack, bit for bit. XLA, which splits sums, is faster for some very wide matrices.
+      Composed schedules have `"mosaic_gpu"`, which runs their chains in one launch.
     - Elsewhere it is None: the fastest of each product.
 
     Args:
         shape: of the matrices.
         dtype: of the products.
+        is_composed: whether the steps are those of a composed schedule.
     """
     padded = (size + -size % 64 for size in shape)
     operand = jax.ShapeDtypeStruct((GROUP, *padded), dtype)
     if unsupported_reason("mosaic_gpu", operand):
         return None
     chosen = select_implementation(operand).implementation
-    return "mosaic_gpu" if chosen == "xla" else chosen
+    return "mosaic_gpu" if is_composed or chosen == "xla" else chosen
 
 
 def _no_gram_form(recipe: Recipe, preconditioning: Preconditioning, dtype: jnp.dtype) -> str | None:

@@ -95,8 +95,9 @@ class Iteration:
             ValueError: as `fastest_form`.
         """
         form = self.form_of_stack((GROUP, *shape), in_dtype)
-        named = form.implementation
-        return form._replace(implementation=named or implementation_of_group(shape, form.dtype))
+        is_composed = isinstance(self.recipe, Schedule)
+        of_group = implementation_of_group(shape, form.dtype, is_composed=is_composed)
+        return form._replace(implementation=form.implementation or of_group)
 
     def form_of_stack(self, shape: tuple[int, ...], in_dtype: jnp.dtype) -> Form:
         """Returns the form of one stack `(..., m, n)` of `in_dtype`, m ≤ n.

@@ -27,6 +27,8 @@ def _most_teams(m: int, structure: Structure, num_inputs: int) -> int:
     """Returns how many matrices a program can hold."""
     _, num_places = plan_chain(structure, num_inputs, all_in_places=True)
     num_bytes = (num_places + 1) * m * m * 2
+    if num_bytes > SHARED_MEMORY:
+        return 0
     return min(SHARED_MEMORY // num_bytes, _MOST_WARPGROUPS // len(blocks_of(m)))
 
 

@@ -216,26 +216,28 @@ def test_muon_groups_what_it_gets_beside_adamw():
 
 
 @pytest.mark.parametrize(
-    ("shape", "implementation"),
+    ("shape", "ns_coeffs", "implementation"),
     [
-        ((64, 576), "triton"),
-        ((256, 256), "mosaic_gpu"),
-        pytest.param((100, 64, 576), "triton", marks=helpers.nightly),
-        pytest.param((2048, 8192), "mosaic_gpu", marks=helpers.nightly),
+        ((64, 576), "standard", "triton"),
+        ((64, 576), "balanced", "mosaic_gpu"),
+        ((256, 256), "standard", "mosaic_gpu"),
+        pytest.param((100, 64, 576), "standard", "triton", marks=helpers.nightly),
+        pytest.param((2048, 8192), "standard", "mosaic_gpu", marks=helpers.nightly),
         # Of this one XLA would split the sums.
-        pytest.param((64, 65536), "mosaic_gpu", marks=helpers.nightly),
+        pytest.param((64, 65536), "standard", "mosaic_gpu", marks=helpers.nightly),
     ],
     ids=str,
 )
 def test_on_hopper_all_products_are_by_kernels_that_do_not_depend_on_the_stack(
-    shape, implementation
+    shape, ns_coeffs, implementation
 ):
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
     numbers = MuonDimensionNumbers(-2, -1)
-    optimizer = scale_by_muon(weight_dimension_numbers=numbers)
+    optimizer = scale_by_muon(ns_coeffs, weight_dimension_numbers=numbers)
     state = jax.eval_shape(optimizer.init, params)
     with helpers.described_gpu("H200"):
-        (group,) = describe(params, muon_weight_dimension_numbers=numbers).groups
+        described = describe(params, ns_coeffs=ns_coeffs, muon_weight_dimension_numbers=numbers)
+        (group,) = described.groups
         lowered = jax.jit(optimizer.update).trace(params, state).lower(lowering_platforms=("cuda",))
     assert group.implementation == implementation
     assert "stablehlo.dot_general" not in lowered.as_text()
