@@ -43,10 +43,10 @@ from muon_jax._matrices.roles import (
 from muon_jax._matrices.shapes import Unknown
 from muon_jax._matrices.views import MATRICES, Split, Unfold, View
 
-NO_WIDTH = "whose width of a head nothing tells"
+NO_WIDTH = "whose heads have a width that nothing tells"
 _FUSED = (FUSED_QKV, FUSED_KV)
 # The paths of modules that have projections: of attention itself, or of a module right below it.
-_MLP = r"\w*(mlp|ffn|feed|moe|channel)\w*"
+_MLP = r"(?!\w*att)\w*(mlp|ffn|feed|moe|channel_mix)\w*"
 _IN_ATTENTION = re.compile(rf"(^|/)(\w*att\w*|mha)(/(?!{_MLP}$)[^/]+)?$")
 _NOT_ATTENTION = re.compile(rf"(^|/)({_MLP}|\w*indexer)$")  # an indexer selects tokens
 # The names of projections.
@@ -54,6 +54,7 @@ _PROJECTION = re.compile(
     r"((w|to|c|in|linear)_?)?(q|k|v|kv|qkv|query|key|value)(_(b|up|proj|projection|lin|linear))*"
     r"|w_?u[qkv]"
 )
+_LIKE_PROJECTION = re.compile(r"(^|_)w?(q|k|v|kv|query|key|value|queries|keys|values)(_|$)")
 _OUTPUT = re.compile(r"w?o|(\w+_)?(o|out|output)(_\w+)?|(c_)?proj|projection|dense")
 _Q = re.compile(r"(w|linear_)?q_(b|up)(_proj)?|w?q(_proj)?|query|linear_q_proj")
 _KV_UP = re.compile(r"(w|linear_)?kv_(b|up)(_proj)?")
@@ -90,8 +91,9 @@ def with_matrix_per_head(
 ) -> list[Found]:
     """Returns what is found, with a matrix for each head in projections to heads.
 
-    Output projections, down-projections of latent attention and indexers stay whole. A matrix of an
-    attention of another name has no view, for it may be a projection to heads.
+    Output projections, down-projections of latent attention and indexers stay whole. A matrix has
+    no view that may be a projection to heads: by its name, or because it is in an attention under a
+    name that is not known.
 
     Args:
         names: the paths, in lower case.
@@ -132,7 +134,8 @@ def _is_whole(name: str, of_one: Found) -> bool:
     if of_one.role in (TO_HEADS, EINSUM_TO_HEADS, *_FUSED) or _PROJECTION.fullmatch(last):
         return False
     is_output = of_one.role in (FROM_HEADS, EINSUM_FROM_HEADS) or _OUTPUT.fullmatch(last)
-    return bool(is_output) or _IN_ATTENTION.search(module) is None
+    may_be_one = _IN_ATTENTION.search(module) or _LIKE_PROJECTION.search(last)
+    return bool(is_output) or not may_be_one
 
 
 def _attention_with(

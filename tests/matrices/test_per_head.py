@@ -163,8 +163,9 @@ def attention(**projections):
         (
             {"h": {str(i): attention(q_proj=(8, 12), o_proj=(12, 8)) for i in range(3)}},
             {},
-            r"heads of h/0/attn/q_proj/kernel of shape \(8, 12\) and 2 like it, whose width of a"
-            r" head nothing tells: pass functools.partial\(by_role, per_head=True, head_dim=128\)",
+            r"heads of h/0/attn/q_proj/kernel of shape \(8, 12\) and 2 like it, whose heads have a"
+            r" width that nothing tells: pass functools.partial\(by_role, per_head=True, head_dim=128"
+            r"\) for heads of 128 columns, or functools",
         ),
         (
             attention(c_attn=(12, 8)),
@@ -183,12 +184,17 @@ def attention(**projections):
             "heads of attn/g_proj/kernel .* which may be a projection to heads: pass",
         ),
         (
+            {"h": {"0": {"q_attn": {"kernel": (8, 8)}}}},
+            {},
+            "heads of h/0/q_attn/kernel .* which may be a projection to heads: pass",
+        ),
+        (
             {"value": {"hidden": {"kernel": (8, 8)}}, "attn": {"query": {"kernel": (8, 8)}}},
             {"head_dim": 4},
             "heads of value/hidden/kernel .* which may be a projection to heads: pass",
         ),
         (
-            {"a": attention(q_proj=(8, 8), q_norm=(8, 8), in_proj_qkvz=(8, 40))["attn"]},
+            {"a": attention(q_proj=(8, 8), in_proj_qkvz=(8, 40))["attn"]},
             {"head_dim": 4},
             "no rule knows the role of a/in_proj_qkvz",
         ),
