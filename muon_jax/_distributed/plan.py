@@ -205,16 +205,13 @@ def placed(leaf: Leaf, spec: jax.sharding.PartitionSpec, mesh: Mapping[str, int]
                 f"{spec} does not divide it evenly on the mesh {dict(mesh)}: pass a spec whose mesh"
                 " axes divide each size"
             )
-    if _is_unfolded_by_shards(leaf, cuts):
-        assert isinstance(leaf.view, Unfold)
-        i, added = axis_of(leaf.parameter_shape, leaf.view), len(leaf.view.sizes) - 1
+    if view := _unfolded_by_shards(leaf, cuts):
+        i, added = axis_of(leaf.parameter_shape, view), len(view.sizes) - 1
         axes[i + 1 : i + 1], cuts[i + 1 : i + 1] = [()] * added, [1] * added
-        x = jax.ShapeDtypeStruct(leaf.view.shape(leaf.parameter_shape), leaf.dtype)
-        inner = leaf_of(leaf.index, leaf.name, x, leaf.view.view)
-        kept = {
-            name: getattr(leaf, name) for name in ("varying", "wire", "forms", "form_in_pieces")
-        }
-        leaf = dataclasses.replace(inner, **kept)
+        x = jax.ShapeDtypeStruct(view.shape(leaf.parameter_shape), leaf.dtype)
+        inner = leaf_of(leaf.index, leaf.name, x, view.view)
+        of_whole = ("varying", "wire", "forms", "form_in_pieces")
+        leaf = dataclasses.replace(inner, **{name: getattr(leaf, name) for name in of_whole})
     return dataclasses.replace(
         leaf,
         axes=tuple(() if i in leaf.batch else entry for i, entry in enumerate(axes)),
@@ -222,15 +219,16 @@ def placed(leaf: Leaf, spec: jax.sharding.PartitionSpec, mesh: Mapping[str, int]
     )
 
 
-def _is_unfolded_by_shards(leaf: Leaf, cuts: Sequence[int]) -> bool:
-    """Whether the view unfolds a sharded axis to a batch axis that the shards cut evenly.
+def _unfolded_by_shards(leaf: Leaf, cuts: Sequence[int]) -> Unfold | None:
+    """The view of the leaf, if it unfolds a sharded axis to a batch axis that shards cut evenly.
 
     Args:
         leaf: the parameter.
         cuts: how many shards each of its axes is cut in.
     """
-    if not isinstance(leaf.view, Unfold):
-        return False
-    axis, shape = axis_of(leaf.parameter_shape, leaf.view), leaf.view.shape(leaf.parameter_shape)
+    view = leaf.view
+    if not isinstance(view, Unfold):
+        return None
+    axis, shape = axis_of(leaf.parameter_shape, view), view.shape(leaf.parameter_shape)
     is_cut = cuts[axis] > 1 and shape[axis] % cuts[axis] == 0
-    return is_cut and axis in batch_axes(leaf.view.view, len(shape))
+    return view if is_cut and axis in batch_axes(view.view, len(shape)) else None

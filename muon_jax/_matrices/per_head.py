@@ -197,14 +197,11 @@ def _view(name: str, of_one: Found, attention: _Attention) -> View | Unknown:
     latent, width = attention.latent, attention.head_dim
     if attention.is_latent and not (latent and (is_kv or _Q.fullmatch(last))):
         return unknown("whose heads the projections beside it do not tell")
-    numbers = MuonDimensionNumbers(-3, -1)
-    if has_axis:
-        assert isinstance(view, MuonDimensionNumbers)
-        numbers = MuonDimensionNumbers(view.reduction_axis, -1)
-    of_head: View = numbers
+    rows = view.reduction_axis if isinstance(view, MuonDimensionNumbers) and has_axis else -3
+    of_head: View = MuonDimensionNumbers(rows, -1)
     if latent:
         width = latent.nope + latent.v if is_kv else latent.qk
-        of_head = Split(-1, (latent.nope, latent.v), numbers) if is_kv else numbers
+        of_head = Split(-1, (latent.nope, latent.v), of_head) if is_kv else of_head
     if has_axis:
         return of_head
     if width is None:

@@ -164,8 +164,8 @@ def attention(**projections):
             {"h": {str(i): attention(q_proj=(8, 12), o_proj=(12, 8)) for i in range(3)}},
             {},
             r"heads of h/0/attn/q_proj/kernel of shape \(8, 12\) and 2 like it, whose heads have a"
-            r" width that nothing tells: pass functools.partial\(by_role, per_head=True, head_dim=128"
-            r"\) for heads of 128 columns, or functools",
+            r" width that nothing tells: pass functools.partial\(by_role, per_head=True,"
+            r" head_dim=128\) for heads of 128 columns, or functools",
         ),
         (
             attention(c_attn=(12, 8)),
