@@ -201,6 +201,7 @@ _DECLARED: dict[str, Check] = {
     "threshold": Number("(0, inf)", 100.0),
     "ns_steps": Number("[1, 100]", 5, is_whole=True),
     "key_heads": Number("[1, inf)", 4, is_whole=True),
+    "head_dim": Number("[1, inf)", 128, is_whole=True),
     "max_group_bytes": _check_group_bytes,
     "dtype": FloatDType(or_auto=True),
     "ns_dtype": FloatDType(or_auto=True),

@@ -92,6 +92,114 @@ def gemma(width=8, heads=2, dim=6, hidden=24, transposed=False):
     }
 
 
+def gemma3(width=2560, heads=8, key_heads=4, dim=256, hidden=10240):
+    """The first layer of Gemma 3 4B, of DeepMind's package."""
+    layer = {
+        "attn": {
+            "q_einsum": {"w": (heads, width, dim)},
+            "kv_einsum": {"w": (2, key_heads, width, dim)},
+            "attn_vec_einsum": {"w": (heads, dim, width)},
+            "_query_norm": {"scale": (dim,)},
+            "_key_norm": {"scale": (dim,)},
+        },
+        "mlp": {"gating_einsum": (2, hidden, width), "linear": (hidden, width)},
+        "pre_attention_norm": {"scale": (width,)},
+    }
+    return {"embedder": {"input_embedding": (262144, width)}, "layer_0": layer}
+
+
+def llama(width=4096, heads=32, key_heads=8, dim=128, hidden=14336):
+    """The first layer of Llama 3 8B, in Flax of Hugging Face."""
+    attention = {
+        "q_proj": {"kernel": (width, heads * dim)},
+        "k_proj": {"kernel": (width, key_heads * dim)},
+        "v_proj": {"kernel": (width, key_heads * dim)},
+        "o_proj": {"kernel": (heads * dim, width)},
+    }
+    mlp = {
+        "gate_proj": {"kernel": (width, hidden)},
+        "up_proj": {"kernel": (width, hidden)},
+        "down_proj": {"kernel": (hidden, width)},
+    }
+    layer = {"self_attn": attention, "mlp": mlp, "input_layernorm": {"weight": (width,)}}
+    return {
+        "model": {"embed_tokens": {"embedding": (128256, width)}, "layers": {"0": layer}},
+        "lm_head": {"kernel": (width, 128256)},
+    }
+
+
+def _weights(shapes):
+    """Weights of PyTorch, (out, in), by their names."""
+    return {name: {"weight": shape} for name, shape in shapes.items()}
+
+
+def _moe_of_torch(attention, width, hidden, vocabulary, experts):
+    """A layer with experts, of which one stands for all, in names of Hugging Face."""
+    expert = {
+        "gate_proj": (hidden, width),
+        "up_proj": (hidden, width),
+        "down_proj": (width, hidden),
+    }
+    layer = {
+        "self_attn": _weights(attention),
+        "mlp": {"gate": {"weight": (experts, width)}, "experts": {"0": _weights(expert)}},
+        **_weights({"input_layernorm": (width,)}),
+    }
+    return {
+        "model": {**_weights({"embed_tokens": (vocabulary, width)}), "layers": {"3": layer}},
+        **_weights({"lm_head": (vocabulary, width)}),
+    }
+
+
+def qwen3_moe(width=2048, heads=32, key_heads=4, dim=128):
+    """A layer of Qwen3 30B-A3B."""
+    attention = {
+        "q_proj": (heads * dim, width),
+        "k_proj": (key_heads * dim, width),
+        "v_proj": (key_heads * dim, width),
+        "o_proj": (width, heads * dim),
+        "q_norm": (dim,),
+        "k_norm": (dim,),
+    }
+    return _moe_of_torch(attention, width, hidden=768, vocabulary=151936, experts=128)
+
+
+def deepseek(width=7168, heads=128, q_rank=1536, nope=128, rope=64, v=128, **of_moe):
+    """A layer of DeepSeek V3, or of a model with its latent attention."""
+    of_q = {
+        "q_a_proj": (q_rank, width),
+        "q_a_layernorm": (q_rank,),
+        "q_b_proj": (heads * (nope + rope), q_rank),
+    }
+    attention = {
+        **(of_q if q_rank else {"q_proj": (heads * (nope + rope), width)}),
+        "kv_a_proj_with_mqa": (512 + rope, width),
+        "kv_a_layernorm": (512,),
+        "kv_b_proj": (heads * (nope + v), 512),
+        "o_proj": (width, heads * v),
+    }
+    sizes = {"hidden": 2048, "vocabulary": 129280, "experts": 256, **of_moe}
+    return _moe_of_torch(attention, width, **sizes)
+
+
+def kimi_k2():
+    """A layer of Kimi K2."""
+    return deepseek(heads=64, vocabulary=163840, experts=384)
+
+
+def moonlight():
+    """A layer of Moonlight 16B-A3B, whose queries have no latent."""
+    return deepseek(2048, 16, q_rank=0, hidden=1408, vocabulary=163840, experts=64)
+
+
+def glm5():
+    """A layer of GLM-5, with the indexer of its sparse attention."""
+    tree = deepseek(6144, 64, q_rank=2048, nope=192, v=256, vocabulary=154880)
+    indexer = {"wq_b": (32 * 128, 2048), "wk": (128, 6144), "weights_proj": (32, 6144)}
+    tree["model"]["layers"]["3"]["self_attn"]["indexer"] = _weights(indexer)
+    return tree
+
+
 def maxtext(layers=3, width=8, heads=2, dim=6, hidden=24):
     """MaxText, with `param_scan_axis=1`, its default: layers along axis 1."""
     heads_of = {"kernel": (width, layers, heads, dim)}

@@ -37,6 +37,9 @@ def run_plan(
     def orthogonalize(stacks: list[jax.Array]) -> list[jax.Array]:
         return iteration.map(stacks, max_group_bytes)
 
+    given, shards = shards, [*shards]
+    for leaf in plan.leaves:
+        shards[leaf.index] = given[leaf.index].reshape(leaf.local_shape)
     results = [*shards]
     for i, result in _run_local(plan.local, shards, orthogonalize).items():
         results[i] = result
@@ -44,7 +47,7 @@ def run_plan(
         results[i] = result
     for i, result in run_in_pieces(plan.grams, shards, iteration).items():
         results[i] = result
-    return results
+    return [result.reshape(x.shape) for result, x in zip(results, given, strict=True)]
 
 
 def _run_local(

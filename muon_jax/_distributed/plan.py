@@ -19,7 +19,7 @@ A *unit* is one element of the batch axes of a parameter, with all of its matric
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ import numpy as np
 
 from muon_jax._distributed.sharding import mesh_axes_by_dim
 from muon_jax._iteration.form import Form
-from muon_jax._matrices.views import View, batch_axes, shapes_of_stacks
+from muon_jax._matrices.views import Unfold, View, axis_of, batch_axes, shapes_of_stacks
 from muon_jax._trees import errors_naming
 
 
@@ -45,7 +45,7 @@ class Leaf:
         view: where its matrices are.
         stacks: shapes `(batch, rows, cols)` of the matrices of a unit.
         axes: for each axis of a unit the mesh axes, of size 2 or more, that shard it.
-        units: how many there are on each device.
+        local_shape: of the part on each device.
         varying: the mesh axes along which the caller's `shard_map` knows that its values differ.
         wire: the dtype in which units are exchanged whole.
         forms: in which each matrix of a unit is orthogonalized whole.
@@ -62,10 +62,15 @@ class Leaf:
     stacks: tuple[tuple[int, int, int], ...]
     wire: np.dtype
     axes: tuple[tuple[str, ...], ...] = ()
-    units: int = 0
+    local_shape: tuple[int, ...] = ()
     varying: frozenset[str] = frozenset()
     forms: tuple[Form, ...] = ()
     form_in_pieces: Form | str = "no form was chosen"
+
+    @property
+    def units(self) -> int:
+        """How many units each device has."""
+        return math.prod(self.local_shape[i] for i in self.batch)
 
     @property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
@@ -159,6 +164,12 @@ class Plan:
     buckets: tuple[Bucket, ...]
     grams: tuple[Bucket, ...] = ()
 
+    @property
+    def leaves(self) -> list[Leaf]:
+        """All leaves; those that several chunks share, several times."""
+        chunks = [chunk for bucket in self.buckets + self.grams for chunk in bucket.chunks]
+        return [*self.local, *(leaf for chunk in chunks for leaf, _, _ in chunk.parts)]
+
 
 def leaf_of(index: int, name: str, x: jax.ShapeDtypeStruct, view: View) -> Leaf:
     """Returns parameter number `index`, of that whole shape, on no mesh yet and without forms.
@@ -178,6 +189,9 @@ def leaf_of(index: int, name: str, x: jax.ShapeDtypeStruct, view: View) -> Leaf:
 def placed(leaf: Leaf, spec: jax.sharding.PartitionSpec, mesh: Mapping[str, int]) -> Leaf:
     """Returns the parameter, sharded over a mesh of these axes.
 
+    Where a view unfolds an axis and each device has whole elements of a batch axis, such as heads,
+    that batch axis is the sharded one: the leaf is of the unfolded array.
+
     Raises:
         ValueError: `spec` has an axis that the mesh lacks, an axis twice, or an axis that does not
             fit.
@@ -191,8 +205,30 @@ def placed(leaf: Leaf, spec: jax.sharding.PartitionSpec, mesh: Mapping[str, int]
                 f"{spec} does not divide it evenly on the mesh {dict(mesh)}: pass a spec whose mesh"
                 " axes divide each size"
             )
+    if view := _unfolded_by_shards(leaf, cuts):
+        i, added = axis_of(leaf.parameter_shape, view), len(view.sizes) - 1
+        axes[i + 1 : i + 1], cuts[i + 1 : i + 1] = [()] * added, [1] * added
+        x = jax.ShapeDtypeStruct(view.shape(leaf.parameter_shape), leaf.dtype)
+        inner = leaf_of(leaf.index, leaf.name, x, view.view)
+        of_whole = ("varying", "wire", "forms", "form_in_pieces")
+        leaf = dataclasses.replace(inner, **{name: getattr(leaf, name) for name in of_whole})
     return dataclasses.replace(
         leaf,
         axes=tuple(() if i in leaf.batch else entry for i, entry in enumerate(axes)),
-        units=math.prod(leaf.parameter_shape[i] // cuts[i] for i in leaf.batch),
+        local_shape=tuple(s // cut for s, cut in zip(leaf.parameter_shape, cuts, strict=True)),
     )
+
+
+def _unfolded_by_shards(leaf: Leaf, cuts: Sequence[int]) -> Unfold | None:
+    """The view of the leaf, if it unfolds a sharded axis to a batch axis that shards cut evenly.
+
+    Args:
+        leaf: the parameter.
+        cuts: how many shards each of its axes is cut in.
+    """
+    view = leaf.view
+    if not isinstance(view, Unfold):
+        return None
+    axis, shape = axis_of(leaf.parameter_shape, view), view.shape(leaf.parameter_shape)
+    is_cut = cuts[axis] > 1 and shape[axis] % cuts[axis] == 0
+    return view if is_cut and axis in batch_axes(view.view, len(shape)) else None

@@ -1,6 +1,7 @@
 """Which parameters are matrices, and of which axes, told by role: by path and shape."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from muon_jax._matrices.evidence import without_contradictions
 from muon_jax._matrices.heads import without_unconfirmed_heads
 from muon_jax._matrices.layouts import Layout, Shape, relabelled
 from muon_jax._matrices.neighbours import told_by_neighbours
+from muon_jax._matrices.per_head import NO_WIDTH, with_matrix_per_head
 from muon_jax._matrices.roles import Found, NamedShape, look_up
 from muon_jax._matrices.shapes import ALTERNATING, UNKNOWN, Unknown
 from muon_jax._matrices.stacked_layers import Layers, layers_of
@@ -26,7 +28,7 @@ from muon_jax._matrices.unknown_roles import (
     groups_of_unknown,
     listed,
 )
-from muon_jax._matrices.views import Split, View, ViewTree
+from muon_jax._matrices.views import Split, Unfold, View, ViewTree
 from muon_jax._tree_checks import check_params
 from muon_jax._trees import path_name
 
@@ -48,7 +50,13 @@ _ALTERNATING: dict[tuple[int, ...], str] = {
 
 
 @checks_arguments
-def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") -> ViewTree:
+def by_role(
+    params: Any,
+    rules: Rules | None = None,
+    layout: Layout = "in_out",
+    per_head: bool = False,
+    head_dim: int | None = None,
+) -> ViewTree:
     """Returns the view of each parameter by what it is for; None leaves it to AdamW.
 
     Pass the function itself to the optimizer: `muon(…, muon_weight_dimension_numbers=by_role)`. To
@@ -85,6 +93,11 @@ def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") 
             -   `"out_in"`: Equinox, Haliax, PyTorch and `FlaxConv1D` have it. The shapes are
                 `(out, in)`, `(out, in, *window)`, `(experts, out, in)`, `(heads, dim, in)` and
                 `(out, heads, dim)`.
+        per_head: whether each head of a projection to heads is a matrix, (in, dim), with a scale of
+            its own. These are q, k and v, fused or not, and the up-projections of latent attention.
+            Output projections stay whole.
+        head_dim: with `per_head`, the width of a head where nothing in `params` tells. An axis of
+            heads tells, a norm of q of that width, and in latent attention the shapes together.
 
     Raises:
         TypeError: `rules` is no dict of regular expressions.
@@ -92,6 +105,8 @@ def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") 
         ValueError: a parameter is in the order of the other layout. Biases, windows, and the widths
             of an MLP's `weight` show this.
         ValueError: a rule matches no path, in a tree without `optax.MaskedNode`.
+        ValueError: `per_head` finds no projection to heads, in such a tree, or nothing tells the
+            heads of one; or `head_dim` is given without `per_head`.
         ValueError: `params` is a single array. `optax.inject_hyperparams` passes one, because it
             takes callables for schedules.
         ValueError: there is no such layout.
@@ -103,6 +118,8 @@ def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") 
             f"by_role needs a tree of parameters, got one array of shape {named[0][1]}: pass"
             " static_args='muon_weight_dimension_numbers' to optax.inject_hyperparams"
         )
+    if head_dim is not None and not per_head:
+        raise ValueError(f"head_dim={head_dim} needs per_head=True: pass both, or neither")
     rules = rules or {}
     idle = [rule for rule in rules if not any(re.search(rule, name) for name, _ in named)]
     if idle and named and not _has_masked(params):
@@ -110,7 +127,7 @@ def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") 
             f"the rules {idle} match none of the {len(named)} paths, such as {named[0][0]!r}:"
             " describe(params) prints all paths"
         )
-    found = routes(named, rules, layout)
+    found = routes(named, rules, layout, per_head, head_dim)
     unknown = [
         UnknownParameter(name, shape, route.view)
         for (name, shape), route in zip(named, found, strict=True)
@@ -121,6 +138,8 @@ def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") 
         for (name, _), route in zip(named, found, strict=True)
         if not isinstance(route.view, Unknown) and route.role != "rule"
     ]
+    call = functools.partial(call_of_by_role, rules)
+    heads: dict[str, Any] = {"per_head": per_head, "head_dim": head_dim}
     if contradicting := [leaf for leaf in unknown if leaf.unknown.is_of_layout]:
         other: Layout = "out_in" if layout == "in_out" else "in_out"
         views = {
@@ -131,15 +150,29 @@ def by_role(params: Any, rules: Rules | None = None, layout: Layout = "in_out") 
         groups = groups_of_unknown(contradicting, known)
         raise ValueError(
             f"layout={layout!r} does not fit {listed(groups)}: pass"
-            f" {call_of_by_role(rules, [], other)} if all parameters have that order, or"
-            f" {call_of_by_role(rules, groups, layout)} if these alone have"
+            f" {call([], layout=other, **heads)} if all parameters have that order, or"
+            f" {call(groups, layout=layout, **heads)} if these alone have"
+        )
+    if of_heads := [leaf for leaf in unknown if leaf.unknown.is_of_heads]:
+        groups = groups_of_unknown(of_heads, known)
+        stated = call([], layout=layout, per_head=True, head_dim=128)
+        needs_width = all(leaf.unknown.reason == NO_WIDTH for leaf in of_heads)
+        raise ValueError(
+            f"per_head=True needs the heads of {listed(groups)}: pass"
+            f" {f'{stated} for heads of 128 columns, or ' * needs_width}"
+            f"{call(groups, layout=layout, **heads)} to leave these whole"
         )
     if unknown:
         groups = groups_of_unknown(unknown, known)
         raise ValueError(
             f"no rule knows the role of {listed(groups)}: pass"
-            f" {call_of_by_role(rules, groups, layout)}, with None for AdamW or a view for Muon."
+            f" {call(groups, layout=layout, **heads)}, with None for AdamW or a view for Muon."
             f" {VIEWS_OF_LAYOUT[layout]}"
+        )
+    if per_head and found == routes(named, rules, layout) and named and not _has_masked(params):
+        raise ValueError(
+            f"per_head=True finds no projection to heads among the {len(named)} parameters, such as"
+            f" {named[0][0]!r}: leave per_head out, or give rules for these projections"
         )
     return treedef.unflatten(route.view for route in found)
 
@@ -155,7 +188,13 @@ def named_shapes(params: Any) -> list[NamedShape]:
     return [(path_name(path), np.shape(leaf)) for path, leaf in leaves]
 
 
-def routes(named: Sequence[NamedShape], rules: Rules, layout: Layout = "in_out") -> list[Route]:
+def routes(
+    named: Sequence[NamedShape],
+    rules: Rules,
+    layout: Layout = "in_out",
+    per_head: bool = False,
+    head_dim: int | None = None,
+) -> list[Route]:
     """Returns the route of each parameter, with an `Unknown` view where nothing tells it."""
     layers = layers_of(named, layout)  # parameters that rules claim count as well
     below_root = _without_root(named)
@@ -167,6 +206,8 @@ def routes(named: Sequence[NamedShape], rules: Rules, layout: Layout = "in_out")
     found = without_unconfirmed_heads(names, layers, found)
     found = told_by_neighbours(names, found)
     found = without_contradictions(below_root, layers, found, layout)
+    if per_head:
+        found = with_matrix_per_head(names, found, head_dim)
     by_rule = [_route_by_rule(name, rules) for name, _ in named]
     return [claimed or _route(of_one) for claimed, of_one in zip(by_rule, found, strict=True)]
 
@@ -216,7 +257,7 @@ def _found(name: str, shape: Shape, layers: Layers, layout: Layout) -> Found:
 def _route(of_one: Found) -> Route:
     """The route of a parameter, with its view of all layers and in the parameter's own order."""
     role, view, _, axes = of_one
-    if isinstance(view, MuonDimensionNumbers | Split):
+    if isinstance(view, MuonDimensionNumbers | Split | Unfold):
         return Route(role, relabelled(view, axes))
     if view == ALTERNATING:
         view = dataclasses.replace(ALTERNATING, proposal=_ALTERNATING.get(axes, "None"))

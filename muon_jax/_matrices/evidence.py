@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from muon_jax._matrices.layouts import Layout, Shape, fits_bias, has_other_window
-from muon_jax._matrices.roles import Found, NamedShape, bias_beside, module_of
+from muon_jax._matrices.roles import FUSED_QKV, Found, NamedShape, bias_beside, module_of
 from muon_jax._matrices.shapes import Unknown
 from muon_jax._matrices.stacked_layers import Layers
 
@@ -58,7 +58,7 @@ def _reason(name: str, of_one: Found, shapes: dict[str, Shape], layout: Layout) 
         return "which may have its window at the other end"
     last = module.rpartition("/")[2]
     is_of_experts = len(of_one.shape) > 2 or re.search("expert|moe", module) is not None
-    if of_one.role == "fused qkv" and rows == 3 * cols:
+    if of_one.role == FUSED_QKV and rows == 3 * cols:
         return "which has the width of q, k and v first"
     if not is_weight or is_of_experts or of_one.role not in ("matrix", "gate", "fused gate and up"):
         return ""

@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from muon_jax._matrices.roles import FROM_HEADS, LEAF, TO_HEADS, Found
+from muon_jax._matrices.roles import FROM_HEADS, FUSED_QKV, LEAF, TO_HEADS, Found
 from muon_jax._matrices.shapes import UNKNOWN
 from muon_jax._matrices.stacked_layers import Layers
 
@@ -22,11 +22,11 @@ def without_unconfirmed_heads(
     modules = defaultdict(list)
     for name, of_one in zip(names, found, strict=True):
         if len(of_one.shape) > 1:
-            modules[_attention(name)].append(of_one)
+            modules[attention_of(name)].append(of_one)
     confirmed = {module: _confirmed_heads(members) for module, members in modules.items()}
 
     def is_confirmed(name: str, of_parameter: Layers, of_one: Found) -> bool:
-        rank, heads = len(of_one.shape), confirmed.get(_attention(name), set())
+        rank, heads = len(of_one.shape), confirmed.get(attention_of(name), set())
         if of_one.role not in (TO_HEADS, FROM_HEADS) or rank < 3 or of_one.view is None:
             return True
         if of_parameter.axes and rank == 3:
@@ -49,7 +49,7 @@ def _confirmed_heads(members: Sequence[Found]) -> set[int]:
     for role, _, shape, _ in members:
         if role == TO_HEADS and len(shape) > 2:
             made.add((math.prod(shape[1:-1]), shape[-1]))
-        elif role == "fused qkv" and len(shape) == 4:
+        elif role == FUSED_QKV and len(shape) == 4:
             made.add(shape[-2:])
         elif role == FROM_HEADS and len(shape) > 2:
             taken.add(math.prod(shape[:-2]))
@@ -58,6 +58,6 @@ def _confirmed_heads(members: Sequence[Found]) -> set[int]:
     return {heads for heads, _ in made} & (taken | merged)
 
 
-def _attention(name: str) -> str:
-    """The path of the module that a projection is in."""
+def attention_of(name: str) -> str:
+    """Returns the path of the module that a projection is in."""
     return re.sub(rf"(/[^/]+)?/({LEAF})$|/[^/]+$", "", name)

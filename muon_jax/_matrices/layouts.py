@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from optax.contrib import MuonDimensionNumbers
 
-from muon_jax._matrices.views import Split, View
+from muon_jax._matrices.views import Split, Unfold, View
 
 type Shape = tuple[int, ...]
 # "in_out": (in, out), convolutions (*window, in, out). "out_in": (out, in), (out, in, *window).
@@ -29,14 +29,25 @@ def axes_in_out(layout: Layout, role: str, rank: int) -> tuple[int, ...]:
     return (*axes[:-2], rank - 1, rank - 2)  # (…, out, in), such as the matrices of experts
 
 
-def relabelled(view: MuonDimensionNumbers | Split, axes: tuple[int, ...]) -> View:
+def relabelled(view: View, axes: tuple[int, ...]) -> View:
     """Returns the same view of an array that has axis i of the view at `axes[i]`.
 
-    All parts of a `Split` have the same `MuonDimensionNumbers`.
+    All parts of a `Split` have the same view. An `Unfold` is of the last axis.
+
+    Args:
+        view: of an array with its axes in order.
+        axes: counted from the end.
     """
     if isinstance(view, Split):
-        (numbers, *_) = view.views
-        return Split(axes[view.axis], view.sizes, MuonDimensionNumbers(*_moved(numbers, axes)))
+        (inner, *_) = view.views
+        return Split(axes[view.axis], view.sizes, relabelled(inner, axes))
+    if isinstance(view, Unfold):
+        *others, last = axes
+        added = len(view.sizes) - 1
+        # In the unfolded array, the axes before the unfolded one are `added` further from the end.
+        others = (axis - added * (axis < last) for axis in others)
+        unfolded = (*others, *range(last - added, last + 1))
+        return Unfold(last, view.sizes, relabelled(view.view, unfolded))
     return MuonDimensionNumbers(*_moved(view, axes))
 
 

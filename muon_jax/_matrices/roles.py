@@ -60,8 +60,7 @@ def look_up(name: str, shape: Shape, axes: tuple[int, ...], layout: Layout) -> F
         axes: which axis of the parameter each axis of `shape` is.
         layout: the order of these axes.
     """
-    name = re.sub(r"_\d+(?=/|$)", "", name)  # Flax appends numbers
-    name = name.replace("~/", "")  # Haiku inserts tildes
+    name = plain(name)
 
     def found(role: str, view_of: ViewOfShape) -> Found:
         order = axes_in_out(layout, role, len(shape))
@@ -74,6 +73,11 @@ def look_up(name: str, shape: Shape, axes: tuple[int, ...], layout: Layout) -> F
             if answer.view is not NEXT_ROW:
                 return answer
     return found("unknown", nothing_known)
+
+
+def plain(name: str) -> str:
+    """Returns a path without the numbers that Flax appends and the tildes that Haiku inserts."""
+    return re.sub(r"_\d+(?=/|$)", "", name).replace("~/", "")
 
 
 @functools.cache
@@ -100,15 +104,17 @@ _EMBEDDING = (
 _FUSED_GATE = (
     r"\w*(gate_?((and|n)_?)?up|up_?((and|n)_?)?gate)(_\w+)?|w1_?w?[23]|w3_?w?1|(fused_)?wi_fused"
 )
-_FUSED_QKV = (
+_NAMES_OF_QKV = (
     r"c_attn|\w*qkv\w*|kqv|w_?pack|w?q_(and_)?w?k_(and_)?w?v(_\w+)?"
     r"|\w*(attn|attention|mha)/in_proj"
 )
-_FUSED_KV = r"(to_|fused_)?w?k_?(and_)?w?v|k_?v_(proj|fused)|\w*key_(and_)?value"
+_NAMES_OF_KV = r"(to_|fused_)?w?k_?(and_)?w?v|k_?v_(proj|fused)|\w*key_(and_)?value"
 
 GATING_EINSUM = "einsum of gate and up"
 TO_HEADS = "projection to heads"
 FROM_HEADS = "projection from heads"
+EINSUM_TO_HEADS, EINSUM_FROM_HEADS = "einsum to heads", "einsum from heads"
+FUSED_QKV, FUSED_KV = "fused qkv", "fused kv"
 _HEADS_FIRST = MuonDimensionNumbers(-2, (-3, -1))  # (…, heads, in, dim)
 # A hidden layer or the output head, or of an unknown name. What takes its result may tell.
 NUMBERED, UNNAMED = "layer", "unnamed layer"
@@ -181,11 +187,11 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     ("unnamed", rf"(prefix|prompts?|mem(ory)?|pkm)/\w+{_END}", nothing_known),
     # The equations of Gemma's einsums: BTD,NDH->BTNH, and BTNH,NHD->BTD.
     (
-        "einsum to heads",
+        EINSUM_TO_HEADS,
         r"(q|k|v|kv|qkv)_einsum",
         by_rank(rank_3=_HEADS_FIRST, rank_4=_HEADS_FIRST),
     ),
-    ("einsum from heads", r"(attn_vec|o)_einsum", by_rank(rank_3=VIEW_FROM_HEADS)),
+    (EINSUM_FROM_HEADS, r"(attn_vec|o)_einsum", by_rank(rank_3=VIEW_FROM_HEADS)),
     (GATING_EINSUM, "gating_einsum", by_rank(rank_3=MATRICES)),
     (
         NUMBERED,
@@ -193,14 +199,14 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
         rf"(_out|_proj|_projection)?\d*|({CONTAINER}/)*\d+)/({LEAF})",
         nothing_known,
     ),
-    ("fused qkv", r"\w*query_key_value\w*", alternating_qkv),
-    ("fused qkv", _FUSED_QKV, fused_qkv),
+    (FUSED_QKV, r"\w*query_key_value\w*", alternating_qkv),
+    (FUSED_QKV, _NAMES_OF_QKV, fused_qkv),
     ("input projection", "in_proj", input_projection),
-    ("fused kv", _FUSED_KV, equal_parts(2)),
+    (FUSED_KV, _NAMES_OF_KV, equal_parts(2)),
     ("fused", rf"(\w+_)?(fused|packed|pack|merged|and)(_\w+)?{_END}", nothing_known),
     (
         TO_HEADS,
-        r"w?[qkv]|(q|k|v)_proj|query|key|value|w?(q|kv?|v)_b",
+        r"w?[qkv]|(q|k|v)_proj|query|key|value|w?(q|kv?|v)_b(_proj)?",
         by_rank(
             rank_2=MATRICES, rank_3=VIEW_TO_HEADS, rank_4=MuonDimensionNumbers(-4, (-3, -2, -1))
         ),

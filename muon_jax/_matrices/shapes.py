@@ -20,11 +20,13 @@ class Unknown:
         reason: what speaks against a view that the parameter might have, if anything does.
         proposal: the view to give the parameter by a rule, as code.
         is_of_layout: whether the reason is that the other layout fits.
+        is_of_heads: whether the reason is that a matrix for each head is asked for.
     """
 
     reason: str = ""
     proposal: str = "None"
     is_of_layout: bool = False
+    is_of_heads: bool = False
 
 
 UNKNOWN = Unknown()

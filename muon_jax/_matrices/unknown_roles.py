@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from muon_jax._matrices.layouts import Layout, Shape
 from muon_jax._matrices.shapes import Unknown
@@ -85,16 +85,20 @@ def listed(groups: Sequence[Group]) -> str:
 
 
 def call_of_by_role(
-    rules: Mapping[str, View | None], groups: Sequence[Group], layout: Layout
+    rules: Mapping[str, View | None], groups: Sequence[Group], **arguments: Any
 ) -> str:
-    """Returns the code of `by_role` with these rules and a rule for each group."""
+    """Returns the code of `by_role` with these rules, a rule for each group, and the arguments."""
     entries = [f"{_literal(rule)}: {view}" for rule, view in rules.items()]
     entries += [
         f"{_literal(group.pattern)}: {group.members[0].unknown.proposal}" for group in groups
     ]
-    of_layout = f", layout={layout!r}" if layout != "in_out" else ""
+    given = [
+        f", {name}={value!r}"
+        for name, value in arguments.items()
+        if value not in ("in_out", False, None)
+    ]
     of_rules = f", rules={{{', '.join(entries)}}}" if entries else ""
-    return f"functools.partial(by_role{of_layout}{of_rules})"
+    return f"functools.partial(by_role{''.join(given)}{of_rules})"
 
 
 def _literal(pattern: str) -> str:

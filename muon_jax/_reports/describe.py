@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from muon_jax._iteration.grouping import groups
 from muon_jax._iteration.iteration import Iteration
 from muon_jax._matrices.by_role import by_role, named_shapes, routes
-from muon_jax._matrices.layouts import Layout
 from muon_jax._matrices.views import View, assigned_views, shapes_of_stacks
 from muon_jax._reports.arguments import all_arguments, iteration_of
 from muon_jax._reports.table import table
@@ -129,7 +128,7 @@ def describe(params: Any, **arguments: Any) -> Description:
             groups=tuple(group_of[next(positions)] for _ in own),
         )
         for (name, shape), view, own, route in zip(
-            named, views, stacks, routes(named, {}, _layout_of(given)), strict=True
+            named, views, stacks, routes(named, {}, **_arguments_of_by_role(given)), strict=True
         )
     ]
     described = [_described_group([flat[i] for i in group], iteration) for group in grouped]
@@ -138,11 +137,12 @@ def describe(params: Any, **arguments: Any) -> Description:
     return description
 
 
-def _layout_of(given: dict[str, Any]) -> Layout:
-    """The layout that `by_role` is told."""
+def _arguments_of_by_role(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that `by_role` is told, but the rules."""
     views = given["muon_weight_dimension_numbers"]
-    is_of_by_role = isinstance(views, functools.partial) and views.func is by_role
-    return views.keywords.get("layout", "in_out") if is_of_by_role else "in_out"
+    if not isinstance(views, functools.partial) or views.func is not by_role:
+        return {}
+    return {name: value for name, value in views.keywords.items() if name != "rules"}
 
 
 def _momentum_of(x: Any, given: dict[str, Any]) -> jax.ShapeDtypeStruct:

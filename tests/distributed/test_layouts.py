@@ -17,7 +17,7 @@ from muon_jax import MuonDimensionNumbers, explain, muon, scale_by_muon
 from muon_jax._matrices.views import Split, Unfold
 from muon_jax.benchmarks._times.sharded import collectives
 
-MATRICES = MuonDimensionNumbers(-2, -1)
+MATRICES, HEADS = MuonDimensionNumbers(-2, -1), MuonDimensionNumbers(-3, -1)
 
 
 def layer(qkv, out, up, down, count=1):
@@ -95,7 +95,16 @@ LAYOUTS = {
             "gated": ((16, 24), ("tp", "fsdp"), Split(-1, (16, 8))),
             "batch between": ((16, 3, 16), ("fsdp", None, "tp"), (0, 2)),
         },
-        [36 * 24 + 16 * 32 + 32 * 16 + 16 * 24 + 16 * 16],
+        [36 * 24 + 16 * 32 + 16 * 24 + 16 * 16, 5 * 4 * 16],  # whole heads are along tp
+    ),
+    "heads": (
+        {"tp": 8},
+        {
+            "q": ((16, 64), (None, "tp"), Unfold(-1, (-1, 4), HEADS)),
+            "kv": ((8, 96), (None, "tp"), Unfold(-1, (8, 12), Split(-1, (4, 8), HEADS))),
+            "out_in": ((3, 64, 16), (None, "tp"), Unfold(1, (-1, 4), MuonDimensionNumbers(-1, -2))),
+        },
+        [],
     ),
 }  # fmt: skip
 

@@ -1,0 +1,229 @@
+"""A matrix for each head: the routes of published models, and updates equal to those of a loop."""
+
+import functools
+import math
+import re
+from pathlib import Path
+
+import chex
+import helpers
+import jax
+import model_shapes
+import numpy as np
+import oracles
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from model_shapes import shapes
+
+import muon_jax
+from muon_jax import by_role, describe, muon, scale_by_muon
+from muon_jax.benchmarks._times.sharded import collectives
+
+PAGE = Path(muon_jax.__file__).parent / "docs" / "muon.md"
+PER_HEAD = functools.partial(by_role, per_head=True)
+OUT_IN = {"layout": "out_in"}
+OF_MOE = {**OUT_IN, "rules": {"mlp/gate/weight$": None}}  # the router
+# The models of the table, and the arguments that they need.
+PUBLISHED = {
+    "GPT-2": (model_shapes.gpt2(1, 768), {**OUT_IN, "head_dim": 64}),
+    "BLOOM 560M": (model_shapes.bloom(1, 1024), {"head_dim": 64}),
+    "Llama 3 8B": (model_shapes.llama(), {"head_dim": 128}),
+    "Gemma 3 4B": (model_shapes.gemma3(), {}),
+    "Qwen3 30B-A3B": (model_shapes.qwen3_moe(), OF_MOE),
+    "DeepSeek V3": (model_shapes.deepseek(), OF_MOE),
+    "Kimi K2": (model_shapes.kimi_k2(), OF_MOE),
+    "Moonlight 16B-A3B": (model_shapes.moonlight(), OF_MOE),
+    "GLM-5": (model_shapes.glm5(), OF_MOE),
+}
+
+
+def line_of(name):
+    """The line of the table for a model."""
+    tree, arguments = PUBLISHED[name]
+    views = functools.partial(PER_HEAD, **arguments)
+    parameters = describe(shapes(tree), muon_weight_dimension_numbers=views).parameters
+    per_head, whole = [], []
+    for p in parameters:
+        module = re.search(r"(?:attn|attention)/(.*)/\w+$", p.path)
+        if p.optimizer == "muon" and module:
+            stacks = " and ".join(f"{n} of {rows}×{cols}" for n, rows, cols in p.matrices)
+            is_whole = stacks.startswith("1 of")
+            (whole if is_whole else per_head).append(
+                f"`{module[1]}`" + f" {stacks}" * (not is_whole)
+            )
+    given = [f"`{key}={value!r}`" for key, value in arguments.items() if key != "rules"]
+    cells = [", ".join(cell) for cell in (given, per_head, whole)]
+    return f"| {name} | {' | '.join(cell or '-' for cell in cells)} |"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_routes_of_published_models_are_those_of_the_table(name):
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |")]
+    assert lines == [line_of(name)]
+
+
+# Kernels (in, out), and the columns where their matrices end.
+KERNELS = {
+    "decoder/layers/self_attn/q_proj/kernel": ((2, 8, 16), [4, 8, 12, 16]),  # stacked, grouped
+    "decoder/layers/self_attn/k_proj/kernel": ((2, 8, 4), [4]),
+    "decoder/layers/self_attn/o_proj/kernel": ((2, 16, 8), [8]),
+    "h/0/attn/query_key_value/kernel": ((8, 24), [4, 8, 12, 16, 20, 24]),
+    # Two heads of latent attention, with rope = nope = 4 and v = 8.
+    "latent/self_attn/q_b_proj/kernel": ((8, 16), [8, 16]),
+    "latent/self_attn/kv_b_proj/kernel": ((8, 24), [4, 12, 16, 24]),
+    "latent/self_attn/kv_a_proj_with_mqa/kernel": ((8, 8 + 4), [12]),
+    "latent/self_attn/o_proj/kernel": ((16, 8), [8]),
+}
+UPDATE = {"learning_rate": 1.0, "ns_dtype": "float32", "ns_steps": 2}
+
+
+def nested(flat):
+    tree = {}
+    for name, array in flat.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = array
+    return tree
+
+
+def flat(tree):
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
+def loop(kernel, ends):
+    """The first update of a kernel (…, in, out) in float64, head by head and layer by layer."""
+    if kernel.ndim > 2:
+        return np.stack([loop(layer, ends) for layer in kernel])
+    iterate = functools.partial(oracles.newton_schulz, triples=oracles.SIMPLE[:1] * 2)
+    heads = np.split(np.asarray(kernel, np.float64), ends[:-1], axis=1)
+    updates = [
+        -math.sqrt(max(1, head.shape[1] / head.shape[0]))  # the scale of a head
+        * oracles.on_wide(iterate, head / np.linalg.norm(head))
+        for head in heads
+    ]
+    return np.concatenate(updates, axis=1)
+
+
+@pytest.mark.parametrize("layout", helpers.mostly_nightly(["in_out", "out_in"], ["out_in"]))
+def test_updates_are_those_of_a_loop_over_heads(layout):
+    def ordered(kernel):
+        return kernel if layout == "in_out" else kernel.swapaxes(-1, -2)
+
+    kernels = helpers.random_tree({name: shape for name, (shape, _) in KERNELS.items()}, 0)
+    params = nested(jax.tree.map(ordered, kernels))
+    views = functools.partial(PER_HEAD, layout=layout, head_dim=4)
+    optimizer = muon(**UPDATE, muon_weight_dimension_numbers=views)
+    updates, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+    for name, update in flat(updates).items():
+        expected = loop(kernels[name], KERNELS[name][1])
+        np.testing.assert_allclose(ordered(update), expected, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "axis_type", helpers.mostly_nightly([AxisType.Auto, AxisType.Explicit], [AxisType.Auto])
+)
+@pytest.mark.uncached
+def test_heads_that_are_sharded_over_a_tensor_axis_exchange_nothing(axis_type):
+    widths = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
+    params = nested(
+        {
+            f"attn/{name}/kernel": x
+            for name, x in helpers.random_tree({k: (16, n) for k, n in widths.items()}, 0).items()
+        }
+    )
+    mesh = jax.make_mesh((8,), ("tensor",), axis_types=(axis_type,))
+    columns = NamedSharding(mesh, PartitionSpec(None, "tensor"))
+
+    def compiled_update(params, **arguments):
+        views = functools.partial(by_role, **arguments)
+        optimizer = scale_by_muon(ns_dtype="float32", ns_steps=2, weight_dimension_numbers=views)
+        state = optimizer.init(params)
+        compiled = jax.jit(optimizer.update).lower(params, state).compile()
+        return compiled, compiled(params, state)[0]
+
+    sharded = jax.device_put(params, columns)
+    compiled, updates = compiled_update(sharded, per_head=True, head_dim=4)
+    assert collectives(compiled) == {}
+    assert all(x.sharding.is_equivalent_to(columns, 2) for x in jax.tree.leaves(updates))
+    expected = compiled_update(params, per_head=True, head_dim=4)[1]
+    chex.assert_trees_all_close(jax.device_get(updates), jax.device_get(expected), atol=1e-6)
+    assert collectives(compiled_update(sharded)[0]) == {"all-to-all": 2}  # of whole matrices
+
+
+def attention(**projections):
+    return {"attn": {name: {"kernel": shape} for name, shape in projections.items()}}
+
+
+@pytest.mark.parametrize(
+    ("tree", "arguments", "message"),
+    [
+        (
+            {"h": {str(i): attention(q_proj=(8, 12), o_proj=(12, 8)) for i in range(3)}},
+            {},
+            r"heads of h/0/attn/q_proj/kernel of shape \(8, 12\) and 2 like it, whose heads have a"
+            r" width that nothing tells: pass functools.partial\(by_role, per_head=True,"
+            r" head_dim=128\) for heads of 128 columns, or functools",
+        ),
+        (
+            attention(c_attn=(12, 8)),
+            {"layout": "out_in", "head_dim": 8},
+            r"c_attn/kernel of shape \(12, 8\), whose 12 columns are no multiple of a head's 8:"
+            r" pass functools.partial\(by_role, layout='out_in', per_head=True, head_dim=8, rules",
+        ),
+        (
+            attention(q_b_proj=(6, 12), kv_b_proj=(6, 14), o_proj=(6, 8)),  # kv_a is missing
+            {"head_dim": 2},
+            "q_b_proj.*, whose heads the projections beside it do not tell: pass",
+        ),
+        (
+            attention(q_proj=(8, 8), g_proj=(8, 8)),
+            {"head_dim": 4},
+            "heads of attn/g_proj/kernel .* which may be a projection to heads: pass",
+        ),
+        (
+            {"h": {"0": {"q_attn": {"kernel": (8, 8)}}}},
+            {},
+            "heads of h/0/q_attn/kernel .* which may be a projection to heads: pass",
+        ),
+        (
+            {"value": {"hidden": {"kernel": (8, 8)}}, "attn": {"query": {"kernel": (8, 8)}}},
+            {"head_dim": 4},
+            "heads of value/hidden/kernel .* which may be a projection to heads: pass",
+        ),
+        (
+            {"a": attention(q_proj=(8, 8), in_proj_qkvz=(8, 40))["attn"]},
+            {"head_dim": 4},
+            "no rule knows the role of a/in_proj_qkvz",
+        ),
+    ],
+)
+def test_what_cannot_be_told_raises_with_the_remedy(tree, arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        PER_HEAD(shapes(tree), **arguments)
+    call = re.search(r"functools\.partial\((?!.*functools).*\}\)", str(error.value))
+    assert call
+    other = attention(q_proj=(8, 8), o_proj=(8, 8))["attn"] | {"q_norm": {"scale": (4,)}}
+    views = eval(call[0], vars(muon_jax) | {"functools": functools})
+    views(shapes({**tree, "other": {"attn": other}}))
+
+
+def test_arguments():
+    tree = shapes(attention(q_proj=(8, 8)))
+    with pytest.raises(ValueError, match="head_dim=4 needs per_head=True: pass both, or neither"):
+        by_role(tree, head_dim=4)
+    with pytest.raises(ValueError, match=r"finds no projection to heads among the 1 .* 'up/kernel"):
+        PER_HEAD(shapes({"up": {"kernel": (8, 8)}}))
+    with pytest.raises(ValueError, match=r"head_dim must be an integer in \[1, inf\), got 0"):
+        PER_HEAD(tree, head_dim=0)
+
+
+def test_a_norm_of_q_tells_the_width_of_a_head_where_it_is_narrower_than_all():
+    def width(norm):
+        tree = attention(q_proj=(8, 12), o_proj=(12, 8))
+        tree["attn"]["q_norm"] = {"scale": (norm,)}
+        return PER_HEAD(shapes(tree), head_dim=6)["attn"]["q_proj"]["kernel"].sizes[1]
+
+    assert [width(4), width(12)] == [4, 6]
