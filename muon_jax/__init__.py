@@ -22,10 +22,11 @@ from muon_jax._reports.describe import Description, describe
 from muon_jax._reports.explain import Explanation, explain
 from muon_jax._scale_by_muon import scale_by_muon
 from muon_jax._transforms.metrics import MetricsState, metrics, with_metrics
-from muon_jax._transforms.momentum import MuonState, convert_momentum
+from muon_jax._transforms.momentum import MuonState, cast_momentum, convert_momentum
 from muon_jax._transforms.normuon import NorMuonState, scale_by_normuon
 from muon_jax._transforms.param_norm import keep_param_norm, scale_to_param_norm
 from muon_jax._transforms.qk_clip import KeyHeads, QueryHeads, qk_clip
+from muon_jax._transforms.quantized import Quantized
 
 __all__ = [
     "PRESETS",
@@ -36,10 +37,12 @@ __all__ = [
     "MuonDimensionNumbers",
     "MuonState",
     "NorMuonState",
+    "Quantized",
     "QueryHeads",
     "Split",
     "Unfold",
     "by_role",
+    "cast_momentum",
     "convert_momentum",
     "describe",
     "explain",

@@ -84,10 +84,12 @@ class FloatDType:
     Attributes:
         least_bits: how many bits it has at least.
         or_auto: whether `"auto"` is taken.
+        or_int8: whether int8 is taken.
     """
 
     least_bits: int = 0
     or_auto: bool = False
+    or_int8: bool = False
 
     def __call__(self, name: str, value: Any) -> None:
         """Raises unless `value` is such a dtype.
@@ -107,6 +109,8 @@ class FloatDType:
                 f"{name} must be the name of a float dtype, got"
                 f" {shown(value)}{suggestion(value, names)}"
             ) from None
+        if self.or_int8 and dtype == jnp.int8:
+            return
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
                 f"{name} must be a float dtype, got {dtype}: pass 'float32', for example"
@@ -205,7 +209,7 @@ _DECLARED: dict[str, Check] = {
     "max_group_bytes": _check_group_bytes,
     "dtype": FloatDType(or_auto=True),
     "ns_dtype": FloatDType(or_auto=True),
-    "mu_dtype": FloatDType(least_bits=16),
+    "mu_dtype": FloatDType(least_bits=16, or_int8=True),
     "implementation": _check_implementation,
     "x": check_array,
     "weight_decay_mask": _check_mask,

@@ -42,6 +42,7 @@ from muon_jax._presets import takes_preset
 from muon_jax._scale_by_muon import scale_by_muon
 from muon_jax._transforms.momentum import Momentum
 from muon_jax._transforms.normuon import Averaged, scale_by_normuon
+from muon_jax._transforms.quantized import computed_dtype, storing_mu
 from muon_jax._transforms.rounding import Rounding
 from muon_jax._transforms.shape_scale import ShapeScale, scale_by_shape
 from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
@@ -112,8 +113,8 @@ def muon(
         weight_decay: λ, a number or a schedule, multiplied by the learning rate
             (`weight_decay_form`); on matrices. None is 0.
         weight_decay_mask: tree of booleans (or a callable that makes one): which matrices decay.
-        mu_dtype: dtype of the momentum and of AdamW's first moment; None for the parameters', or
-            for AdamW, after the first update, what optax promotes that and the gradients' to.
+        mu_dtype: dtype of the momentum and of AdamW's first moment, also `"int8"`; None for the
+            parameters', or for AdamW later, what optax promotes that and the gradients' to.
         nesterov: whether both sides use Nesterov momentum, so that AdamW is NAdamW, as in optax
             (`adam_nesterov`).
         adaptive: whether to multiply each update by its dual norm, see `scale_by_muon`.
@@ -172,17 +173,16 @@ def muon(
         Jordan et al., `Muon: an optimizer for hidden layers in neural networks
         <https://kellerjordan.github.io/posts/muon/>`_, 2024.
     """
+    adam = optax.scale_by_adam(
+        b1=adam_b1,
+        b2=adam_b2,
+        eps=eps if adam_eps is None else adam_eps,
+        eps_root=adam_eps_root,
+        mu_dtype=computed_dtype(mu_dtype),
+        nesterov=nesterov if adam_nesterov is None else adam_nesterov,
+    )
     on_the_rest = chain_with_weight_decay(
-        checking_gradients(
-            optax.scale_by_adam(
-                b1=adam_b1,
-                b2=adam_b2,
-                eps=eps if adam_eps is None else adam_eps,
-                eps_root=adam_eps_root,
-                mu_dtype=mu_dtype,
-                nesterov=nesterov if adam_nesterov is None else adam_nesterov,
-            )
-        ),
+        storing_mu(checking_gradients(adam), mu_dtype, "nearest", shardings),
         scale=None,
         learning_rate=learning_rate if adam_learning_rate is None else adam_learning_rate,
         weight_decay=adam_weight_decay,

@@ -20,6 +20,7 @@ from muon_jax._iteration.steps import Schedule
 from muon_jax._matrices.view_checks import check_views, check_views_fit
 from muon_jax._matrices.views import Views
 from muon_jax._transforms.momentum import Momentum, MuonState, accumulate_momentum
+from muon_jax._transforms.quantized import computed_dtype, storing_mu
 from muon_jax._transforms.rounding import Rounding, cast_like, widen
 from muon_jax._tree_checks import (
     check_floats,
@@ -76,7 +77,9 @@ def scale_by_muon(
         mu_dtype: dtype of the momentum; None for the dtype of the parameters. A momentum of
             `"heavy_ball"` grows to 1/(1 - β) times the gradients. In float16 it overflows where
             gradients exceed 65504·(1 - β), 3275 for β = 0.95. Later updates are then NaN: pass
-            `"bfloat16"` there, or another form of `momentum`.
+            `"bfloat16"` there, or another form of `momentum`. `"int8"` keeps momenta of 4096 or
+            more entries as `Quantized`, in 8 bits with a scale for 64 to 128 of them, and others in
+            float32. Updates compute in float32.
         nesterov: whether to use Nesterov momentum.
         adaptive: whether to multiply the update o of a parameter by its dual norm ⟨u, o⟩
             (`Bernstein and Newhouse <https://arxiv.org/abs/2409.20325>`_). The dual norm of a stack
@@ -114,8 +117,9 @@ def scale_by_muon(
             those that `init` saw outside `jit`; a warning says where it saw none. Sharded matrices
             are exchanged, each is orthogonalized whole by one device, and exchanged back; or they
             stay where they are (`distributed_gram`).
-        mu_rounding: `"nearest"`, or `"stochastic"` for a momentum of bfloat16 that is computed in
-            float32 and rounded up or down at random, so that small gradients are not lost in it.
+        mu_rounding: `"nearest"`, or `"stochastic"` for a momentum of bfloat16 or int8 that is
+            computed in float32 and rounded up or down at random, so that small gradients are not
+            lost in it.
         distributed_gram: whether sharded matrices stay in pieces, X = (X₁ X₂ …), while devices sum
             XXᵀ = Σᵢ XᵢXᵢᵀ in place of exchanging X. Matrices in pieces run in the gram form of
             `newton_schulz`. Their results differ from those on one device by the rounding of the
@@ -130,8 +134,10 @@ def scale_by_muon(
     Raises:
         TypeError: an argument that is a number or a boolean got another type, such as a schedule.
         ValueError: an argument is none of the values above; `beta` is not in [0, 1); `eps` or
-            `max_group_bytes` is negative; a dtype is that of integers; `mu_dtype` has 8 bits, or is
-            complex where a parameter is real, or conversely; a parameter is no matrix of floats;
+            `max_group_bytes` is negative; a dtype is that of integers other than int8; `mu_dtype`
+            is a float of 8 bits, or is complex where a parameter is real, or conversely; under
+            int8, explicit mesh axes cut a block, or the state has a large momentum in another
+            dtype; a parameter is no matrix of floats;
             gradients do not fit the parameters; `ns_dtype` is one that the composed schedule is
             unsafe in; `shardings` is missing or wrong; or `distributed_gram` is True, matrices are
             sharded, and none of them can stay in pieces.
@@ -153,6 +159,8 @@ def scale_by_muon(
         iteration.recipe.steps_in(ns_dtype)  # raises where the schedule is unsafe
     limits = Limits(max_group_bytes, distributed_gram)
     seen = SeenShardings()
+    dtype = computed_dtype(mu_dtype)
+    rounding = mu_rounding if dtype is mu_dtype else "nearest"  # `storing_mu` rounds to 8 bits
 
     def init_fn(params: optax.Params) -> MuonState:
         check_params(params)
@@ -162,7 +170,7 @@ def scale_by_muon(
             check_views_fit(weight_dimension_numbers, params)
         seen.see(params)
         return MuonState(
-            count=jnp.zeros([], jnp.int32), mu=optax.tree.zeros_like(params, dtype=mu_dtype)
+            count=jnp.zeros([], jnp.int32), mu=optax.tree.zeros_like(params, dtype=dtype)
         )
 
     @standard_promotion()
@@ -174,7 +182,7 @@ def scale_by_muon(
         check_gradients(updates, state.mu, "the state")
         updates = fill_missing(updates, state.mu if params is None else params)
         count = jnp.asarray(optax.safe_increment(state.count))
-        wide, old_mu = widen(updates, state.mu, mu_rounding)
+        wide, old_mu = widen(updates, state.mu, rounding)
         u, mu = accumulate_momentum(momentum, wide, old_mu, beta, count, nesterov)
         seen.see(u)
         known = seen.known(u, shardings)
@@ -183,7 +191,8 @@ def scale_by_muon(
             dual_norms = inner_products(u, orthogonal, shardings)
             orthogonal = jax.tree.map(jnp.multiply, dual_norms, orthogonal)
         orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)
-        mu = cast_like(mu, state.mu, mu_rounding, count, shardings)
+        mu = cast_like(mu, state.mu, rounding, count, shardings)
         return orthogonal, MuonState(count, mu)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    transform = optax.GradientTransformation(init_fn, update_fn)
+    return storing_mu(transform, mu_dtype, mu_rounding, shardings)

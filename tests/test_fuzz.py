@@ -109,7 +109,10 @@ ARGUMENTS = {
     "method": NAME("standard", None),
     "implementation": NAME("xla", None),
     "preset": NAME("keller", "moonlight", None),
-    "mu_dtype": (["float32", jnp.float32, None], [*NO_DTYPE, "auto", "float8_e4m3fn"]),
+    "mu_dtype": (
+        ["float32", jnp.float32, "int8", None],
+        [*NO_DTYPE[1:], "int16", "auto", "float8_e4m3fn"],
+    ),
     "ns_dtype": (["float32", "auto", None, jnp.dtype("float32")], NO_DTYPE),
     "dtype": (["float32", "auto", None, jnp.dtype("float32")], NO_DTYPE),
     "max_group_bytes": ([0, 2**20, None], [*NO_INTEGER, jnp.array(1), float("inf")]),

@@ -15,6 +15,7 @@ from muon_jax._matrices.by_role import by_role, named_shapes, routes
 from muon_jax._matrices.views import View, assigned_views, shapes_of_stacks
 from muon_jax._reports.arguments import all_arguments, iteration_of
 from muon_jax._reports.table import table
+from muon_jax._transforms.quantized import computed_dtype
 from muon_jax._trees import errors_naming
 from pallas_kernels import select_implementation, unsupported_reason
 from pallas_kernels._promotion import standard_promotion
@@ -147,7 +148,8 @@ def _arguments_of_by_role(given: dict[str, Any]) -> dict[str, Any]:
 
 def _momentum_of(x: Any, given: dict[str, Any]) -> jax.ShapeDtypeStruct:
     """What is orthogonalized for a parameter whose gradients have its dtype."""
-    dtype = "float32" if given["mu_rounding"] == "stochastic" else given["mu_dtype"] or x.dtype
+    computed = computed_dtype(given["mu_dtype"]) or x.dtype
+    dtype = "float32" if given["mu_rounding"] == "stochastic" else computed
     return jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, dtype))
 
 

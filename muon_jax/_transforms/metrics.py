@@ -19,6 +19,7 @@ from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import norm_of_any_size, over, root, wide
 from muon_jax._transforms.momentum import MuonState
+from muon_jax._transforms.quantized import dequantize, map_momenta
 from muon_jax._tree_checks import check_state
 from muon_jax._trees import fill_missing, is_placeholder
 from pallas_kernels._promotion import standard_promotion
@@ -139,7 +140,7 @@ def _measure_update(
             f"with_metrics must wrap one MuonState, got {len(found)} in the state of its"
             " transformation: wrap one scale_by_muon, or one chain or muon that holds it"
         )
-    mu = found[0].mu
+    mu = map_momenta(dequantize, found[0].mu)
     gradients, updates = (_masked_like(mu, tree) for tree in (gradients, updates))
     placed = locate(gradients, shardings)
     _check_unsharded(gradients, placed.whole)

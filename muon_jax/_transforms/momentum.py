@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax._checks import checks_arguments
+from muon_jax._distributed.sharding import Shardings, whole_tree
+from muon_jax._transforms.quantized import Quantized, cast_mu, dequantize, map_momenta
+from muon_jax._tree_checks import check_mu_dtype
 
 type Momentum = Literal["bias_corrected", "ema", "heavy_ball"]
 
@@ -17,7 +20,7 @@ class MuonState(NamedTuple):
 
     Attributes:
         count: the number of updates so far (int32).
-        mu: the momentum of each parameter.
+        mu: the momentum of each parameter, an array or a `Quantized`.
     """
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride] (optax's name)
@@ -99,12 +102,54 @@ def convert_momentum(
             return node
         found.append(node)
         factor = (1 - beta) ** exponent
-        return node._replace(mu=jax.tree.map(lambda m: (m * factor).astype(m.dtype), node.mu))
+
+        def scale(m: Any) -> Any:
+            if isinstance(m, Quantized):
+                return m._replace(scales=m.scales * factor)
+            return (m * factor).astype(m.dtype)
+
+        return node._replace(mu=map_momenta(scale, node.mu))
 
     state = jax.tree.map(convert_node, state, is_leaf=lambda node: isinstance(node, MuonState))
     if not found:
         raise ValueError(
             f"state must have a MuonState in it, got {type(state).__name__} with none: pass the"
             " state of muon or scale_by_muon"
+        )
+    return state
+
+
+@checks_arguments
+def cast_momentum(state: Any, mu_dtype: jax.typing.DTypeLike, shardings: Shardings = None) -> Any:
+    """Casts the momenta of an optimizer's state, to continue a run with another `mu_dtype`.
+
+    Args:
+        state: any tree with a `MuonState` or a `ScaleByAdamState` in it, such as that of `muon`.
+        mu_dtype: `"int8"` for `Quantized` in the places of large momenta, see `scale_by_muon`; or a
+            float dtype. Rounding is to nearest.
+        shardings: as for `scale_by_muon`; needed only in a shard_map.
+
+    Raises:
+        ValueError: `mu_dtype` is no such dtype, is real where a momentum is complex, or conversely;
+            the state has no momenta; or `shardings` is missing or does not fit.
+    """
+    if mu_dtype is None:
+        raise ValueError("mu_dtype must be a dtype, got None: pass mu_dtype='float32', for example")
+    nodes = MuonState, optax.ScaleByAdamState
+    found = []
+
+    def cast_node(node: Any) -> Any:
+        if not isinstance(node, nodes):
+            return node
+        found.append(node)
+        mu = map_momenta(dequantize, node.mu)
+        check_mu_dtype(mu, mu_dtype)
+        return node._replace(mu=cast_mu(mu, mu_dtype, whole_tree(mu, shardings)))
+
+    state = jax.tree.map(cast_node, state, is_leaf=lambda node: isinstance(node, nodes))
+    if not found:
+        raise ValueError(
+            f"state must have momenta in it, got {type(state).__name__} with none: pass the state"
+            " of muon or scale_by_muon"
         )
     return state

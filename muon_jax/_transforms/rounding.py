@@ -55,17 +55,32 @@ def cast_like(
     """
     if rounding == "nearest":
         return jax.tree.map(lambda x, old: x.astype(old.dtype), tree, like)
-    key = jax.random.fold_in(jax.random.key(0), count)
-    leaves, treedef = jax.tree.flatten(tree)
     for path, old in jax.tree.leaves_with_path(like):
         if old.dtype != jnp.bfloat16:
             raise ValueError(
-                f"mu_rounding='stochastic' rounds to bfloat16, but the momentum of the parameter"
-                f" {jax.tree_util.keystr(path)} is {old.dtype}: set mu_dtype='bfloat16'"
+                "mu_rounding='stochastic' rounds to bfloat16 or int8, but the momentum of the"
+                f" parameter {jax.tree_util.keystr(path)} is {old.dtype}: set mu_dtype='bfloat16'"
             )
-    keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
-    keys = distinct_keys(keys, tree, shardings)
+    leaves, treedef = jax.tree.flatten(tree)
+    keys = random_keys(tree, count, shardings)
     return treedef.unflatten(map(stochastic_round, leaves, keys))
+
+
+def random_keys(tree: Any, count: jax.Array, shardings: Shardings) -> list[jax.Array]:
+    """Returns a key for each leaf of `tree`, by the step, the leaf, and in a shard_map the shard.
+
+    Args:
+        tree: arrays.
+        count: the number of the step.
+        shardings: as for `scale_by_muon`.
+
+    Raises:
+        ValueError: see `distinct_keys`.
+        NotImplementedError: see `distinct_keys`.
+    """
+    key = jax.random.fold_in(jax.random.key(0), count)
+    keys = [jax.random.fold_in(key, i) for i in range(len(jax.tree.leaves(tree)))]
+    return distinct_keys(keys, tree, shardings)
 
 
 def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:

@@ -183,6 +183,23 @@ with jax.set_mesh(mesh):
     print(compiled.as_text())
 """
 
+STORED = """
+from muon_jax import muon
+
+sharding = NamedSharding(mesh, PartitionSpec())
+params = {name: jax.ShapeDtypeStruct((1024, 4096), jnp.float32, sharding=sharding) for name in "ab"}
+for mu_dtype in ("float32", "int8"):
+    views = {"a": MuonDimensionNumbers(), "b": None}
+    optimizer = muon(0.1, mu_dtype=mu_dtype, muon_weight_dimension_numbers=views, ns_steps=1)
+    with jax.set_mesh(mesh):
+        state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(optimizer.init, params),
+        )
+        lowered = jax.jit(optimizer.update, donate_argnums=(0, 1)).lower(params, state, params)
+        print(lowered.compile().memory_analysis().temp_size_in_bytes)
+"""
+
 IN_PIECES = """
 mesh = mesh_of(1, 8)
 columns = NamedSharding(mesh, PartitionSpec(None, None, "x"))
@@ -367,6 +384,13 @@ def test_matrices_of_a_group_are_written_where_they_go():
     kernels = re.findall(r"^%fused_dynamic_update_slice.*?^}", text, re.MULTILINE | re.DOTALL)
     assert len(kernels) == len(written)
     assert {*re.findall(r" constant\((\d+)\)| slice\(", "".join(kernels))} == {"0"}
+
+
+@needs_compiler
+def test_a_momentum_in_8_bits_is_in_float32_nowhere():
+    """Temporaries grow by scales alone: two of 1024×32 in float32, one for each optimizer."""
+    in_float32, in_8_bits = map(int, output_of(STORED, "NVIDIA H200").split())
+    assert in_8_bits <= in_float32 + 2 * 4 * 1024 * 32
 
 
 @needs_compiler

@@ -1,0 +1,231 @@
+"""Momenta in 8 bits: a code of one byte for each entry, and a scale for each block of entries."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muon_jax._distributed.sharding import Shardings, mesh_axes_by_dim, whole_tree
+from muon_jax._numerics import over
+from muon_jax._transforms.rounding import Rounding, random_keys
+from muon_jax._tree_checks import check_state
+
+LARGEST_CODE = 127
+LARGEST_BLOCK = 128
+# Smaller arrays stay in float32: their bytes do not matter, and norms and biases are among them.
+LEAST_ENTRIES = 4096
+# Shorter last axes would make the scales take more than 1/16 of the bytes in float32.
+LEAST_LAST_AXIS = 16
+
+
+class Quantized(NamedTuple):
+    """A momentum in 8 bits, which `mu_dtype="int8"` puts in the place of an array of `mu`.
+
+    An entry is its code times the scale of its block, in float32. A scale is max |m|/127 over its
+    block, so that an entry is off by half a scale at most, or by one after stochastic rounding. A
+    block with a NaN or an infinity has no finite entry.
+
+    Blocks are equal parts of the last axis, of n entries. Their number depends on n alone: n is
+    halved while it is even and above 128, and each of these pieces has ⌈entries/128⌉ blocks. So a
+    block has 64 to 128 entries, fewer only at the end of a piece of odd length.
+
+    Attributes:
+        codes: int8 from -127 to 127, in the shape of the parameter.
+        scales: float32, in the same shape but for the last axis, which counts the blocks.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+
+
+def computed_dtype(mu_dtype: jax.typing.DTypeLike | None) -> jax.typing.DTypeLike | None:
+    """Returns the dtype in which updates compute momenta of `mu_dtype`: float32 for int8."""
+    return jnp.float32 if _is_int8(mu_dtype) else mu_dtype
+
+
+def count_blocks(n: int) -> int:
+    """Returns the number of blocks of an axis of n entries, see `Quantized`."""
+    pieces = 1
+    while n > LARGEST_BLOCK and n % 2 == 0:
+        n, pieces = n // 2, 2 * pieces
+    return pieces * -(-n // LARGEST_BLOCK)
+
+
+def quantize(x: jax.Array, count: int, key: jax.Array | None = None) -> Quantized:
+    """Returns `x` in 8 bits.
+
+    Args:
+        x: real, at least one axis; computed in float32.
+        count: the number of blocks of its last axis.
+        key: of random bits, to round up or down so that the mean is `x`; None to round to nearest.
+    """
+    x = x.astype(jnp.float32)
+    scales = _largest_of_blocks(x, count) / LARGEST_CODE
+    codes = over(x, _scale_of_entries(scales, x.shape[-1]))
+    if key is None:
+        rounded = jnp.round(codes)
+    else:
+        lower = jnp.floor(codes)
+        bits = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.float32)
+        rounded = lower + (bits + 0.5 < (codes - lower) * 2**16)
+    rounded = jnp.clip(rounded, -LARGEST_CODE, LARGEST_CODE)
+    return Quantized(rounded.astype(jnp.int8), scales)
+
+
+def dequantize(m: Any) -> Any:
+    """Returns the float32 array that `m` stands for, or `m` where it is an array already."""
+    if not isinstance(m, Quantized):
+        return m
+    return m.codes.astype(jnp.float32) * _scale_of_entries(m.scales, m.codes.shape[-1])
+
+
+def map_momenta(function: Any, mu: Any, *rest: Any) -> Any:
+    """Returns `jax.tree.map(function, mu, *rest)`, where `Quantized` is a leaf of `mu`."""
+    return jax.tree.map(function, mu, *rest, is_leaf=_is_quantized)
+
+
+def cast_mu(mu: Any, mu_dtype: jax.typing.DTypeLike, whole: Any) -> Any:
+    """Returns the momenta in `mu_dtype`.
+
+    Args:
+        mu: a tree of arrays or `Quantized`.
+        mu_dtype: a dtype; int8 for `Quantized` in the place of large arrays, float32 elsewhere.
+        whole: the same tree, with shapes of the arrays of which `mu` has the shards.
+
+    Raises:
+        ValueError: explicit mesh axes cut a block.
+    """
+
+    def cast(path: Any, m: Any, of_whole: Any) -> Any:
+        m = dequantize(m)
+        if not _is_int8(mu_dtype):
+            return m.astype(mu_dtype)
+        if not _takes_codes(of_whole):
+            return m.astype(jnp.float32)
+        count = count_blocks(m.shape[-1])
+        _check_blocks(path, m, count)
+        return quantize(m, count)
+
+    return jax.tree.map_with_path(cast, mu, whole, is_leaf=_is_quantized)
+
+
+def storing_mu(
+    inner: optax.GradientTransformation,
+    mu_dtype: jax.typing.DTypeLike | None,
+    rounding: Rounding,
+    shardings: Shardings,
+) -> optax.GradientTransformation:
+    """Returns `inner`, with `Quantized` for the large momenta of its state if `mu_dtype` is int8.
+
+    Args:
+        inner: a transformation whose state has a `count` and momenta `mu`, in `computed_dtype`.
+        mu_dtype: as for `scale_by_muon`.
+        rounding: `"nearest"`, or `"stochastic"`: up or down at random.
+        shardings: as for `scale_by_muon`; needed only in a shard_map.
+
+    Raises:
+        ValueError: the state has a large momentum that is not in 8 bits, or `shardings` is missing
+            or does not fit.
+    """
+    if not _is_int8(mu_dtype):
+        return inner
+
+    def init_fn(params: optax.Params) -> Any:
+        state: Any = inner.init(params)
+        return state._replace(mu=cast_mu(state.mu, jnp.int8, whole_tree(state.mu, shardings)))
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, Any]:
+        check_state(state, "mu")
+        stored, mu = state.mu, map_momenta(dequantize, state.mu)
+        _check_stored(stored, whole_tree(mu, shardings))
+        updates, state = inner.update(updates, state._replace(mu=mu), params)
+        leaves, treedef = jax.tree.flatten(state.mu)
+        keys = [None] * len(leaves)
+        if rounding == "stochastic":
+            keys = random_keys(state.mu, state.count, shardings)
+
+        def store(old: Any, m: jax.Array, key: jax.Array | None) -> Any:
+            return quantize(m, old.scales.shape[-1], key) if isinstance(old, Quantized) else m
+
+        mu = map_momenta(store, stored, state.mu, treedef.unflatten(keys))
+        return updates, state._replace(mu=mu)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _is_int8(mu_dtype: jax.typing.DTypeLike | None) -> bool:
+    return mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.int8
+
+
+def _takes_codes(x: Any) -> bool:
+    """Whether the momentum of this shape goes in 8 bits; where arrays are sharded, the whole."""
+    return math.prod(x.shape) >= LEAST_ENTRIES and x.shape[-1] >= LEAST_LAST_AXIS
+
+
+def _check_blocks(path: Any, m: jax.Array, count: int) -> None:
+    """Raises ValueError where the type of `m` says that its last axis has shards that cut a block.
+
+    Args:
+        path: of the parameter.
+        m: the momentum.
+        count: the number of blocks of its last axis.
+    """
+    sharding = jax.typeof(m).sharding
+    axes = mesh_axes_by_dim(sharding.spec, m.ndim, sharding.mesh.shape)[-1]
+    shards = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    if count % shards:
+        raise ValueError(
+            f"mu_dtype='int8' needs whole blocks on each device, but the last axis of the parameter"
+            f" {jax.tree_util.keystr(path)} has {count} blocks on {shards} devices: shard another"
+            " axis, or pass mu_dtype='bfloat16'"
+        )
+
+
+def _check_stored(mu: Any, whole: Any) -> None:
+    """Raises ValueError where a momentum should be in 8 bits and is not."""
+
+    def check(path: Any, m: Any, of_whole: Any) -> None:
+        if _takes_codes(of_whole) and not isinstance(m, Quantized):
+            raise ValueError(
+                "mu_dtype='int8' needs a state with momenta in 8 bits, got the momentum of the"
+                f" parameter {jax.tree_util.keystr(path)} in {m.dtype}: pass"
+                " cast_momentum(state, 'int8')"
+            )
+
+    jax.tree.map_with_path(check, mu, whole, is_leaf=_is_quantized)
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, Quantized)
+
+
+def _layout(n: int, count: int) -> tuple[int, int, int]:
+    """The pieces of an axis, the blocks of each, and the entries of a block; the last is shorter.
+
+    Shards that divide the axis and its blocks have the layout of the whole.
+    """
+    pieces = math.gcd(n, count)
+    return pieces, count // pieces, -(-n // count)
+
+
+def _largest_of_blocks(x: jax.Array, count: int) -> jax.Array:
+    """max |x| of each block, NaN where a block has one."""
+    *lead, n = x.shape
+    pieces, blocks, size = _layout(n, count)
+    x = jnp.abs(x).reshape(*lead, pieces, n // pieces)
+    x = jnp.pad(x, [(0, 0)] * (len(lead) + 1) + [(0, blocks * size - n // pieces)])
+    return jnp.max(x.reshape(*lead, pieces, blocks, size), -1).reshape(*lead, count)
+
+
+def _scale_of_entries(scales: jax.Array, n: int) -> jax.Array:
+    """For each of n entries of the last axis the scale of its block."""
+    *lead, count = scales.shape
+    pieces, blocks, size = _layout(n, count)
+    of_block = scales.reshape(*lead, pieces, blocks, 1)
+    of_piece = jnp.broadcast_to(of_block, (*lead, pieces, blocks, size))
+    of_piece = of_piece.reshape(*lead, pieces, blocks * size)[..., : n // pieces]
+    return of_piece.reshape(*lead, n)

@@ -1,0 +1,336 @@
+"""Momenta in 8 bits: their bytes, blocks, rounding and sharding, and runs that go on with them."""
+
+import functools
+import re
+
+import chex
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import muon_jax
+from muon_jax import MuonState, Quantized, cast_momentum, muon, scale_by_muon
+from muon_jax._transforms import quantized
+from muon_jax._transforms.quantized import count_blocks, dequantize, quantize
+
+MUON = functools.partial(muon, 0.1, ns_steps=2, ns_dtype="float32")
+SHAPES = {"up": (48, 256), "stack": (3, 64, 96), "bias": (256,)}
+VIEWS = {"up": muon_jax.MuonDimensionNumbers(), "stack": None, "bias": None}
+OPTIMIZER = MUON(mu_dtype="int8", muon_weight_dimension_numbers=VIEWS)
+
+
+def blocks_of(n, count):
+    """The number of its block for each entry of an axis."""
+    return np.asarray(jax.jit(quantized._scale_of_entries, static_argnums=1)(np.arange(count), n))
+
+
+STORE = jax.jit(lambda x: quantize(x, count_blocks(x.shape[-1])))
+WIDEN = jax.jit(dequantize)
+
+
+def momenta(state):
+    """Of Muon and of AdamW, by the names of the parameters."""
+    of_each = state.inner_states["muon"].inner_state[0], state.inner_states["adam"].inner_state[0]
+    muons, adams = (
+        {k: m for k, m in node.mu.items() if not isinstance(m, optax.MaskedNode)}
+        for node in of_each
+    )
+    return muons | adams
+
+
+def train(optimizer, params, state, steps):
+    @jax.jit
+    def step(params, state, gradients):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for i in steps:
+        params, state = step(params, state, helpers.random_tree(SHAPES, i))
+    return params, state
+
+
+# ----------------------------------------------------------------------------------------- blocks
+
+
+@pytest.mark.parametrize(
+    ("n", "count"),
+    [(16, 1), (128, 1), (129, 2), (300, 4), (768, 8), (1600, 16), (4096, 32), (50304, 512)],
+)
+def test_how_many_blocks_an_axis_has(n, count):
+    assert count_blocks(n) == count
+
+
+@pytest.mark.parametrize("n", helpers.mostly_nightly([96, 301, 1600, 11008, 50304], [301, 50304]))
+def test_blocks_have_64_to_128_entries_and_do_not_straddle_shards(n):
+    count = count_blocks(n)
+    blocks = blocks_of(n, count)
+    sizes = np.bincount(blocks, minlength=count)
+    assert (np.diff(blocks) >= 0).all() and sizes.max() <= 128 and n >= 64 * count
+    for shards in (2, 4, 8):
+        if count % shards == 0:
+            assert count_blocks(n // shards) == count // shards
+            alone = blocks_of(n // shards, count // shards)
+            np.testing.assert_array_equal(blocks[: n // shards], alone)
+
+
+def test_a_state_of_large_matrices_takes_at_most_27_percent():
+    shapes = {"qkv": (768, 2304), "up": (1600, 6400), "head": (768, 50304), "experts": (4, 512, 86)}
+    params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()}
+    views = {name: muon_jax.MuonDimensionNumbers(-2, -1) for name in shapes} | {"head": None}
+    init = muon(0.1, mu_dtype="int8", muon_weight_dimension_numbers=views).init
+    mu = momenta(jax.eval_shape(init, params))
+    found = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(mu))
+    scales = 768 * 32 + 1600 * 64 + 768 * 512 + 4 * 512
+    entries = sum(np.prod(s) for s in shapes.values())
+    assert found == entries + 4 * scales
+    assert found <= 0.27 * 4 * entries
+
+
+def test_small_arrays_and_second_moments_stay_in_float32():
+    shapes = {"small": (63, 65), "large": (64, 64), "narrow": (1024, 8), "bias": (8192,)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    state = jax.eval_shape(muon(0.1, mu_dtype="int8").init, params)
+    mu = momenta(state)
+    assert isinstance(mu["large"], Quantized) and isinstance(mu["bias"], Quantized)
+    assert mu["bias"].codes.shape == (8192,) and mu["bias"].scales.shape == (64,)
+    assert mu["small"].dtype == mu["narrow"].dtype == jnp.float32
+    assert state.inner_states["adam"].inner_state[0].nu["bias"].dtype == jnp.float32
+
+
+# --------------------------------------------------------------------------------------- rounding
+
+
+@pytest.mark.parametrize("n", helpers.mostly_nightly([96, 301, 1032], [1032]))
+def test_a_round_trip_is_off_by_half_a_scale(n):
+    count = count_blocks(n)
+    x = np.random.default_rng(n).standard_normal((4, 3, n)) * np.geomspace(1e-20, 1e20, n)
+    x = x.astype(np.float32)
+    stored = STORE(x)
+    blocks = blocks_of(n, count)
+    largest = np.stack([np.abs(x[..., blocks == i]).max(-1) for i in range(count)], -1)
+    np.testing.assert_allclose(stored.scales, largest / 127, rtol=1e-6)
+    error = np.abs(np.asarray(WIDEN(stored), np.float64) - x)
+    # The last digits are those of the scale and of the quotient.
+    assert (error <= (0.5 + 1e-4) * np.asarray(stored.scales, np.float64)[..., blocks]).all()
+    assert np.abs(np.asarray(stored.codes, int)).max() == 127
+
+
+def test_zeros_stay_zeros_and_what_is_not_finite_stays_visible():
+    x = np.ones((4, 256), np.float32)
+    x[0], x[1, 5], x[2, 200], x[3, 7] = 0, np.nan, -np.inf, 1e-44
+    found = np.asarray(WIDEN(STORE(x)))
+    np.testing.assert_array_equal(found[0], 0)
+    assert not np.isfinite(found[1, :128]).any() and (found[1, 128:] == 1).all()
+    assert not np.isfinite(found[2, 128:]).any() and (found[2, :128] == 1).all()
+    assert found[3, 7] == 0
+    assert (WIDEN(STORE(np.full_like(x, 1e-44))) <= 1e-44).all()
+
+
+def test_stochastic_rounding_has_the_right_mean_and_keeps_codes():
+    x = np.linspace(-127, 127, 128, dtype=np.float32)[None]
+    draws = 2000
+    keys = jax.random.split(jax.random.key(0), draws)
+    codes = jax.jit(jax.vmap(lambda key: quantize(x, 1, key).codes))(keys)
+    codes = np.asarray(codes, np.float64)[:, 0]
+    assert (np.abs(codes - x) < 1).all()
+    # Six standard deviations of the mean of a code, which is 0 or 1 above its neighbour.
+    np.testing.assert_allclose(codes.mean(0), x[0], atol=6 * 0.5 / draws**0.5)
+    assert (codes[:, [0, -1]] == [-127, 127]).all()
+
+
+@helpers.slow
+def test_small_gradients_are_kept_by_stochastic_rounding_alone():
+    def mean_of(rounding):
+        transform = scale_by_muon(ns_steps=1, mu_dtype="int8", mu_rounding=rounding)
+        gradients = {"w": jnp.full((64, 128), 0.5).at[:, 0].set(100.0)}
+        state = transform.init(gradients)
+        state = state._replace(mu={"w": quantize(gradients["w"].at[:, 1:].set(0.0), 1)})
+        update = jax.jit(transform.update)
+        for _ in range(30):
+            _, state = update(gradients, state)
+        assert helpers.count_of_programs(update) == 1
+        return np.asarray(dequantize(state.mu["w"]))[:, 1:].mean()
+
+    assert mean_of("nearest") == 0
+    # Five standard deviations: an entry is off by a scale, 0.8, for each of 1/(1 - β²) steps.
+    expected = 0.5 * (1 - 0.95**30)
+    np.testing.assert_allclose(mean_of("stochastic"), expected, atol=5 * 0.8 * 1.3 / 8128**0.5)
+
+
+def test_updates_are_near_those_of_a_momentum_in_float32():
+    """An entry of a momentum of 20 steps is off by some 1% of the largest one of its block."""
+    gradients = helpers.random_tree({"w": (20, 64, 256)}, 0)
+
+    def run(mu_dtype):
+        transform = scale_by_muon(ns_dtype="float32", mu_dtype=mu_dtype)
+
+        def step(state, gradient):
+            updates, state = transform.update(gradient, state)
+            return state, updates
+
+        state = transform.init(jax.tree.map(lambda g: g[0], gradients))
+        state, updates = jax.jit(lambda s: jax.lax.scan(step, s, gradients))(state)
+        return [np.asarray(x) for x in (dequantize(state.mu["w"]), updates["w"])]
+
+    (mu, updates), (expected_mu, expected) = map(run, ("int8", "float32"))
+    assert 1e-3 < helpers.relative_error(mu, expected_mu) < 0.03
+    assert 1e-3 < helpers.relative_error(updates, expected) < 0.03
+
+
+# --------------------------------------------------------------------------------------- sharding
+
+
+@pytest.mark.parametrize(
+    "kind", helpers.mostly_nightly(["Auto", "Explicit"], ["Explicit"], ["Auto"])
+)
+@pytest.mark.parametrize("spec", [(None, "x"), ("x", None)], ids=str)
+def test_shards_hold_whole_blocks(kind, spec):
+    mesh = jax.make_mesh((8,), ("x",), (AxisType[kind],))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    x = helpers.random_tree({"w": (16, 8 * 96)}, 0)["w"]
+    there = jax.device_put(x, sharding)
+    compiled = jax.jit(lambda x: (STORE(x), WIDEN(STORE(x)))).lower(there).compile()
+    collectives = "all-|collective-permute|reduce-scatter"
+    assert not re.search(collectives, compiled.as_text())
+    stored, _ = compiled(there)
+    chex.assert_trees_all_equal(jax.device_get(stored), jax.device_get(STORE(x)))
+    for array in stored:
+        assert array.sharding.is_equivalent_to(sharding, 2)
+
+
+@pytest.mark.parametrize("kind", helpers.mostly_nightly(["Auto", "Explicit"], (), ["Auto"]))
+def test_a_sharded_state_is_that_of_one_device(kind):
+    mesh = jax.make_mesh((8,), ("x",), (AxisType[kind],))
+    specs = {"w": PartitionSpec(None, "x"), "bias": PartitionSpec("x")}
+    shapes = {"w": (64, 1024), "bias": (8192,)}
+    gradients = helpers.random_tree(shapes, 1)
+    where = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    there = jax.tree.map(jax.device_put, gradients, where)
+    optimizer = MUON(mu_dtype="int8", mu_rounding="stochastic")
+
+    def state_of(gradients):
+        state = optimizer.init(gradients)
+        for name, m in momenta(state).items():
+            assert m.codes.sharding.is_equivalent_to(gradients[name].sharding, m.codes.ndim)
+        for _ in range(2):
+            _, state = jax.jit(optimizer.update)(gradients, state, gradients)
+        return momenta(state)
+
+    sharded, expected = state_of(there), state_of(gradients)
+    chex.assert_trees_all_equal(jax.device_get(sharded), jax.device_get(expected))
+    for name, m in sharded.items():
+        for array in m:
+            assert array.sharding.is_equivalent_to(where[name], array.ndim)
+
+
+@helpers.slow
+def test_in_a_shard_map_the_whole_decides():
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
+    spec = PartitionSpec("x")
+    gradients = helpers.random_tree({"w": (16, 512)}, 0)["w"]
+
+    def stored(shardings):
+        transform = scale_by_muon(ns_steps=1, mu_dtype="int8", shardings=shardings)
+        return lambda x: transform.update({"w": x}, transform.init({"w": x}))[1].mu["w"]
+
+    run = jax.shard_map(stored(spec), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    chex.assert_trees_all_equal(jax.jit(run)(gradients), jax.jit(stored(None))(gradients))
+
+
+def test_explicit_axes_that_cut_a_block_are_refused():
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Explicit,))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
+    with pytest.raises(ValueError, match=r"\['w'\] has 2 blocks on 8 devices: shard another axis"):
+        scale_by_muon(mu_dtype="int8").init({"w": jax.device_put(jnp.ones((64, 256)), sharding)})
+
+
+# ----------------------------------------------------------------------------------- transforms
+
+
+@helpers.slow
+def test_scan_over_steps_and_vmap_over_layers():
+    transform = scale_by_muon(ns_steps=1, ns_dtype="float32", mu_dtype="int8")
+    gradients = helpers.random_tree({"w": (2, 64, 96)}, 0)["w"]
+
+    def steps_of(gradient):
+        def step(state, _):
+            updates, state = transform.update(gradient, state)
+            return state, updates
+
+        return jax.lax.scan(step, transform.init(gradient), length=3)[0].mu
+
+    def looped(gradient):
+        state = transform.init(gradient)
+        for _ in range(3):
+            _, state = jax.jit(transform.update)(gradient, state)
+        return state.mu
+
+    found = jax.jit(jax.vmap(steps_of))(gradients)
+    assert found.scales.shape == (2, 64, 1)
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *map(looped, gradients))
+    chex.assert_trees_all_close(dequantize(found), dequantize(expected), atol=2e-2)
+
+
+@helpers.slow
+def test_with_schedules_and_metrics():
+    injected = optax.inject_hyperparams(muon)(0.1, beta=lambda t: 0.9, mu_dtype="int8")
+    params = helpers.random_tree({"w": (64, 96)}, 0)
+    state = injected.init(params)
+    _, after = jax.jit(injected.update)(params, state, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    measured = {}
+    for dtype in ("float32", "int8"):
+        transform = muon_jax.with_metrics(scale_by_muon(ns_steps=1, mu_dtype=dtype))
+        _, state = jax.jit(transform.update)(params, transform.init(params))
+        measured[dtype] = muon_jax.metrics(state)
+    chex.assert_trees_all_close(measured["int8"], measured["float32"], rtol=1e-2)
+
+
+# ------------------------------------------------------------------------------- other states
+
+
+@helpers.slow
+def test_a_run_goes_on_from_a_float32_checkpoint_and_back(tmp_path):
+    of_float32 = MUON(mu_dtype="float32", muon_weight_dimension_numbers=VIEWS)
+    params = helpers.random_tree(SHAPES, 0)
+    saved = train(of_float32, params, of_float32.init(params), (1, 2))
+    with pytest.raises(ValueError, match=r"\['up'\] in float32: pass cast_momentum\(state"):
+        OPTIMIZER.update(params, saved[1], params)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "float32", saved)
+        checkpointer.wait_until_finished()
+        target = jax.tree.map(jnp.zeros_like, (params, of_float32.init(params)))
+        params, state = checkpointer.restore(tmp_path / "float32", target)
+        state = cast_momentum(state, "int8")
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, OPTIMIZER.init(params))
+        params, state = train(OPTIMIZER, params, state, (3,))
+        checkpointer.save(tmp_path / "int8", (params, state))
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "int8", (params, OPTIMIZER.init(params)))
+    chex.assert_trees_all_equal(restored, (params, state))
+    back = cast_momentum(restored[1], "float32")
+    chex.assert_trees_all_equal_shapes_and_dtypes(back, of_float32.init(params))
+    for name, m in momenta(back).items():
+        np.testing.assert_array_equal(m, dequantize(momenta(state)[name]))
+    chex.assert_trees_all_close(cast_momentum(back, "int8"), state, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"\['up'\] .*the state a Quantized"):
+        of_float32.update(params, state, params)
+
+
+def test_forms_of_momentum_and_errors():
+    x = helpers.random_tree({"w": (64, 96)}, 0)["w"]
+    state = MuonState(jnp.array(1), {"w": quantize(x, 1)})
+    converted = muon_jax.convert_momentum(state, source="ema", target="heavy_ball", beta=0.75)
+    np.testing.assert_array_equal(converted.mu["w"].codes, state.mu["w"].codes)
+    np.testing.assert_array_equal(converted.mu["w"].scales, 4 * state.mu["w"].scales)
+    with pytest.raises(ValueError, match="state must have momenta in it, got dict with none"):
+        cast_momentum({}, "int8")
+    with pytest.raises(ValueError, match="mu_dtype must be real for real .* got complex64"):
+        cast_momentum(state, "complex64")
+    with pytest.raises(ValueError, match="got int8 for the parameter .* which is complex64"):
+        scale_by_muon(mu_dtype="int8").init({"w": jnp.ones((64, 96), jnp.complex64)})
