@@ -135,6 +135,12 @@ def _check_patterns(name: str, value: Any) -> None:
             ) from None
 
 
+def _check_coeffs(name: str, value: Any) -> None:
+    """Raises TypeError where a dict of coefficients has keys that are no regular expressions."""
+    if isinstance(value, Mapping):
+        _check_patterns(name, value)
+
+
 def _check_sizes(name: str, value: Any) -> None:
     """Raises TypeError unless `value` is a tuple or a list of integers."""
     if not isinstance(value, tuple | list) or not all(map(is_integer, value)):
@@ -199,6 +205,7 @@ _DECLARED: dict[str, Check] = {
     "adam_eps_root": _EPS,
     "consistent_rms": Number("[0, inf)", 0.2),
     "threshold": Number("(0, inf)", 100.0),
+    "ns_coeffs": _check_coeffs,
     "ns_steps": Number("[1, 100]", 5, is_whole=True),
     "key_heads": Number("[1, inf)", 4, is_whole=True),
     "max_group_bytes": _check_group_bytes,

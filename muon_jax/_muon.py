@@ -33,6 +33,7 @@ import jax
 import optax
 
 from muon_jax._checks import checks_arguments
+from muon_jax._coefficients import CoeffsByPath
 from muon_jax._distributed.sharding import Shardings, whole_tree
 from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
@@ -60,7 +61,7 @@ from pallas_kernels._promotion import standard_promotion
 @takes_preset
 def muon(
     learning_rate: optax.ScalarOrSchedule,
-    ns_coeffs: NSCoeffs = "standard",
+    ns_coeffs: NSCoeffs | CoeffsByPath = "standard",
     ns_steps: int | jax.Array = 5,
     beta: float | jax.Array = 0.95,
     eps: float | jax.Array = 1e-8,
@@ -104,8 +105,8 @@ def muon(
 
     Args:
         learning_rate: η, a number or a schedule.
-        ns_coeffs: coefficients of the Newton–Schulz steps, see `newton_schulz`: `"balanced"`
-            needs fewer products than the default.
+        ns_coeffs: coefficients of the Newton–Schulz steps, or coefficients by path, see
+            `scale_by_muon`: `"balanced"` needs fewer products than the default.
         ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
         beta: decay rate of Muon's momentum.
         eps: added to the norm that the momentum is divided by, and to AdamW's denominator.
@@ -275,11 +276,6 @@ def _by_tree(
 
     Views that are a callable are made from the whole tree. An optimizer is made anew only where the
     views differ from the latest.
-
-    Args:
-        with_views: makes the optimizer.
-        views: as for `muon`.
-        shardings: as for `muon`.
     """
     optimizer = with_views(views)
     if not callable(views):

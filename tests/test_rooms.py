@@ -57,6 +57,7 @@ ORDER = {
         "_trees",
         "_matrices",
         "_iteration",
+        "_coefficients",
         "_distributed",
         "_transforms",
         "_newton_schulz",
