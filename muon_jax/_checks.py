@@ -119,24 +119,26 @@ class FloatDType:
 
 
 def _check_patterns(name: str, value: Any) -> None:
-    """Raises TypeError unless `value` is a dict whose keys are regular expressions."""
     if not isinstance(value, Mapping):
         raise TypeError(
             f"{name} must be a dict by regular expressions of paths, got {shown(value)}: pass"
             f" {name}={{'kernel$': ...}}"
         )
     for pattern in value:
-        try:
-            re.compile(pattern)
-        except (TypeError, re.error) as error:
-            raise TypeError(
-                f"{name} must have regular expressions as its keys, got {pattern!r} ({error}): pass"
-                f" {name}={{'kernel$': ...}}"
-            ) from None
+        _check_pattern(f"each key of {name}", pattern)
+
+
+def _check_pattern(name: str, value: Any) -> None:
+    try:
+        re.compile(value)
+    except (TypeError, re.error) as error:
+        raise TypeError(
+            f"{name} must be a regular expression, got {value!r} ({error}): pass 'kernel$', for"
+            " example"
+        ) from None
 
 
 def _check_coeffs(name: str, value: Any) -> None:
-    """Raises TypeError where a dict of coefficients has keys that are no regular expressions."""
     if isinstance(value, Mapping):
         _check_patterns(name, value)
 
@@ -206,6 +208,8 @@ _DECLARED: dict[str, Check] = {
     "consistent_rms": Number("[0, inf)", 0.2),
     "threshold": Number("(0, inf)", 100.0),
     "ns_coeffs": _check_coeffs,
+    "adamh": _check_pattern,
+    **dict.fromkeys(("depth", "base_depth", "tokens", "base_tokens"), Number("(0, inf)", 12)),
     "ns_steps": Number("[1, 100]", 5, is_whole=True),
     "key_heads": Number("[1, inf)", 4, is_whole=True),
     "max_group_bytes": _check_group_bytes,

@@ -26,6 +26,7 @@ from muon_jax._distributed.planning import Limits, make_plan, units_of
 from muon_jax._reports.arguments import all_arguments, iterations_of_muon
 from muon_jax.benchmarks._times.sharded import collectives
 
+MATRICES = MuonDimensionNumbers()
 TABLE = ((4.0, -6.0, 3.0), (3.4445, -4.775, 2.0315))
 BY_PATH = {"layers/[23]/": TABLE, ".*": "standard"}
 
@@ -136,8 +137,9 @@ def test_on_a_mesh(case, kind, shape, kwargs, monkeypatch):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_takes_coefficients_by_path(preset):
-    params = jax.eval_shape(layers)
+    params = jax.eval_shape(lambda: layers() | {"lm_head": jnp.zeros((8, 20))})
     kwargs = {"preset": preset, "ns_coeffs": {"layers/0": TABLE, ".*": "standard"}}
+    kwargs["muon_weight_dimension_numbers"] = {"layers": MATRICES, "lm_head": None}
     jax.eval_shape(muon(0.1, **kwargs).init, params)
     described = describe(params, **kwargs)
     assert [g.coefficients for g in described.groups] == ["2 triples", "standard"]
@@ -175,7 +177,7 @@ def test_parts_of_a_parameter_have_its_coefficients():
         ({"layers/[23]": "fast"}, ValueError, r"layers/0/w of .*: no pattern .*add '.\*'"),
         (BY_PATH | {"embed": "fast"}, ValueError, r"\['embed'\] of ns_coeffs match none of the 4"),
         ({}, ValueError, "layers/0/w of shape .*: no pattern of ns_coeffs matches its path"),
-        ({"(": "fast"}, TypeError, r"ns_coeffs must have regular .* as its keys, got '\('"),
+        ({"(": "fast"}, TypeError, r"each key of ns_coeffs must be a regular .* got '\('"),
         ({".*": "fats"}, ValueError, "got 'fats': did you mean 'fast'"),
         ({".*": {"w": "fast"}}, TypeError, "ns_coeffs of one matrix must be a name.*got {'w'"),
         (lambda path, shape: "fats", ValueError, "the parameter layers/0/w of .*got 'fats'"),

@@ -63,6 +63,7 @@ ORDER = {
         "_newton_schulz",
         "_scale_by_muon",
         "_presets",
+        "_hyperp",
         "_muon",
         "_reports",
         "__init__",

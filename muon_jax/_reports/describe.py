@@ -16,6 +16,7 @@ from muon_jax._matrices.layouts import Layout
 from muon_jax._matrices.views import View, assigned_views, shapes_of_stacks
 from muon_jax._reports.arguments import all_arguments, iterations_of_muon, matrices_of_muon
 from muon_jax._reports.table import table
+from muon_jax._transforms.adamh import label_of_adam
 from muon_jax._trees import errors_naming
 from pallas_kernels import select_implementation, unsupported_reason
 from pallas_kernels._promotion import standard_promotion
@@ -30,7 +31,7 @@ class DescribedParameter:
         path: its names, joined by slashes.
         shape: its own.
         role: what `by_role` takes it for; "unknown" where nothing tells.
-        optimizer: "muon" or "adamw".
+        optimizer: "muon", "adamw" or "adamh".
         matrices: the shapes `(batch, rows, cols)` of its stacks of matrices.
         groups: for each of these, which group it is orthogonalized in.
     """
@@ -138,12 +139,12 @@ def describe(params: Any, **arguments: Any) -> Description:
             path=name,
             shape=shape,
             role=route.role,
-            optimizer="adamw" if view is None else "muon",
+            optimizer=_optimizer_of(path, x, view, given["adamh"]),
             matrices=tuple(stack.shape for stack in own),
             groups=tuple(group_of[next(positions)] for _ in own),
         )
-        for (name, shape), view, own, route in zip(
-            named, views, stacks, routes(named, {}, _layout_of(given)), strict=True
+        for (name, shape), (path, x), view, own, route in zip(
+            named, leaves, views, stacks, routes(named, {}, _layout_of(given)), strict=True
         )
     ]
     described = [
@@ -155,6 +156,11 @@ def describe(params: Any, **arguments: Any) -> Description:
     description = Description(tuple(parameters), tuple(described))
     print(description)
     return description
+
+
+def _optimizer_of(path: tuple[Any, ...], x: Any, view: View | None, adamh: str | None) -> str:
+    label = "muon" if view is not None else label_of_adam(adamh, path, x)
+    return "adamw" if label == "adam" else label
 
 
 def _grouped(
