@@ -110,7 +110,13 @@ def test_owners_of_the_second_coefficients_come_after_those_of_the_first():
 @pytest.mark.parametrize(
     ("case", "kind", "shape", "kwargs"),
     [
-        ("in pieces", AxisType.Explicit, (8, 64), {"distributed_gram": True}),
+        pytest.param(
+            "in pieces",
+            AxisType.Explicit,
+            (8, 64),
+            {"distributed_gram": True},
+            marks=helpers.slow,
+        ),
         pytest.param("manual", AxisType.Auto, (8, 16), {}, marks=helpers.nightly),
         pytest.param("nobody knows", AxisType.Auto, (8, 16), {}, marks=helpers.nightly),
         pytest.param("vmap", AxisType.Auto, (8, 16), {}, marks=helpers.nightly),
