@@ -13,6 +13,7 @@ import importlib.metadata
 
 from optax.contrib import MuonDimensionNumbers
 
+from muon_jax._hyperp import hyperp_learning_rate
 from muon_jax._matrices.by_role import by_role
 from muon_jax._matrices.views import Split, Unfold
 from muon_jax._muon import muon
@@ -46,6 +47,7 @@ __all__ = [
     "convert_momentum",
     "describe",
     "explain",
+    "hyperp_learning_rate",
     "keep_param_norm",
     "metrics",
     "muon",

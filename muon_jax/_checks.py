@@ -9,138 +9,53 @@ import collections.abc
 import dataclasses
 import functools
 import inspect
-import math
 import re
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAliasType, get_args, get_origin
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
-from pallas_kernels._checks import check_array, check_flag, check_name, is_real, shown, suggestion
+from muon_jax._argument_kinds import FloatDType, Number, check_static
+from pallas_kernels._checks import (
+    check_array,
+    check_flag,
+    check_name,
+    is_integer,
+    shown,
+    suggestion,
+)
 from pallas_kernels._selection import IMPLEMENTATIONS
 
 type Check = Callable[[str, Any], None]
 
-_FLOATS = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
-
-
-@dataclasses.dataclass(frozen=True)
-class Number:
-    """One real number in an interval.
-
-    Attributes:
-        interval: such as "[0, 1)", with the number 0 and without the number 1.
-        example: a number that is mostly right, for errors.
-        is_whole: whether it is an integer.
-    """
-
-    interval: str
-    example: float
-    is_whole: bool = False
-
-    def __call__(self, name: str, value: Any) -> None:
-        """Raises unless `value` is such a number.
-
-        Raises:
-            TypeError: `value` is no real number, or is an array of several.
-            ValueError: `value` is outside of the interval.
-        """
-        if callable(value):
-            raise TypeError(
-                f"{name} must be a number, got the callable {value}: to give it a schedule, wrap"
-                " the optimizer in optax.inject_hyperparams"
-            )
-        if not is_real(value) or np.ndim(value) > 0:
-            raise TypeError(
-                f"{name} must be one real number, got {shown(value)}: pass {name}={self.example},"
-                " for example"
-            )
-        if not isinstance(value, Tracer) and not self._holds(value):
-            kind = "an integer in" if self.is_whole else "in"
-            raise ValueError(
-                f"{name} must be {kind} {self.interval}, got {value}: pass {name}={self.example},"
-                " for example"
-            )
-
-    def _holds(self, value: Any) -> bool:
-        try:
-            value = float(value)
-        except OverflowError:  # an integer beyond all floats
-            value = math.inf
-        low, high = map(float, self.interval[1:-1].split(","))
-        above = low <= value if self.interval[0] == "[" else low < value
-        below = value <= high if self.interval[-1] == "]" else value < high
-        return above and below and not (self.is_whole and value % 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class FloatDType:
-    """A float or complex dtype, or None.
-
-    Attributes:
-        least_bits: how many bits it has at least.
-        or_auto: whether `"auto"` is taken.
-        or_int8: whether int8 is taken.
-    """
-
-    least_bits: int = 0
-    or_auto: bool = False
-    or_int8: bool = False
-
-    def __call__(self, name: str, value: Any) -> None:
-        """Raises unless `value` is such a dtype.
-
-        Raises:
-            ValueError: `value` is none. `optax.inject_hyperparams` makes an array of a dtype that
-                is callable.
-        """
-        _check_static(name, value)
-        if value is None or (self.or_auto and isinstance(value, str) and value == "auto"):
-            return
-        try:
-            dtype = jnp.dtype(value)
-        except (TypeError, ValueError, SyntaxError):
-            names = (*_FLOATS, "auto") if self.or_auto else _FLOATS
-            raise ValueError(
-                f"{name} must be the name of a float dtype, got"
-                f" {shown(value)}{suggestion(value, names)}"
-            ) from None
-        if self.or_int8 and dtype == jnp.int8:
-            return
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            raise ValueError(
-                f"{name} must be a float dtype, got {dtype}: pass 'float32', for example"
-            )
-        if jnp.finfo(dtype).bits < self.least_bits:
-            raise ValueError(
-                f"{name} must have {self.least_bits} bits or more, got {dtype}: pass 'bfloat16', or"
-                " None for the parameters' dtype"
-            )
-
 
 def _check_patterns(name: str, value: Any) -> None:
-    """Raises TypeError unless `value` is a dict whose keys are regular expressions."""
     if not isinstance(value, Mapping):
         raise TypeError(
             f"{name} must be a dict by regular expressions of paths, got {shown(value)}: pass"
             f" {name}={{'kernel$': ...}}"
         )
     for pattern in value:
-        try:
-            re.compile(pattern)
-        except (TypeError, re.error) as error:
-            raise TypeError(
-                f"{name} must have regular expressions as its keys, got {pattern!r} ({error}): pass"
-                f" {name}={{'kernel$': ...}}"
-            ) from None
+        _check_pattern(f"each key of {name}", pattern)
+
+
+def _check_pattern(name: str, value: Any) -> None:
+    try:
+        re.compile(value)
+    except (TypeError, re.error) as error:
+        raise TypeError(
+            f"{name} must be a regular expression, got {value!r} ({error}): pass 'kernel$', for"
+            " example"
+        ) from None
+
+
+def _check_coeffs(name: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        _check_patterns(name, value)
 
 
 def _check_sizes(name: str, value: Any) -> None:
-    """Raises TypeError unless `value` is a tuple or a list of integers."""
     if not isinstance(value, tuple | list) or not all(map(is_integer, value)):
         raise TypeError(
             f"{name} must be a tuple of integers, got {shown(value)}: pass {name}=(8, 8), for"
@@ -149,7 +64,6 @@ def _check_sizes(name: str, value: Any) -> None:
 
 
 def _check_axis(name: str, value: Any) -> None:
-    """Raises TypeError unless `value` is an integer."""
     if not is_integer(value):
         raise TypeError(f"{name} must be an integer, got {shown(value)}: pass {name}=-1, the last")
 
@@ -168,16 +82,8 @@ def _check_transform(name: str, value: Any) -> None:
         )
 
 
-def _check_static(name: str, value: Any) -> None:
-    if isinstance(value, jax.Array):
-        raise ValueError(
-            f"{name} must be no array, got {value}: optax.inject_hyperparams makes one of it;"
-            f" give it static_args={name!r}"
-        )
-
-
 def _check_group_bytes(name: str, value: Any) -> None:
-    _check_static(name, value)
+    check_static(name, value)
     Number("[0, inf)", 2**30, is_whole=True)(name, value)
 
 
@@ -203,6 +109,9 @@ _DECLARED: dict[str, Check] = {
     "adam_eps_root": _EPS,
     "consistent_rms": Number("[0, inf)", 0.2),
     "threshold": Number("(0, inf)", 100.0),
+    "ns_coeffs": _check_coeffs,
+    "adamh": _check_pattern,
+    **dict.fromkeys(("depth", "base_depth", "tokens", "base_tokens"), Number("(0, inf)", 12)),
     "ns_steps": Number("[1, 100]", 5, is_whole=True),
     "key_heads": Number("[1, inf)", 4, is_whole=True),
     "head_dim": Number("[1, inf)", 128, is_whole=True),
@@ -287,8 +196,3 @@ def _check_of(name: str, annotation: Any) -> Check | None:
             declared(name, each)
 
     return check
-
-
-def is_integer(value: Any) -> bool:
-    """Returns whether `value` is an integer that is no array and no boolean."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

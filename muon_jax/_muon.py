@@ -33,15 +33,19 @@ import jax
 import optax
 
 from muon_jax._checks import checks_arguments
-from muon_jax._distributed.sharding import Shardings, whole_tree
+from muon_jax._coefficients import CoeffsByPath
+from muon_jax._distributed.by_tree import optimizer_by_tree
+from muon_jax._distributed.sharding import Shardings
 from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.recipes import NSCoeffs
 from muon_jax._matrices.views import Views, assigned_views
 from muon_jax._presets import takes_preset
 from muon_jax._scale_by_muon import scale_by_muon
+from muon_jax._transforms.adamh import check_adamh, label_of_adam, on_spheres
 from muon_jax._transforms.momentum import Momentum
 from muon_jax._transforms.normuon import Averaged, scale_by_normuon
+from muon_jax._transforms.param_norm import keep_param_norm, scale_to_param_norm
 from muon_jax._transforms.quantized import computed_dtype, storing_mu
 from muon_jax._transforms.rounding import Rounding
 from muon_jax._transforms.shape_scale import ShapeScale, scale_by_shape
@@ -61,7 +65,7 @@ from pallas_kernels._promotion import standard_promotion
 @takes_preset
 def muon(
     learning_rate: optax.ScalarOrSchedule,
-    ns_coeffs: NSCoeffs = "standard",
+    ns_coeffs: NSCoeffs | CoeffsByPath = "standard",
     ns_steps: int | jax.Array = 5,
     beta: float | jax.Array = 0.95,
     eps: float | jax.Array = 1e-8,
@@ -85,6 +89,8 @@ def muon(
     shape_scale: ShapeScale = "clipped_ratio",
     weight_decay_form: DecayForm = "decoupled",
     cautious_weight_decay: bool = False,
+    fixed_norms: bool = False,
+    adamh: str | None = None,
     normuon_b2: float | jax.Array | None = None,
     normuon_averaged: Averaged = "fan_in",
     adam_eps: float | jax.Array | None = None,
@@ -105,8 +111,8 @@ def muon(
 
     Args:
         learning_rate: η, a number or a schedule.
-        ns_coeffs: coefficients of the Newton–Schulz steps, see `newton_schulz`: `"balanced"`
-            needs fewer products than the default.
+        ns_coeffs: coefficients of the Newton–Schulz steps, or coefficients by path, see
+            `scale_by_muon`: `"balanced"` needs fewer products than the default.
         ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
         beta: decay rate of Muon's momentum.
         eps: added to the norm that the momentum is divided by, and to AdamW's denominator.
@@ -136,8 +142,8 @@ def muon(
             <https://arxiv.org/abs/2502.16982>`_).
         preset: a name in `muon_jax.PRESETS`, whose arguments stand for those that the call leaves
             out: `"keller"`, `"torch"`, `"moonlight"`, `"optax"`, `"dion"`, `"gram"`, `"levanter"`,
-            `"turbo"`, `"fused_muon"`, `"moe_fp16"`, `"megatron"` or `"nanogpt"`. It sets weight
-            decay, not the learning rate.
+            `"turbo"`, `"fused_muon"`, `"moe_fp16"`, `"megatron"`, `"nanogpt"`, `"kimi_k3"`,
+            `"glm5"` or `"muonh"`. It sets weight decay, not the learning rate.
         momentum: `"bias_corrected"`, `"ema"` or `"heavy_ball"`, see `scale_by_muon`.
         eps_mode: `"add"` or `"max"`, see `scale_by_muon`.
         shape_scale: s where `consistent_rms` is None: `"clipped_ratio"` is the above, `"ratio"` is
@@ -147,6 +153,11 @@ def muon(
             gradient instead.
         cautious_weight_decay: whether both sides decay only entries that the update shrinks too,
             those with W·O ≥ 0 (`Chen et al. <https://arxiv.org/abs/2510.12402>`_).
+        fixed_norms: whether each matrix of Muon's keeps its Frobenius norm (MuonH). The update of W
+            is then η·‖W‖/‖O‖ long, and s has no effect, see `scale_to_param_norm`.
+        adamh: a regular expression for paths. Matrices (rank 2) that AdamW has, whose paths it
+            matches, keep their norms as well (AdamH). They have `learning_rate` and no weight
+            decay.
         normuon_b2: decay rate of NorMuon's second moments, see `scale_by_normuon`; None for none.
         normuon_averaged: `"fan_in"` or `"shorter"`, see `scale_by_normuon`.
         adam_eps: added to AdamW's denominator; None for `eps`.
@@ -165,14 +176,20 @@ def muon(
             type; or an argument is a schedule, and takes none.
         ValueError: an argument is none of the values above or out of range, two of them contradict
             each other, a view does not fit, gradients do not fit the parameters, `ns_dtype` is one
-            that the composed schedule is unsafe in, or `shardings` is missing or wrong. Or a preset
-            came with a value for every argument, as `optax.inject_hyperparams` passes them.
+            that the composed schedule is unsafe in, `adamh` matches no matrix, or `shardings` is
+            missing or wrong. Or a preset came with a value for every argument, as
+            `optax.inject_hyperparams` passes them.
         NotImplementedError: the named implementation cannot run here; or see `scale_by_normuon`.
 
     References:
         Jordan et al., `Muon: an optimizer for hidden layers in neural networks
         <https://kellerjordan.github.io/posts/muon/>`_, 2024.
     """
+    if fixed_norms and (consistent_rms is not None or shape_scale == "ratio"):
+        raise ValueError(
+            "fixed_norms=True makes steps relative to the norms of matrices, whatever their scale:"
+            f" leave out consistent_rms={consistent_rms} and shape_scale={shape_scale!r}"
+        )
     adam = optax.scale_by_adam(
         b1=adam_b1,
         b2=adam_b2,
@@ -181,8 +198,9 @@ def muon(
         mu_dtype=computed_dtype(mu_dtype),
         nesterov=nesterov if adam_nesterov is None else adam_nesterov,
     )
+    adam = storing_mu(checking_gradients(adam), mu_dtype, "nearest", shardings)
     on_the_rest = chain_with_weight_decay(
-        storing_mu(checking_gradients(adam), mu_dtype, "nearest", shardings),
+        adam,
         scale=None,
         learning_rate=learning_rate if adam_learning_rate is None else adam_learning_rate,
         weight_decay=adam_weight_decay,
@@ -221,9 +239,12 @@ def muon(
                 shardings=shardings,
             )
             orthogonal = optax.chain(orthogonal, normuon)
+        scale = scale_by_shape(views, consistent_rms, shape_scale, shardings)
+        if fixed_norms:
+            scale = scale_to_param_norm(views, shardings)
         on_matrices = chain_with_weight_decay(
             orthogonal,
-            scale=scale_by_shape(views, consistent_rms, shape_scale, shardings),
+            scale=scale,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
             mask=weight_decay_mask,
@@ -231,13 +252,24 @@ def muon(
             cautious=cautious_weight_decay,
         )
 
+        if fixed_norms:
+            on_matrices = optax.chain(on_matrices, keep_param_norm(views, shardings))
+        optimizers: dict[Any, Any] = {"muon": on_matrices, "adam": on_the_rest}
+        if adamh is not None:
+            optimizers["adamh"] = on_spheres(adam, learning_rate, shardings)
+
         def label_params(params: optax.Params) -> Any:
-            labels = ("adam" if view is None else "muon" for view in assigned_views(views, params))
-            return jax.tree.structure(params).unflatten(labels)
+            leaves, viewed = jax.tree.leaves_with_path(params), assigned_views(views, params)
+            labels = jax.tree.structure(params).unflatten(
+                "muon" if view is not None else label_of_adam(adamh, *leaf)
+                for leaf, view in zip(leaves, viewed, strict=True)
+            )
+            check_adamh(adamh, labels)
+            return labels
 
-        return optax.multi_transform({"muon": on_matrices, "adam": on_the_rest}, label_params)
+        return optax.multi_transform(optimizers, label_params)
 
-    optimizer_of = _by_tree(with_views, muon_weight_dimension_numbers, shardings)
+    optimizer_of = optimizer_by_tree(with_views, muon_weight_dimension_numbers, shardings)
 
     @standard_promotion()
     def init_fn(params: optax.Params) -> optax.OptState:
@@ -264,37 +296,3 @@ def muon(
         return optimizer_of(updates).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _by_tree(
-    with_views: Callable[[Views], optax.GradientTransformation],
-    views: Views,
-    shardings: Shardings,
-) -> Callable[[Any], optax.GradientTransformation]:
-    """Returns a function from a tree to the optimizer for it.
-
-    Views that are a callable are made from the whole tree. An optimizer is made anew only where the
-    views differ from the latest.
-
-    Args:
-        with_views: makes the optimizer.
-        views: as for `muon`.
-        shardings: as for `muon`.
-    """
-    optimizer = with_views(views)
-    if not callable(views):
-        return lambda tree: optimizer
-    latest: tuple[Any, optax.GradientTransformation] = None, optimizer
-
-    def of_tree(tree: Any) -> optax.GradientTransformation:
-        nonlocal latest
-        made = views(whole_tree(tree, shardings))
-        key = jax.tree.flatten(made)
-        known, found = latest
-        if key != known:
-            # A callable, because None as a tree would stand for matrices.
-            found = with_views(lambda _: made)
-            latest = key, found
-        return found
-
-    return of_tree

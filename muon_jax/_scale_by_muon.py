@@ -7,16 +7,20 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax._checks import checks_arguments
+from muon_jax._coefficients import CoeffsByPath, iterations_by_path
 from muon_jax._distributed.map_matrices import map_matrices
 from muon_jax._distributed.on_shards import inner_products
 from muon_jax._distributed.planning import Limits
 from muon_jax._distributed.seen import SeenShardings
-from muon_jax._distributed.sharding import Shardings, check_shardings, is_in_shard_map
+from muon_jax._distributed.sharding import (
+    Shardings,
+    check_shardings,
+    is_in_shard_map,
+    whole_tree,
+)
 from muon_jax._iteration.form import Method, ProductsDType
-from muon_jax._iteration.iteration import Iteration
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
-from muon_jax._iteration.recipes import NSCoeffs, canonicalize
-from muon_jax._iteration.steps import Schedule
+from muon_jax._iteration.recipes import NSCoeffs
 from muon_jax._matrices.view_checks import check_views, check_views_fit
 from muon_jax._matrices.views import Views
 from muon_jax._transforms.momentum import Momentum, MuonState, accumulate_momentum
@@ -36,7 +40,7 @@ from pallas_kernels._promotion import standard_promotion
 
 @checks_arguments
 def scale_by_muon(
-    ns_coeffs: NSCoeffs = "standard",
+    ns_coeffs: NSCoeffs | CoeffsByPath = "standard",
     ns_steps: int | jax.Array = 5,
     beta: float | jax.Array = 0.95,
     eps: float | jax.Array = 1e-8,
@@ -69,7 +73,16 @@ def scale_by_muon(
     Args:
         ns_coeffs: coefficients of the Newton–Schulz steps: a triple, a table of triples, or the
             name of a published set or of a composed schedule (`"fast"`, `"balanced"`,
-            `"accurate"`), see `newton_schulz`.
+            `"accurate"`), see `newton_schulz`. Or coefficients by path, one of
+
+            - a dict of coefficients for each regular expression. Expressions are searched for in
+              paths such as `"layers/0/mlp/up/kernel"`. The first that matches decides.
+            - a callable `(path, shape) -> coefficients` of whole parameters.
+              `optax.inject_hyperparams` takes callables for schedules: give it
+              `static_args="ns_coeffs"`.
+
+            A stack of layers is one parameter, and has one set. Matrices with other coefficients
+            are in other groups, and share exchanges.
         ns_steps: number of Newton–Schulz steps, see `newton_schulz`. A traced number below 1 counts
             as 1.
         beta: decay rate β of the momentum.
@@ -134,10 +147,11 @@ def scale_by_muon(
     Raises:
         TypeError: an argument that is a number or a boolean got another type, such as a schedule.
         ValueError: an argument is none of the values above; `beta` is not in [0, 1); `eps` or
-            `max_group_bytes` is negative; a dtype is that of integers other than int8; `mu_dtype`
-            is a float of 8 bits, or is complex where a parameter is real, or conversely; under
-            int8, explicit mesh axes cut a block, or the state has a large momentum in another
-            dtype; a parameter is no matrix of floats;
+            `max_group_bytes` is negative; no pattern of `ns_coeffs` matches a parameter, or one
+            matches none; a dtype is that of integers other than int8; `mu_dtype` is a float of 8
+            bits, or is complex where a parameter is real, or conversely; under int8, explicit mesh
+            axes cut a block, or the state has a large momentum in another dtype; a parameter is no
+            matrix of floats;
             gradients do not fit the parameters; `ns_dtype` is one that the composed schedule is
             unsafe in; `shardings` is missing or wrong; or `distributed_gram` is True, matrices are
             sharded, and none of them can stay in pieces.
@@ -145,8 +159,8 @@ def scale_by_muon(
     """
     check_views(weight_dimension_numbers)
     check_shardings(shardings)
-    iteration = Iteration.resolve(
-        canonicalize(ns_coeffs),
+    iterations_of = iterations_by_path(
+        ns_coeffs,
         ns_steps,
         eps,
         eps_mode=eps_mode,
@@ -155,8 +169,6 @@ def scale_by_muon(
         method=ns_method,
         implementation=implementation,
     )
-    if isinstance(iteration.recipe, Schedule) and ns_dtype not in ("auto", None):
-        iteration.recipe.steps_in(ns_dtype)  # raises where the schedule is unsafe
     limits = Limits(max_group_bytes, distributed_gram)
     seen = SeenShardings()
     dtype = computed_dtype(mu_dtype)
@@ -168,6 +180,7 @@ def scale_by_muon(
         check_mu_dtype(params, mu_dtype)
         if not is_in_shard_map():  # where arrays are shards
             check_views_fit(weight_dimension_numbers, params)
+            iterations_of(params)  # raises where coefficients do not fit
         seen.see(params)
         return MuonState(
             count=jnp.zeros([], jnp.int32), mu=optax.tree.zeros_like(params, dtype=dtype)
@@ -186,7 +199,8 @@ def scale_by_muon(
         u, mu = accumulate_momentum(momentum, wide, old_mu, beta, count, nesterov)
         seen.see(u)
         known = seen.known(u, shardings)
-        orthogonal = map_matrices(iteration, weight_dimension_numbers, u, known, limits)
+        iterations = iterations_of(whole_tree(u, shardings))
+        orthogonal = map_matrices(iterations, weight_dimension_numbers, u, known, limits)
         if adaptive:
             dual_norms = inner_products(u, orthogonal, shardings)
             orthogonal = jax.tree.map(jnp.multiply, dual_norms, orthogonal)

@@ -52,6 +52,11 @@ def is_real(value: Any) -> bool:
     )
 
 
+def is_integer(value: Any) -> bool:
+    """Returns whether `value` is an integer that is no array and no boolean."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def suggestion(value: Any, names: Collection[str]) -> str:
     """Returns the nearest of the names as a question, or nothing where none is near."""
     near = difflib.get_close_matches(str(value), names, 1)

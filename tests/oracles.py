@@ -184,6 +184,28 @@ def nanogpt(w, g, state, t, lr):
     return w - w * (n * w >= 0) * (1.2 * lr) * (lr_mul * lr) - n * (lr_mul * lr)
 
 
+def kimi_k3(w, g, state, t, lr):
+    u = heavy_ball(state, g)
+    o = on_wide(lambda x: newton_schulz(x / (np.linalg.norm(x) + 1e-7), SIMPLE), u)
+    return w - lr * (0.2 * math.sqrt(max(w.shape)) * o + 0.1 * w)
+
+
+def on_sphere(w, u, lr):
+    """The norm of w, and the direction that is lr along -u."""
+    moved = w - lr * u * np.linalg.norm(w) / max(np.linalg.norm(u), 1e-10)
+    return moved / max(np.linalg.norm(moved), 1e-10) * np.linalg.norm(w)
+
+
+def muonh(w, g, state, t, lr):
+    u = g + 0.95 * heavy_ball(state, g)
+    o = on_wide(lambda x: newton_schulz(x / (np.linalg.norm(x) + 1e-8), QUINTIC), u)
+    return on_sphere(w, o * math.sqrt(max(1, w.shape[0] / w.shape[1])), lr)
+
+
+def adamh(w, g, state, t, lr):
+    return on_sphere(w, adam(state, g, t, 0.95, 1e-8), lr)
+
+
 def adam(state, g, t, b2, eps, b1=0.9, nesterov=False):
     state["m"] = b1 * state.get("m", 0) + (1 - b1) * g
     state["v"] = b2 * state.get("v", 0) + (1 - b2) * g**2
@@ -229,4 +251,8 @@ SYSTEMS = {
     "moe_fp16": (moe_fp16, adamw(0.999, 1e-8, 0.01)),
     "megatron": (megatron, adamw(0.999, 1e-8, 0.01)),
     "nanogpt": (nanogpt, adam_of_nanogpt),
+    "kimi_k3": (kimi_k3, adamw_of_moonlight),
+    "glm5": (moonlight, adamw_of_moonlight),
+    "muonh": (muonh, adamw(0.95, 1e-8, 0.0)),
 }
+ON_THE_HEAD = {"muonh": adamh}

@@ -221,7 +221,7 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             Type,
             "rules must be a dict by regular expr.*got 3",
         ),
-        (lambda: muon_jax.by_role(PARAMS, {"(": None}), Type, r"regular .* keys, got '\(' \("),
+        (lambda: muon_jax.by_role(PARAMS, {"(": None}), Type, r"regular expression, got '\(' \("),
         (lambda: qk_clip(1.0, {"w": 3}), Type, r"heads\['w'\] must be KeyHeads or .* got 3"),
         (lambda: KeyHeads(((2, "x"),)), Value, "parts must be pairs of a size, .* power, got"),
         (lambda: KeyHeads(((2, 1),), (0, 1, 2)), Value, "axis must be an axis, or a pair"),

@@ -123,6 +123,8 @@ NEW = {
         "shape_scale",
         "weight_decay_form",
         "cautious_weight_decay",
+        "fixed_norms",
+        "adamh",
         "normuon_b2",
         "normuon_averaged",
         "adam_eps",

@@ -27,6 +27,7 @@ NUMBERS = {
     "square": MuonDimensionNumbers(),
     "conv": MuonDimensionNumbers((0, 1, 2), 3),
     "bias": None,
+    "lm_head": None,
 }
 SHAPES = {
     "wide": (24, 36),
@@ -35,6 +36,7 @@ SHAPES = {
     "conv": (3, 3, 4, 24),
     "bias": (11,),
 }
+ALL_SHAPES = SHAPES | {"lm_head": (24, 20)}
 SLOW = {
     "nanogpt",
     "optax",
@@ -45,6 +47,8 @@ SLOW = {
     "fused_muon",
     "moe_fp16",
     "megatron",
+    "kimi_k3",
+    "glm5",
 }
 STEPS = 20
 TOLERANCE = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 2e-2}
@@ -60,7 +64,7 @@ def tree(seed, names=tuple(SHAPES), dtype=jnp.float32):
     """Arrays drawn at random, by seed and name."""
     return {
         name: jnp.asarray(np.random.default_rng([seed, i]).standard_normal(shape), dtype)
-        for i, (name, shape) in enumerate(SHAPES.items())
+        for i, (name, shape) in enumerate(ALL_SHAPES.items())
         if name in names
     }
 
@@ -96,15 +100,21 @@ def as_pytorch(x):
     return x.reshape(-1, x.shape[-1]).T if x.ndim > 1 else x
 
 
+def names_for(preset):
+    """All names but the output head's, if it has no optimizer of its own."""
+    return ALL_SHAPES if "adamh" in PRESETS[preset] else SHAPES
+
+
 @functools.cache
 def expected(preset):
     on_matrices, on_the_rest = oracles.SYSTEMS[preset]
+    steps = {"bias": on_the_rest, "lm_head": oracles.ON_THE_HEAD.get(preset)}
     result = {}
-    for name in SHAPES:
-        step = on_the_rest if name == "bias" else on_matrices
-        w, state = as_pytorch(tree(0)[name]), {}
+    for name in names_for(preset):
+        step = steps.get(name, on_matrices)
+        w, state = as_pytorch(tree(0, [name])[name]), {}
         for t in range(1, STEPS + 1):
-            w = step(w, as_pytorch(tree(t)[name]), state, t, float(learning_rate(t - 1)))
+            w = step(w, as_pytorch(tree(t, [name])[name]), state, t, float(learning_rate(t - 1)))
         result[name] = w
     return result
 
@@ -126,14 +136,14 @@ def test_twenty_steps_are_those_of_the_system(preset, ns_dtype):
     optimizer = muon(
         learning_rate,
         preset=preset,
-        muon_weight_dimension_numbers=NUMBERS,
+        muon_weight_dimension_numbers={name: NUMBERS[name] for name in names_for(preset)},
         ns_dtype=ns_dtype,
     )
-    ours = run(optimizer)
+    ours = run(optimizer, names=names_for(preset))
     for name, theirs in expected(preset).items():
-        start = as_pytorch(tree(0)[name])
+        start = as_pytorch(tree(0, [name])[name])
         error = helpers.relative_error(as_pytorch(ours[name]) - start, theirs - start)
-        assert error < (1e-4 if name == "bias" else TOLERANCE[ns_dtype]), name
+        assert error < (1e-4 if NUMBERS[name] is None else TOLERANCE[ns_dtype]), name
 
 
 def test_every_preset_has_a_system_and_arguments_of_muon():
@@ -143,6 +153,42 @@ def test_every_preset_has_a_system_and_arguments_of_muon():
         assert kwargs.keys() <= parameters.keys() - {"learning_rate", "preset"}, preset
         assert {"ns_dtype", "ns_method"} <= kwargs.keys(), preset  # our defaults are not optax's
         assert preset in inspect.getdoc(muon)
+
+
+def test_muonh_keeps_norms_and_steps_are_relative_to_them():
+    params = tree(0, ("wide", "lm_head"))
+    numbers = {"wide": MuonDimensionNumbers(), "lm_head": None}
+    optimizer = muon(0.25, preset="muonh", muon_weight_dimension_numbers=numbers)
+    updates, state = optimizer.update(tree(1, params), optimizer.init(params), params)
+    assert state.inner_states.keys() == {"muon", "adam", "adamh"}
+    for name, w in params.items():
+        norm = np.linalg.norm(w)
+        np.testing.assert_allclose(np.linalg.norm(w + updates[name]), norm, rtol=1e-5)
+        assert 0.2 < np.linalg.norm(updates[name]) / norm < 0.3
+
+
+def test_adamh_has_matrices_alone_and_needs_one():
+    head = {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)}
+    params = {"lm_head": head, "w": jnp.ones((4, 4))}
+    numbers = {"lm_head": None, "w": MuonDimensionNumbers()}
+    kwargs = {"preset": "muonh", "muon_weight_dimension_numbers": numbers}
+    described = muon_jax.describe(params, **kwargs)
+    optimizers = {p.path: p.optimizer for p in described.parameters}
+    assert optimizers == {"lm_head/bias": "adamw", "lm_head/kernel": "adamh", "w": "muon"}
+    with pytest.raises(ValueError, match="adamh='logits' matches no matrix that AdamW has"):
+        muon(0.1, adamh="logits", **kwargs).init(params)
+    muon(0.1, adamh=None, **kwargs).init(params)
+    masked = optax.masked(muon(0.1, preset="muonh"), {"lm_head": False, "w": True})
+    masked.init(params)  # another optimizer has the head
+
+
+def test_hyperp_is_its_formula():
+    sizes = {"depth": 32, "base_depth": 8, "tokens": 16e9, "base_tokens": 1e9}
+    rate = muon_jax.hyperp_learning_rate(0.02, **sizes)
+    assert rate == pytest.approx(0.02 / 2 * 2.0 ** (-4 * 0.32), rel=1e-12)
+    assert muon_jax.hyperp_learning_rate(0.02, **dict.fromkeys(sizes, 3)) == 0.02
+    with pytest.raises(ValueError, match=r"depth must be in \(0, inf\), got 0"):
+        muon_jax.hyperp_learning_rate(0.02, **{**sizes, "depth": 0})
 
 
 def test_the_preset_of_optax_is_optax():
@@ -329,6 +375,10 @@ def test_shape_scale(shape_scale, shape, factor):
         (lambda: muon(0.1, shape_scale="rms"), r"shape_scale must be one of.*got 'rms'"),
         (lambda: muon(0.1, weight_decay_form="l1"), r"weight_decay_form must be.*got 'l1'"),
         (
+            lambda: muon(0.1, preset="muonh", shape_scale="ratio"),
+            r"fixed_norms=True makes steps relative.*leave out .* shape_scale='ratio'",
+        ),
+        (
             lambda: muon(0.1, preset="moonlight", shape_scale="ratio"),
             r"shape_scale='ratio' and consistent_rms=0.2.*leave one",
         ),
@@ -444,11 +494,12 @@ def test_a_state_is_restored_from_a_list_of_its_leaves(tmp_path):
 
 def test_a_state_loads_under_other_presets():
     def structure(preset):
-        optimizer = muon(0.1, preset=preset, muon_weight_dimension_numbers=NUMBERS)
+        numbers = {name: NUMBERS[name] for name in SHAPES}
+        optimizer = muon(0.1, preset=preset, muon_weight_dimension_numbers=numbers)
         return jax.eval_shape(optimizer.init, tree(0))
 
     for preset, kwargs in PRESETS.items():
-        if "normuon_b2" in kwargs:  # the state has moments of neurons
+        if {"normuon_b2", "adamh"} & kwargs.keys():  # the state has moments of neurons, or a head's
             continue
         chex.assert_trees_all_equal_shapes_and_dtypes(structure(preset), structure("optax"))
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from muon_jax._coefficients import map_by_iteration
 from muon_jax._distributed.in_pieces import run_in_pieces
 from muon_jax._distributed.packing import pack, pack_results, unit_axes, units_of_parts, unpack
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan
@@ -19,23 +20,29 @@ from muon_jax._iteration.passes import is_tall
 from muon_jax._matrices.axes import from_matrices
 from muon_jax._matrices.views import from_stacks, to_stacks
 
-type _Orthogonalize = Callable[[list[jax.Array]], list[jax.Array]]
+# The results of stacks, of which each sequence has the iteration of a number.
+type _Orthogonalize = Callable[[Sequence[int], Sequence[Sequence[jax.Array]]], list[jax.Array]]
 
 
 def run_plan(
-    plan: Plan, shards: Sequence[jax.Array], iteration: Iteration, max_group_bytes: int | None
+    plan: Plan,
+    shards: Sequence[jax.Array],
+    iterations: Sequence[Iteration],
+    max_group_bytes: int | None,
 ) -> list[jax.Array]:
     """Returns the shards of the results. The plan's mesh axes must be manual.
 
     Args:
         plan: of the parameters.
         shards: the local part of each parameter.
-        iteration: with which the plan was made.
+        iterations: with which the plan was made.
         max_group_bytes: as for `Iteration.map`.
     """
 
-    def orthogonalize(stacks: list[jax.Array]) -> list[jax.Array]:
-        return iteration.map(stacks, max_group_bytes)
+    def orthogonalize(
+        numbers: Sequence[int], stacks: Sequence[Sequence[jax.Array]]
+    ) -> list[jax.Array]:
+        return map_by_iteration(iterations, numbers, stacks, max_group_bytes)
 
     given, shards = shards, [*shards]
     for leaf in plan.leaves:
@@ -45,7 +52,7 @@ def run_plan(
         results[i] = result
     for i, result in _run_buckets(plan.buckets, shards, orthogonalize).items():
         results[i] = result
-    for i, result in run_in_pieces(plan.grams, shards, iteration).items():
+    for i, result in run_in_pieces(plan.grams, shards, iterations).items():
         results[i] = result
     return [result.reshape(x.shape) for result, x in zip(results, given, strict=True)]
 
@@ -55,7 +62,7 @@ def _run_local(
 ) -> dict[int, jax.Array]:
     """The results for leaves whose units are whole on each device."""
     stacks = [to_stacks(shards[leaf.index], leaf.view) for leaf in leaves]
-    done = iter(orthogonalize(sum(stacks, [])))
+    done = iter(orthogonalize([leaf.iteration for leaf in leaves], stacks))
     return {leaf.index: from_stacks(done, leaf.view, shards[leaf.index].shape) for leaf in leaves}
 
 
@@ -92,7 +99,9 @@ def _run_bucket(bucket: Bucket, sent: jax.Array, orthogonalize: _Orthogonalize) 
     for chunk, pieces in zip(bucket.chunks, received, strict=True):
         positions.append((jax.lax.axis_index(names) - chunk.first) % bucket.owners)
         stacks.append(_assemble(chunk, bucket, pieces, positions[-1]))
-    done = iter(orthogonalize([jax.lax.collapse(x, 0, 2) for x in sum(stacks, [])]))
+    numbers = [chunk.parts[0][0].iteration for chunk in bucket.chunks]
+    flat = [[jax.lax.collapse(x, 0, 2) for x in whole] for whole in stacks]
+    done = iter(orthogonalize(numbers, flat))
     back = [
         _take_apart(chunk, bucket, [next(done).reshape(x.shape) for x in whole], position)
         for chunk, whole, position in zip(bucket.chunks, stacks, positions, strict=True)

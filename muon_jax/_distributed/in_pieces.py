@@ -123,17 +123,18 @@ def estimate(bucket: Bucket, form: Form) -> Estimate:
 
 
 def run_in_pieces(
-    buckets: Sequence[Bucket], shards: Sequence[jax.Array], iteration: Iteration
+    buckets: Sequence[Bucket], shards: Sequence[jax.Array], iterations: Sequence[Iteration]
 ) -> dict[int, jax.Array]:
     """Returns the results for these matrices in pieces, by the index of their parameter.
 
     Args:
         buckets: `Plan.grams`, whose mesh axes must be manual.
         shards: the local part of each parameter.
-        iteration: with which the plan was made.
+        iterations: with which the plan was made.
     """
     leaves, results = {}, {}
     for bucket in buckets:
+        iteration = iterations[bucket.chunks[0].parts[0][0].iteration]
         done = _orthogonalize_pieces(bucket, shards, iteration)
         for (leaf, _, _), x in zip(bucket.chunks[0].parts, done, strict=True):
             leaves[leaf.index] = leaf

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from muon_jax._coefficients import Iterations, map_by_iteration
 from muon_jax._distributed.automatic import Planned, run_when_partitioned
 from muon_jax._distributed.devices import asks_how_to_partition, platform_of, traced_for
 from muon_jax._distributed.exchange import run_plan
@@ -28,9 +29,9 @@ from muon_jax._matrices.views import Views, stacked_view, stacks_of_tree
 
 
 def map_matrices(
-    iteration: Iteration, views: Views, tree: Any, shardings: Shardings, limits: Limits
+    iterations: Iterations, views: Views, tree: Any, shardings: Shardings, limits: Limits
 ) -> Any:
-    """Returns the tree with `iteration` applied to all matrices.
+    """Returns the tree with its iterations applied to all matrices.
 
     | mesh axes | who knows the shardings      | where the plan runs                           |
     | --------- | ---------------------------- | --------------------------------------------- |
@@ -41,7 +42,7 @@ def map_matrices(
     | automatic | nobody, on TPUs              | there is no plan: XLA partitions stacks       |
 
     Args:
-        iteration: the iteration, whose leaves may be traced.
+        iterations: of the tree, whose leaves may be traced.
         views: which matrices, as for `views_of_leaves`.
         tree: the arrays.
         shardings: as for `scale_by_muon`.
@@ -54,23 +55,26 @@ def map_matrices(
     """
     leaves, treedef = jax.tree.flatten(tree)
     with traced_for(leaves):
-        return treedef.unflatten(_map_leaves(iteration, views, tree, shardings, limits))
+        return treedef.unflatten(_map_leaves(iterations, views, tree, shardings, limits))
 
 
 def _map_leaves(
-    iteration: Iteration, views: Views, tree: Any, shardings: Shardings, limits: Limits
+    iterations: Iterations, views: Views, tree: Any, shardings: Shardings, limits: Limits
 ) -> list[jax.Array]:
     """The leaves of `map_matrices`."""
     place, leaves = locate(tree, shardings), jax.tree.leaves(tree)
     if place.kind == AxisType.Auto and not asks_how_to_partition(place.mesh):
         place = _stated_alone(place, shardings)
     if place.kind is None:
-        return jax.tree.leaves(_map_unsharded(iteration, views, tree, limits))
+        return jax.tree.leaves(_map_unsharded(iterations, views, tree, limits))
     is_empty = [not x.size for x in leaves]
     if any(is_empty):  # arrays without elements are results already
         place = _without_empty(place, is_empty)
+        pairs = zip(iterations.of_leaves, is_empty, strict=True)
+        of_full = tuple(i for i, empty in pairs if not empty)
+        iterations = dataclasses.replace(iterations, of_leaves=of_full)
     full = [x for x, empty in zip(leaves, is_empty, strict=True) if not empty]
-    results = iter(_map_sharded(iteration, views, full, place, limits) if full else [])
+    results = iter(_map_sharded(iterations, views, full, place, limits) if full else [])
     return [x if empty else next(results) for x, empty in zip(leaves, is_empty, strict=True)]
 
 
@@ -104,10 +108,13 @@ def _warn(place: Placed, what: str) -> None:
     )
 
 
-def _map_unsharded(iteration: Iteration, views: Views, tree: Any, limits: Limits) -> Any:
+def _map_unsharded(iterations: Iterations, views: Views, tree: Any, limits: Limits) -> Any:
     def of_whole(tree: Any) -> Any:
         stacks, unflatten = stacks_of_tree(views, tree)
-        return unflatten(iteration.map(stacks, limits.max_group_bytes))
+        numbers = iterations.of_leaves
+        return unflatten(
+            map_by_iteration(iterations.distinct, numbers, stacks, limits.max_group_bytes)
+        )
 
     return by_device(of_whole, tree)
 
@@ -122,15 +129,15 @@ def _without_empty(place: Placed, is_empty: Sequence[bool]) -> Placed:
 
 
 def _map_sharded(
-    iteration: Iteration,
+    iterations: Iterations,
     views: Views,
     leaves: Sequence[jax.Array],
     place: Placed,
     limits: Limits,
 ) -> list[jax.Array]:
     """The results for these leaves, of `place.whole`, none of them empty."""
-    units = units_of(views, place.whole, iteration)
-    arrays, bind = _arrays_of(iteration)
+    units = units_of(views, place.whole, iterations)
+    arrays, bind = _arrays_of(iterations.distinct)
 
     def planned(specs: Sequence[PartitionSpec], mesh: Mapping[str, int]) -> Planned:
         plan = make_plan(units, specs, mesh, limits)
@@ -162,11 +169,12 @@ def _map_sharded(
             )
         _warn(place, "Matrices are stacked, and the stacks spread over all devices")
         run = functools.partial(run_stacked, units=units, mesh=place.mesh, limits=limits)
-        return jax.jit(run)(iteration, arrays=leaves)
+        return jax.jit(run)(iterations.distinct, arrays=leaves)
 
     def of_stacks(stacks: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
         views = [stacked_view(unit.view) for unit in units]
-        return map_matrices(bind(arrays), lambda _: views, [*stacks], None, limits)
+        bound = dataclasses.replace(iterations, distinct=bind(arrays))
+        return map_matrices(bound, lambda _: views, [*stacks], None, limits)
 
     settings = repr((bind([None] * len(arrays)), units, limits))
     return run_when_partitioned(planned, of_stacks, leaves, arrays, settings)
@@ -177,12 +185,12 @@ def _varying_like(unit: Leaf, x: jax.Array) -> Leaf:
     return dataclasses.replace(unit, varying=jax.typeof(x).manual_axis_type.varying)
 
 
-def _arrays_of(iteration: Iteration) -> tuple[list[jax.Array], Any]:
-    """The arrays in an iteration, and a function of arrays that gives the iteration with them."""
-    leaves, treedef = jax.tree.flatten(iteration)
+def _arrays_of(iterations: tuple[Iteration, ...]) -> tuple[list[jax.Array], Any]:
+    """The arrays in iterations, and a function of arrays that gives the iterations with them."""
+    leaves, treedef = jax.tree.flatten(iterations)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
-    def bind(arrays: Sequence[Any]) -> Iteration:
+    def bind(arrays: Sequence[Any]) -> tuple[Iteration, ...]:
         values = dict(zip(where, arrays, strict=True))
         return treedef.unflatten(values.get(i, leaf) for i, leaf in enumerate(leaves))
 

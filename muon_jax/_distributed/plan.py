@@ -8,8 +8,8 @@ A *unit* is one element of the batch axes of a parameter, with all of its matric
 
         unit q  ->  owner (first + q) mod O,  slot q div O,
 
-    at most ⌈N/O⌉ of the N units of a kind. Units of a kind have equal matrices, whatever their
-    layout. `first` goes on from kind to kind, so that remainders are spread.
+    at most ⌈N/O⌉ of the N units of a kind. Units of a kind have equal matrices and one iteration,
+    whatever their layout. `first` goes on from kind to kind, so that remainders are spread.
 -   All kinds with equal D share one exchange. Exchanges are cut into buckets bounded in bytes, so
     that one bucket is on the wire while another is computed.
 -   Kinds that are better left in pieces (`in_pieces`) have buckets of their own, of at most O
@@ -50,6 +50,7 @@ class Leaf:
         wire: the dtype in which units are exchanged whole.
         forms: in which each matrix of a unit is orthogonalized whole.
         form_in_pieces: in which matrices in pieces are orthogonalized, or why they cannot be.
+        iteration: the index of their iteration.
     """
 
     index: int
@@ -66,6 +67,7 @@ class Leaf:
     varying: frozenset[str] = frozenset()
     forms: tuple[Form, ...] = ()
     form_in_pieces: Form | str = "no form was chosen"
+    iteration: int = 0
 
     @property
     def units(self) -> int:
@@ -78,9 +80,9 @@ class Leaf:
         return tuple((b, min(rows, cols), max(rows, cols)) for b, rows, cols in self.stacks)
 
     @property
-    def kind(self) -> tuple[np.dtype, tuple[tuple[int, int, int], ...]]:
+    def kind(self) -> tuple[int, np.dtype, tuple[tuple[int, int, int], ...]]:
         """What two leaves have in common whose units one iteration can take."""
-        return self.dtype, self.matrices
+        return self.iteration, self.dtype, self.matrices
 
     @property
     def layout(self) -> str:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from muon_jax._coefficients import Iterations
 from muon_jax._distributed.buckets import deal
 from muon_jax._distributed.cost import by_owners
 from muon_jax._distributed.in_pieces import estimate, why_not_in_pieces
@@ -41,20 +42,23 @@ def max_bucket_bytes(limits: Limits) -> int:
     return MAX_BUCKET_BYTES if most is None else min(most, MAX_BUCKET_BYTES)
 
 
-def units_of(views: Views, tree: Any, iteration: Iteration) -> list[Leaf]:
+def units_of(views: Views, tree: Any, iterations: Iterations) -> list[Leaf]:
     """Returns the leaves of `tree` for plans, with the forms of their matrices.
 
     Args:
         views: as for `views_of_leaves`.
         tree: whole arrays, or shapes of them.
-        iteration: that will run on the matrices.
+        iterations: that will run on the matrices.
 
     Raises:
         ValueError: a leaf has no view, or one that does not fit.
     """
     pairs = zip(views_of_leaves(views, tree), jax.tree.leaves(tree), strict=True)
     leaves = [leaf_of(i, name, x, view) for i, ((name, view), x) in enumerate(pairs)]
-    return [_with_forms(leaf, iteration) for leaf in leaves]
+    return [
+        _with_forms(dataclasses.replace(leaf, iteration=i), iterations.distinct[i])
+        for leaf, i in zip(leaves, iterations.of_leaves, strict=True)
+    ]
 
 
 def _with_forms(leaf: Leaf, iteration: Iteration) -> Leaf:

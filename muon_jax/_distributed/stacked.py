@@ -33,7 +33,7 @@ from muon_jax._matrices.views import from_stacks, to_stacks
 
 
 def run_stacked(
-    iteration: Iteration,
+    iterations: Sequence[Iteration],
     units: Sequence[Leaf],
     arrays: Sequence[jax.Array],
     mesh: Mesh,
@@ -42,7 +42,7 @@ def run_stacked(
     """Returns the results for parameters that are sharded over automatic axes, nobody knows how.
 
     Args:
-        iteration: with which the units were made.
+        iterations: with which the units were made.
         units: the parameters.
         arrays: of the parameters, whole.
         mesh: that the arrays are on.
@@ -50,7 +50,8 @@ def run_stacked(
     """
     results = {}
     for group in _alike_and_small(units, mesh, limits):
-        done = _run_group(iteration, group, [arrays[leaf.index] for leaf in group], mesh, limits)
+        own = [arrays[leaf.index] for leaf in group]
+        done = _run_group(iterations[group[0].iteration], group, own, mesh, limits)
         results |= zip((leaf.index for leaf in group), done, strict=True)
     # XLA shards the operands of a choice alike, so results like parameters. It cannot know which
     # operand is chosen.
@@ -65,7 +66,8 @@ def _alike_and_small(
 
     def alike(leaf: Leaf) -> tuple[str, ...]:
         own = str(leaf.index) if leaf.batch else ""
-        return re.sub(r"\d+", "", leaf.name), leaf.layout, leaf.dtype.name, own
+        name = re.sub(r"\d+", "", leaf.name)
+        return name, leaf.layout, leaf.dtype.name, str(leaf.iteration), own
 
     for _, group in itertools.groupby(sorted(units, key=alike), key=alike):
         leaves = [*group]

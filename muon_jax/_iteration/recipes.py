@@ -1,5 +1,6 @@
 """What `ns_coeffs` and `ns_steps` stand for: quintic steps, or a composed schedule."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -72,11 +73,17 @@ def canonicalize(ns_coeffs: Any) -> Any:
     """Returns the coefficients as a name or nested tuples of floats, which hash, or traced.
 
     Raises:
+        TypeError: a dict or a callable.
         ValueError: a wrong shape or more than `MOST_STEPS` rows; or a coefficient is no finite real
             number, or a ≤ 0 in a triple (a, b, c), which would turn small singular values around.
     """
     if isinstance(ns_coeffs, str):
         return ns_coeffs
+    if isinstance(ns_coeffs, Mapping) or callable(ns_coeffs):
+        raise TypeError(
+            "ns_coeffs of one matrix must be a name, a triple or a table of triples, got"
+            f" {ns_coeffs!r}: pass coefficients by path to muon or scale_by_muon"
+        )
     traced = is_traced(ns_coeffs)
     given = jnp.asarray(ns_coeffs) if traced else np.asarray(ns_coeffs, object)
     shape = given.shape

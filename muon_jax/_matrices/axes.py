@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from optax.contrib import MuonDimensionNumbers
 
-from muon_jax._checks import is_integer
+from pallas_kernels._checks import is_integer
 
 
 class MatrixAxes(NamedTuple):

@@ -209,18 +209,20 @@ def views_of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
 
 def stacks_of_tree(
     views: Views, tree: Any
-) -> tuple[list[jax.Array], Callable[[Iterable[jax.Array]], Any]]:
-    """Returns the stacks `(batch, rows, cols)` of all leaves of `tree`, and the inverse.
+) -> tuple[list[list[jax.Array]], Callable[[Iterable[jax.Array]], Any]]:
+    """Returns the stacks `(batch, rows, cols)` of each leaf of `tree`, and the inverse.
+
+    The inverse takes the stacks of all leaves, one after the other.
 
     Raises:
         ValueError: a leaf has no view and is no matrix, or has a view that does not fit it.
     """
     leaves, treedef = jax.tree.flatten(tree)
     viewed = views_of_leaves(views, tree)
-    flat = []
+    stacks_by_leaf = []
     for leaf, (name, view) in zip(leaves, viewed, strict=True):
         with errors_naming(name, leaf.shape):
-            flat += to_stacks(leaf, view)
+            stacks_by_leaf.append(to_stacks(leaf, view))
 
     def tree_of_stacks(stacks: Iterable[jax.Array]) -> Any:
         stacks = iter(stacks)
@@ -229,7 +231,7 @@ def stacks_of_tree(
             for leaf, (_, view) in zip(leaves, viewed, strict=True)
         )
 
-    return flat, tree_of_stacks
+    return stacks_by_leaf, tree_of_stacks
 
 
 def stacked_view(view: View) -> View:

@@ -1,11 +1,14 @@
-"""The arguments of `muon` that reports are about, and the iteration that they stand for."""
+"""The arguments of `muon` that reports are about, and the iterations that they stand for."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from muon_jax._iteration.iteration import Iteration
-from muon_jax._iteration.recipes import canonicalize
+import jax
+import optax
+
+from muon_jax._coefficients import Iterations, iterations_by_path
+from muon_jax._matrices.views import View
 from muon_jax._muon import muon
 from muon_jax._presets import arguments_of
 
@@ -24,10 +27,19 @@ def all_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return call.arguments
 
 
-def iteration_of(arguments: Mapping[str, Any]) -> Iteration:
-    """Returns the iteration of `muon` with these arguments, all of them."""
-    return Iteration.resolve(
-        canonicalize(arguments["ns_coeffs"]),
+def iterations_of_muon(arguments: Mapping[str, Any], matrices: Any) -> Iterations:
+    """Returns the iterations of `muon` with these arguments, all of them.
+
+    Args:
+        arguments: those of `muon`.
+        matrices: the tree of the parameters that Muon has.
+
+    Raises:
+        TypeError: coefficients are none.
+        ValueError: coefficients are wrong, or a parameter has none.
+    """
+    iterations_of = iterations_by_path(
+        arguments["ns_coeffs"],
         arguments["ns_steps"],
         arguments["eps"],
         eps_mode=arguments["eps_mode"],
@@ -35,4 +47,13 @@ def iteration_of(arguments: Mapping[str, Any]) -> Iteration:
         dtype=arguments["ns_dtype"],
         method=arguments["ns_method"],
         implementation=arguments["implementation"],
+    )
+    return iterations_of(matrices)
+
+
+def matrices_of_muon(params: Any, views: Sequence[View | None]) -> Any:
+    """Returns the parameters as `scale_by_muon` gets them: those without a view are masked."""
+    leaves, treedef = jax.tree.flatten(params)
+    return treedef.unflatten(
+        optax.MaskedNode() if view is None else x for x, view in zip(leaves, views, strict=True)
     )

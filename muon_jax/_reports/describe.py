@@ -13,8 +13,9 @@ from muon_jax._iteration.grouping import groups
 from muon_jax._iteration.iteration import Iteration
 from muon_jax._matrices.by_role import by_role, named_shapes, routes
 from muon_jax._matrices.views import View, assigned_views, shapes_of_stacks
-from muon_jax._reports.arguments import all_arguments, iteration_of
+from muon_jax._reports.arguments import all_arguments, iterations_of_muon, matrices_of_muon
 from muon_jax._reports.table import table
+from muon_jax._transforms.adamh import label_of_adam
 from muon_jax._transforms.quantized import computed_dtype
 from muon_jax._trees import errors_naming
 from pallas_kernels import select_implementation, unsupported_reason
@@ -30,7 +31,7 @@ class DescribedParameter:
         path: its names, joined by slashes.
         shape: its own.
         role: what `by_role` takes it for; "unknown" where nothing tells.
-        optimizer: "muon" or "adamw".
+        optimizer: "muon", "adamw" or "adamh".
         matrices: the shapes `(batch, rows, cols)` of its stacks of matrices.
         groups: for each of these, which group it is orthogonalized in.
     """
@@ -49,6 +50,7 @@ class DescribedGroup:
 
     Attributes:
         shape: `(batch, m, n)` with m ≤ n.
+        coefficients: their name, or the numbers.
         method: `"standard"` or `"gram"`.
         dtype: of the products.
         implementation: of the symmetric products.
@@ -56,6 +58,7 @@ class DescribedGroup:
     """
 
     shape: tuple[int, ...]
+    coefficients: str
     method: str
     dtype: str
     implementation: str
@@ -82,13 +85,22 @@ class Description:
             for p in self.parameters
         ]
         groups = [
-            (str(i), _joined(g.shape), g.method, g.dtype, g.implementation, f"{g.flops / 1e9:.3g}")
+            (
+                str(i),
+                _joined(g.shape),
+                g.coefficients,
+                g.method,
+                g.dtype,
+                g.implementation,
+                f"{g.flops / 1e9:.3g}",
+            )
             for i, g in enumerate(self.groups)
         ]
+        of_groups = ("group", "shape", "coefficients", "method", "dtype", "products", "GFLOP")
         return "\n\n".join(
             [
                 table(("path", "shape", "role", "optimizer", "matrices", "group"), parameters),
-                table(("group", "shape", "method", "dtype", "products", "GFLOP"), groups),
+                table(of_groups, groups),
             ]
         )
 
@@ -109,33 +121,63 @@ def describe(params: Any, **arguments: Any) -> Description:
     """
     named = named_shapes(params)
     given = all_arguments(arguments)
-    iteration, leaves = iteration_of(given), jax.tree.leaves_with_path(params)
+    leaves = jax.tree.leaves_with_path(params)
     views = assigned_views(given["muon_weight_dimension_numbers"], params)
+    iterations = iterations_of_muon(given, matrices_of_muon(params, views))
     stacks = [
         [] if view is None else _stacks_of(path, _momentum_of(x, given), view)
         for (path, x), view in zip(leaves, views, strict=True)
     ]
     flat = [*itertools.chain.from_iterable(stacks)]
-    grouped = groups(flat, given["max_group_bytes"])
-    group_of = {j: i for i, group in enumerate(grouped) for j in group}
+    of_muon = [own for own, view in zip(stacks, views, strict=True) if view is not None]
+    numbers = [n for n, own in zip(iterations.of_leaves, of_muon, strict=True) for _ in own]
+    grouped = _grouped(numbers, flat, given["max_group_bytes"])
+    group_of = {j: i for i, (_, group) in enumerate(grouped) for j in group}
     positions = itertools.count()
     parameters = [
         DescribedParameter(
             path=name,
             shape=shape,
             role=route.role,
-            optimizer="adamw" if view is None else "muon",
+            optimizer=_optimizer_of(path, x, view, given["adamh"]),
             matrices=tuple(stack.shape for stack in own),
             groups=tuple(group_of[next(positions)] for _ in own),
         )
-        for (name, shape), view, own, route in zip(
-            named, views, stacks, routes(named, {}, **_arguments_of_by_role(given)), strict=True
+        for (name, shape), (path, x), view, own, route in zip(
+            named,
+            leaves,
+            views,
+            stacks,
+            routes(named, {}, **_arguments_of_by_role(given)),
+            strict=True,
         )
     ]
-    described = [_described_group([flat[i] for i in group], iteration) for group in grouped]
+    described = [
+        _described_group(
+            [flat[j] for j in group], iterations.distinct[number], iterations.names[number]
+        )
+        for number, group in grouped
+    ]
     description = Description(tuple(parameters), tuple(described))
     print(description)
     return description
+
+
+def _optimizer_of(path: tuple[Any, ...], x: Any, view: View | None, adamh: str | None) -> str:
+    label = "muon" if view is not None else label_of_adam(adamh, path, x)
+    return "adamw" if label == "adam" else label
+
+
+def _grouped(
+    numbers: Sequence[int], stacks: Sequence[jax.ShapeDtypeStruct], max_group_bytes: int | None
+) -> list[tuple[int, list[int]]]:
+    """The number of the iteration of each group, and the indices of its stacks."""
+    found = []
+    for number in sorted({*numbers}):
+        own = [i for i, of_stack in enumerate(numbers) if of_stack == number]
+        of_own = groups([stacks[i] for i in own], max_group_bytes)
+        found += [(number, [own[i] for i in group]) for group in of_own]
+    return found
 
 
 def _arguments_of_by_role(given: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +203,7 @@ def _stacks_of(
 
 
 def _described_group(
-    stacks: Sequence[jax.ShapeDtypeStruct], iteration: Iteration
+    stacks: Sequence[jax.ShapeDtypeStruct], iteration: Iteration, coefficients: str
 ) -> DescribedGroup:
     batch = sum(stack.shape[0] for stack in stacks)
     m, n = sorted(stacks[0].shape[1:])
@@ -172,6 +214,7 @@ def _described_group(
         check_supported(named, unsupported_reason(named, operand))
     return DescribedGroup(
         shape=operand.shape,
+        coefficients=coefficients,
         method=form.method,
         dtype=str(form.dtype),
         implementation=form.implementation or select_implementation(operand).implementation,

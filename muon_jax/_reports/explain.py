@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._distributed.cost import exchange_microseconds
@@ -23,12 +22,23 @@ from muon_jax._distributed.sharding import (
 from muon_jax._iteration.form import Form
 from muon_jax._iteration.recipes import is_traced
 from muon_jax._matrices.views import assigned_views
-from muon_jax._reports.arguments import all_arguments, iteration_of
+from muon_jax._reports.arguments import all_arguments, iterations_of_muon, matrices_of_muon
 from muon_jax._reports.table import table
 from muon_jax._tree_checks import check_params
 from pallas_kernels._promotion import standard_promotion
 
-_COLUMNS = ["matrices", "mode", "count", "owners", "each", "padding", "MB", "dtype", "µs"]
+_COLUMNS = [
+    "matrices",
+    "coefficients",
+    "mode",
+    "count",
+    "owners",
+    "each",
+    "padding",
+    "MB",
+    "dtype",
+    "µs",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +47,7 @@ class ExplainedGroup:
 
     Attributes:
         matrices: shapes `(batch, m, n)` of what moves together, mostly one matrix.
+        coefficients: their name, or the numbers.
         mode: `"local"`, `"exchange over"` mesh axes, or `"gram over"` mesh axes: in pieces.
         count: how many there are on all devices that share the owners.
         owners: how many devices share the work; 1 where the matrices are local, or where every
@@ -48,6 +59,7 @@ class ExplainedGroup:
     """
 
     matrices: tuple[tuple[int, int, int], ...]
+    coefficients: str
     mode: str
     count: int
     owners: int
@@ -89,7 +101,13 @@ class Explanation:
             shapes = ("×".join(map(str, shape[shape[0] == 1 :])) for shape in group.matrices)
             numbers = (group.count, group.owners, group.each)
             rows.append(
-                [" + ".join(shapes), group.mode, *map(str, numbers), f"{group.padding:.0%}"]
+                [
+                    " + ".join(shapes),
+                    group.coefficients,
+                    group.mode,
+                    *map(str, numbers),
+                    f"{group.padding:.0%}",
+                ]
                 + [f"{group.megabytes:.1f}", group.dtype, f"{group.microseconds:.0f}"]
             )
         sums = f" and {self.sums} sums of Gram matrices" * (self.sums > 0)
@@ -128,22 +146,20 @@ def explain(
     specs = [*map(spec_of, placed)]
     mesh = _mesh_for(placed, mesh)
     # A callable, because a tree of views may itself be callable.
-    units = units_of(lambda _: views, matrices, iteration_of(given))
+    iterations = iterations_of_muon(given, matrices)
+    units = units_of(lambda _: views, matrices, iterations)
     limits = Limits(given["max_group_bytes"], given["distributed_gram"])
-    explanation = _explained(make_plan(units, specs, mesh.shape, limits))
+    explanation = _explained(make_plan(units, specs, mesh.shape, limits), iterations.names)
     print(explanation)
     return explanation
 
 
 def _matrices_of(params: Any, given: dict[str, Any]) -> tuple[Any, Any]:
-    """The views and the parameters as `scale_by_muon` gets them: all others are masked."""
+    """The views and the parameters that are exchanged: others, and empty ones, are masked."""
     leaves, treedef = jax.tree.flatten(params)
     views = assigned_views(given["muon_weight_dimension_numbers"], params)
-    matrices = (
-        optax.MaskedNode() if view is None or 0 in p.shape else p
-        for p, view in zip(leaves, views, strict=True)
-    )
-    return treedef.unflatten(views), treedef.unflatten(matrices)
+    full = [None if 0 in p.shape else view for p, view in zip(leaves, views, strict=True)]
+    return treedef.unflatten(views), matrices_of_muon(params, full)
 
 
 def _mesh_for(placed: Sequence[PartitionSpec | NamedSharding], mesh: Mesh | None) -> Mesh:
@@ -169,16 +185,18 @@ class _Row(NamedTuple):
         leaf: one of their parameters.
         axes: names and sizes of the mesh axes that the owners are along; none where local.
         dtype: of what is sent.
+        coefficients: of the matrices.
     """
 
     leaf: Leaf
     axes: tuple[tuple[str, int], ...]
     dtype: Any
+    coefficients: str
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for parameters of one row."""
-        return self.leaf.matrices, self.leaf.dtype, self.axes, self.dtype
+        return self.leaf.kind, self.axes, self.dtype
 
     def group(self, count: int, each: int, num_bytes: int) -> ExplainedGroup:
         """The row for so many matrices, of which each owner has `each`, and bytes sent."""
@@ -186,6 +204,7 @@ class _Row(NamedTuple):
         forms = zip(self.leaf.forms, stacks, strict=True)
         return ExplainedGroup(
             matrices=self.leaf.matrices,
+            coefficients=self.coefficients,
             mode=f"exchange over {_names(self.axes)}" if self.axes else "local",
             count=count,
             owners=math.prod(size for _, size in self.axes),
@@ -196,7 +215,7 @@ class _Row(NamedTuple):
         )
 
 
-def _explained(plan: Plan) -> Explanation:
+def _explained(plan: Plan, names: Sequence[str]) -> Explanation:
     rows: dict[Any, tuple[_Row, int, int, int]] = {}
 
     def add(row: _Row, count: int, each: int, num_bytes: int) -> None:
@@ -204,18 +223,20 @@ def _explained(plan: Plan) -> Explanation:
         rows[row.key] = (row, counts + count, eaches + each, sent + num_bytes)
 
     for leaf in plan.local:
-        add(_Row(leaf, (), leaf.dtype), leaf.units, leaf.units, 0)
+        row = _Row(leaf, (), leaf.dtype, names[leaf.iteration])
+        add(row, leaf.units, leaf.units, 0)
     exchange = 0.0
     for bucket in plan.buckets:
         sent = [_sent(bucket, chunk) for chunk in bucket.chunks]
         exchange += 2 * exchange_microseconds(sum(sent))
         for chunk, num_bytes in zip(bucket.chunks, sent, strict=True):
-            row = _Row(chunk.parts[0][0], bucket.axes, bucket.dtype)
+            leaf = chunk.parts[0][0]
+            row = _Row(leaf, bucket.axes, bucket.dtype, names[leaf.iteration])
             add(row, chunk.count, chunk.slots, 2 * num_bytes)
     groups = [row.group(*numbers) for row, *numbers in rows.values()]
     sums = 0
     for bucket in plan.grams:
-        group, of_sums, num_sums = _group_in_pieces(bucket)
+        group, of_sums, num_sums = _group_in_pieces(bucket, names)
         groups.append(group)
         exchange += of_sums
         sums += num_sums
@@ -228,7 +249,7 @@ def _sent(bucket: Bucket, chunk: Chunk) -> int:
     return bucket.bytes_of(chunk) * (bucket.owners - 1) // bucket.owners
 
 
-def _group_in_pieces(bucket: Bucket) -> tuple[ExplainedGroup, float, int]:
+def _group_in_pieces(bucket: Bucket, names: Sequence[str]) -> tuple[ExplainedGroup, float, int]:
     """The group of matrices that stay in pieces, the µs of its exchanges, and its sums."""
     (chunk,) = bucket.chunks
     leaf = chunk.parts[0][0]
@@ -237,6 +258,7 @@ def _group_in_pieces(bucket: Bucket) -> tuple[ExplainedGroup, float, int]:
     cost = estimate(bucket, form)
     group = ExplainedGroup(
         matrices=leaf.matrices,
+        coefficients=names[leaf.iteration],
         mode=f"gram over {_names(bucket.axes)}",
         count=count,
         owners=1,

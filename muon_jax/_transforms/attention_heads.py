@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax._checks import check_fields, is_integer
+from muon_jax._checks import check_fields
 from muon_jax._matrices.views import Split, axis_of
-from pallas_kernels._checks import is_real
+from pallas_kernels._checks import is_integer, is_real
 
 # The size of each part of a head, and its power of γ.
 type Parts = tuple[tuple[int, float], ...]

@@ -20,7 +20,7 @@ _MOST_WARPGROUPS = 4  # of a program, so that each thread can have 128 registers
 
 def fits_shared_memory(m: int, structure: Structure, num_inputs: int) -> bool:
     """Returns whether a program can hold all terms of the chain of an (m, m) matrix."""
-    return m % ROWS == 0 and _most_teams(m, structure, num_inputs) > 0
+    return 0 < m and m % ROWS == 0 and _most_teams(m, structure, num_inputs) > 0
 
 
 def _most_teams(m: int, structure: Structure, num_inputs: int) -> int:

@@ -194,7 +194,7 @@ def test_explain_tells_what_is_sent():
     # XXᵀ in float32, reduced and spread, three times; and X, there and back in 16 bits.
     sent = 3 * 2 * 4096**2 * 4 + 2 * 4096 * 65536 * 2 / 8
     assert group.megabytes == pytest.approx(sent * 7 / 8 / 1e6)
-    assert "4096×65536  gram over x  1      1       1     0% " in str(explanation)
+    assert "4096×65536  standard      gram over x  1      1       1     0% " in str(explanation)
     assert "0 exchanges and 3 sums of Gram matrices, " in str(explanation)
     (exchanged,) = modes(1, (4096, 65536), distributed_gram=False)[1].groups
     assert group.microseconds < exchanged.microseconds / 3

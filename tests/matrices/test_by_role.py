@@ -479,8 +479,8 @@ def test_the_table(capsys):
         "norm       8      vector  adamw",
         "up/kernel  8×16   matrix  muon       1×8×16    0",
         "",
-        "group  shape   method    dtype    products  GFLOP",
-        "0      1×8×16  standard  float16  xla       7.68e-06",  # 15 units of 8³
+        "group  shape   coefficients  method    dtype    products  GFLOP",
+        "0      1×8×16  balanced      standard  float16  xla       7.68e-06",  # 15 units of 8³
     ]
 
 

@@ -44,7 +44,7 @@ VIEWS = {
 @pytest.mark.parametrize(("shape", "view", "expected"), VIEWS.values(), ids=VIEWS)
 def test_a_view_and_its_inverse(shape, view, expected):
     x = jnp.arange(math.prod(shape)).reshape(shape)
-    stacks, unflatten = stacks_of_tree({"x": view}, {"x": x})
+    (stacks,), unflatten = stacks_of_tree({"x": view}, {"x": x})
     assert [stack.shape for stack in stacks] == expected
     assert sorted(np.concatenate([s.ravel() for s in stacks])) == [*range(x.size)]
     chex.assert_trees_all_equal(unflatten(stacks), {"x": x})

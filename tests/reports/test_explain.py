@@ -41,7 +41,7 @@ def test_a_model(capsys):
     assert wide.microseconds > 2 * q.microseconds > 0
     assert result.exchange_microseconds == pytest.approx(40 + (q.megabytes + wide.megabytes) * 4)
     assert capsys.readouterr().out == f"{result}\n"
-    assert "1024×4096  exchange over fsdp  12     8       2     25%" in str(result)
+    assert "1024×4096  standard      exchange over fsdp  12     8       2     25%" in str(result)
 
 
 def test_shardings_of_the_arguments_are_taken():

@@ -16,7 +16,10 @@ from muon_jax import (
     scale_by_normuon,
     with_metrics,
 )
+from muon_jax._iteration.fitted import SCHEDULES
+from muon_jax._iteration.published import DEFAULT_STEPS, NAMED
 from muon_jax._matrices.views import Split
+from muon_jax._transforms.spectra import LEAST_REACHED, unreached_share
 
 VIEWS = {
     "a": MuonDimensionNumbers(),
@@ -25,7 +28,7 @@ VIEWS = {
     "stack": MuonDimensionNumbers(1, 2),
 }
 SHAPES = {"a": (6, 10), "b": (6, 20), "tall": (10, 6), "stack": (3, 4, 4)}
-NAMES = ("gradient_norm", "update_rms", "orthogonality_residual", "stable_rank")
+NAMES = ("gradient_norm", "update_rms", "orthogonality_residual", "unreached_share", "stable_rank")
 
 
 def tree(seed, dtype=jnp.float32):
@@ -46,6 +49,7 @@ def expected_metrics(gradients, updates, momenta):
     for shape, o in by_shape(updates).items():
         o = o if o.shape[1] <= o.shape[2] else o.mT
         gram = o @ o.mT - np.eye(o.shape[1])
+        share = np.mean(np.linalg.svd(o, compute_uv=False) < 0.5)
         momentum = by_shape(momenta)[shape]
         largest = np.linalg.norm(momentum, 2, axis=(-2, -1))
         result |= {
@@ -54,6 +58,7 @@ def expected_metrics(gradients, updates, momenta):
             f"{shape}/orthogonality_residual": np.mean(
                 np.linalg.norm(gram, axis=(-2, -1)) / np.sqrt(o.shape[1])
             ),
+            f"{shape}/unreached_share": share,
             f"{shape}/stable_rank": np.mean(np.sum(momentum**2, (-2, -1)) / largest**2),
         }
     return result
@@ -86,7 +91,8 @@ def test_metrics_are_their_formulas(dtype, then):
             chex.assert_type(value, jnp.float32)
             # Power iterations approach the largest singular value from below.
             rtol = 3e-2 if "rank" in name else 1e-5
-            np.testing.assert_allclose(value, expected[name], rtol, err_msg=name)
+            if "share" not in name or expected[name] in (0, 1):
+                np.testing.assert_allclose(value, expected[name], rtol, err_msg=name)
             assert "rank" not in name or value >= expected[name] * (1 - 1e-5)
     assert helpers.count_of_programs(update) == 1  # nothing is compiled a second time
 
@@ -108,7 +114,7 @@ def test_matrices_without_rows_have_zeros():
     params = {"a": jnp.zeros((0, 4))}
     transform = with_metrics(scale_by_muon())
     _, state = transform.update(params, transform.init(params))
-    assert [*map(float, metrics(state).values())] == [0.0] * 4
+    assert [*map(float, metrics(state).values())] == [0.0] * 5
 
 
 @helpers.slow
@@ -179,10 +185,54 @@ def test_errors_say_how_many_states_there_are():
         metrics((state, state))
 
 
+def gram_with(values, seed):
+    """A matrix whose eigenvalues are the squares of these singular values."""
+    q, _ = np.linalg.qr(np.random.default_rng(seed).standard_normal((len(values),) * 2))
+    return (q * values**2) @ q.T
+
+
+def test_the_share_of_one_vector_is_exact_up_to_16_rows():
+    values = np.linspace(0.1, 1.1, 16)
+    gram = gram_with(values, 0)
+    eigenvalues, vectors = np.linalg.eigh(gram)
+    v = np.asarray(jax.random.rademacher(jax.random.key(0), (16,)), np.float64)
+    expected = np.sum((vectors.T @ v)[eigenvalues < 0.25] ** 2) / 16
+    found = jax.jit(unreached_share)(jnp.asarray(gram, "f"))
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.125, 0.5, 1.0])
+def test_shares_are_within_the_error_that_is_stated(share):
+    m, count = 64, 48
+    values = np.where(np.arange(m) < share * m, np.linspace(0, 0.4, m), np.linspace(0.6, 1.2, m))
+    grams = jnp.asarray(np.stack([gram_with(values, seed) for seed in range(count)]), "f")
+    found = jax.jit(unreached_share)(grams)
+    assert abs(np.mean(found) - share) <= 3 * np.sqrt(2 * share / (m * count)) + 1e-5
+    assert np.all(np.abs(found - share) <= 4 * np.sqrt(2 * share / m) + 1e-5)
+
+
+def test_named_coefficients_keep_what_they_reach_above_the_least():
+    sigma = np.concatenate([np.logspace(-6, -2, 2000), np.linspace(0.01, 1, 20000)])
+    found = {}
+    for name, rows in NAMED.items():
+        found[name] = sigma
+        for a, b, c in rows * (DEFAULT_STEPS if len(rows) == 1 else 1):
+            x = found[name]
+            found[name] = a * x + b * x**3 + c * x**5
+    for name, schedule in SCHEDULES.items():
+        for dtype in ("float16", "bfloat16"):
+            x = sigma
+            for step in schedule.steps_in(dtype):
+                x = x * step.terms(x**2)[-1]
+            found[name, dtype] = x
+    falls = {name for name, x in found.items() if np.min(x[np.argmax(x >= 0.5) :]) < LEAST_REACHED}
+    assert falls == {"aol_nvidia"}
+
+
 def test_equal_matrices_share_a_loop():
     def loops(count):
         params = {str(i): jnp.ones((8, 16)) for i in range(count)}
         transform = with_metrics(scale_by_muon())
         return str(jax.make_jaxpr(transform.update)(params, transform.init(params))).count("scan[")
 
-    assert loops(4) == loops(1) == 1
+    assert loops(4) == loops(1) == 2  # power iterations and Lanczos steps

@@ -1,0 +1,117 @@
+"""Kinds of arguments: one real number in an interval, a float dtype, and what is static."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from pallas_kernels._checks import is_real, shown, suggestion
+
+_FLOATS = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """One real number in an interval.
+
+    Attributes:
+        interval: such as "[0, 1)", with the number 0 and without the number 1.
+        example: a number that is mostly right, for errors.
+        is_whole: whether it is an integer.
+    """
+
+    interval: str
+    example: float
+    is_whole: bool = False
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raises unless `value` is such a number.
+
+        Raises:
+            TypeError: `value` is no real number, or is an array of several.
+            ValueError: `value` is outside of the interval.
+        """
+        if callable(value):
+            raise TypeError(
+                f"{name} must be a number, got the callable {value}: to give it a schedule, wrap"
+                " the optimizer in optax.inject_hyperparams"
+            )
+        if not is_real(value) or np.ndim(value) > 0:
+            raise TypeError(
+                f"{name} must be one real number, got {shown(value)}: pass {name}={self.example},"
+                " for example"
+            )
+        if not isinstance(value, Tracer) and not self._holds(value):
+            kind = "an integer in" if self.is_whole else "in"
+            raise ValueError(
+                f"{name} must be {kind} {self.interval}, got {value}: pass {name}={self.example},"
+                " for example"
+            )
+
+    def _holds(self, value: Any) -> bool:
+        try:
+            value = float(value)
+        except OverflowError:  # an integer beyond all floats
+            value = math.inf
+        low, high = map(float, self.interval[1:-1].split(","))
+        above = low <= value if self.interval[0] == "[" else low < value
+        below = value <= high if self.interval[-1] == "]" else value < high
+        return above and below and not (self.is_whole and value % 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatDType:
+    """A float or complex dtype, or None.
+
+    Attributes:
+        least_bits: how many bits it has at least.
+        or_auto: whether `"auto"` is taken.
+        or_int8: whether int8 is taken.
+    """
+
+    least_bits: int = 0
+    or_auto: bool = False
+    or_int8: bool = False
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raises unless `value` is such a dtype.
+
+        Raises:
+            ValueError: `value` is none. `optax.inject_hyperparams` makes an array of a dtype that
+                is callable.
+        """
+        check_static(name, value)
+        if value is None or (self.or_auto and isinstance(value, str) and value == "auto"):
+            return
+        try:
+            dtype = jnp.dtype(value)
+        except (TypeError, ValueError, SyntaxError):
+            names = (*_FLOATS, "auto") if self.or_auto else _FLOATS
+            raise ValueError(
+                f"{name} must be the name of a float dtype, got"
+                f" {shown(value)}{suggestion(value, names)}"
+            ) from None
+        if self.or_int8 and dtype == jnp.int8:
+            return
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise ValueError(
+                f"{name} must be a float dtype, got {dtype}: pass 'float32', for example"
+            )
+        if jnp.finfo(dtype).bits < self.least_bits:
+            raise ValueError(
+                f"{name} must have {self.least_bits} bits or more, got {dtype}: pass 'bfloat16', or"
+                " None for the parameters' dtype"
+            )
+
+
+def check_static(name: str, value: Any) -> None:
+    """Raises ValueError where `value` is an array, as `optax.inject_hyperparams` makes of it."""
+    if isinstance(value, jax.Array):
+        raise ValueError(
+            f"{name} must be no array, got {value}: optax.inject_hyperparams makes one of it;"
+            f" give it static_args={name!r}"
+        )

@@ -1,0 +1,49 @@
+"""HyperP: a learning rate of MuonH that is found once, for other widths, depths and tokens."""
+
+import math
+
+from muon_jax._checks import checks_arguments
+
+TOKENS_EXPONENT = -0.32
+
+
+@checks_arguments
+def hyperp_learning_rate(
+    learning_rate: float,
+    *,
+    depth: float,
+    base_depth: float,
+    tokens: float,
+    base_tokens: float,
+) -> float:
+    """Transfers a learning rate of `preset="muonh"` to a model of another size.
+
+    With the rate η₀ that is best for depth d₀ and T₀ tokens, the rate for depth d and T tokens is
+
+        η = η₀ · √(d₀/d) · (T/T₀)^-0.32.
+
+    The rate does not depend on the width: a step is relative to the norm of its matrix. The rule is
+    for models with the following.
+
+    -   Hidden matrices keep their norms, and have no weight decay.
+    -   Residual branches are multiplied by 1/√(2d), as in Depth-μP.
+    -   The size of batches, the momentum and AdamW's decay rates stay as they are.
+
+    Args:
+        learning_rate: η₀.
+        depth: d, the number of layers.
+        base_depth: d₀.
+        tokens: T, of the whole training.
+        base_tokens: T₀.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: a rate is negative, or another argument is not above 0.
+
+    References:
+        Ren et al., `Rethinking Language Model Scaling under Transferable Hypersphere Optimization
+        <https://arxiv.org/abs/2603.28743>`_, 2026, and its code, pretrain.py in
+        https://github.com/microsoft/ArchScale.
+    """
+    of_tokens = (tokens / base_tokens) ** TOKENS_EXPONENT
+    return learning_rate * math.sqrt(base_depth / depth) * of_tokens
