@@ -53,6 +53,10 @@ def _check_pattern(name: str, value: Any) -> None:
 def _check_coeffs(name: str, value: Any) -> None:
     if isinstance(value, Mapping):
         _check_patterns(name, value)
+        if not value:
+            raise ValueError(
+                f"{name} has no coefficients, got {{}}: pass {{'.*': 'standard'}}, for example"
+            )
 
 
 def _check_sizes(name: str, value: Any) -> None:

@@ -89,7 +89,7 @@ ARGUMENTS = {
     "consistent_rms": ([0.2, 1, None], NOT_POSITIVE),
     "ns_coeffs": (
         [*NAMED, "balanced", "fast", (2, -1.5, 0.5), [[2.0, -1.5, 0.5]]],
-        NO_COEFFICIENTS,
+        [*NO_COEFFICIENTS, {"(": "standard"}, {3: "standard"}, {".*": "balancedd"}],
     ),
     "ns_steps": ([5, 5.0, np.int64(5), jnp.array(5)], [*NO_INTEGER, 0, 10**6, None]),
     "nesterov": FLAG,
