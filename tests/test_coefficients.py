@@ -212,8 +212,8 @@ def test_two_halves_of_a_model_share_coefficients_by_path(of_half):
 
 
 def test_reports_of_a_masked_tree_take_idle_patterns():
-    whole = {"layers": layers()["layers"][:2]}
-    masked = {"layers": whole["layers"] + [{"w": optax.MaskedNode()}] * 2}
+    whole = {"layers": layers()["layers"][:2], "bias": np.zeros(3, "f")}
+    masked = whole | {"head": optax.MaskedNode()}
     for report in (describe, explain):
         groups = report(masked, ns_coeffs=HALVES).groups
         assert {g.coefficients for g in groups} == {"2 triples", "standard"}
