@@ -11,7 +11,7 @@ import numpy as np
 from muon_jax._iteration.iteration import Iteration
 from muon_jax._iteration.recipes import NSCoeffs, canonicalize
 from muon_jax._iteration.steps import Schedule
-from muon_jax._trees import errors_naming, path_name
+from muon_jax._trees import errors_naming, has_masked, path_name
 
 # Coefficients for each regular expression of paths, or a function of a path and a shape.
 type CoeffsByPath = Mapping[str, NSCoeffs] | Callable[[str, tuple[int, ...]], NSCoeffs]
@@ -45,7 +45,7 @@ def iterations_by_path(
     Raises:
         TypeError: coefficients are themselves a dict or a callable.
         ValueError: coefficients are wrong, or beside the other arguments. The function also raises
-            where a dict has no pattern for a leaf, or a pattern that matches no leaf.
+            where a dict has no pattern for a leaf, and as `check_patterns`.
     """
 
     def resolve(coeffs: Any) -> Iteration:
@@ -75,13 +75,7 @@ def iterations_by_path(
 
     def of_tree(tree: Any) -> Iterations:
         leaves = [(path_name(path), np.shape(x)) for path, x in jax.tree.leaves_with_path(tree)]
-        names = [name for name, _ in leaves]
-        idle = [p for p in patterns if not any(re.search(p, name) for name in names)]
-        if idle and names:
-            raise ValueError(
-                f"the patterns {idle} of ns_coeffs match none of the {len(names)} parameters that"
-                f" Muon has, such as {names[0]!r}: describe(params) prints all paths"
-            )
+        check_patterns(ns_coeffs, jax.tree.map(lambda _: "muon", tree))
         found: dict[Any, Any] = {}
         keys = []
         for name, shape in leaves:
@@ -96,6 +90,24 @@ def iterations_by_path(
         return Iterations(distinct, shown, tuple(order[key] for key in keys))
 
     return of_tree
+
+
+def check_patterns(ns_coeffs: NSCoeffs | CoeffsByPath, labels: Any) -> None:
+    """Raises ValueError where a pattern matches no path of Muon's, although no leaf is masked.
+
+    Args:
+        ns_coeffs: as for `scale_by_muon`.
+        labels: for each parameter the name of its optimizer.
+    """
+    named = jax.tree.leaves_with_path(labels)
+    names = [path_name(path) for path, label in named if label == "muon"]
+    patterns = ns_coeffs if isinstance(ns_coeffs, Mapping) else ()
+    idle = [p for p in patterns if not any(re.search(p, name) for name in names)]
+    if idle and names and not has_masked(labels):
+        raise ValueError(
+            f"the patterns {idle} of ns_coeffs match none of the {len(names)} parameters that"
+            f" Muon has, such as {names[0]!r}: describe(params) prints all paths"
+        )
 
 
 def map_by_iteration(

@@ -33,7 +33,7 @@ import jax
 import optax
 
 from muon_jax._checks import checks_arguments
-from muon_jax._coefficients import CoeffsByPath
+from muon_jax._coefficients import CoeffsByPath, check_patterns
 from muon_jax._distributed.by_tree import optimizer_by_tree
 from muon_jax._distributed.sharding import Shardings
 from muon_jax._iteration.form import Method, ProductsDType
@@ -251,7 +251,6 @@ def muon(
             form=weight_decay_form,
             cautious=cautious_weight_decay,
         )
-
         if fixed_norms:
             on_matrices = optax.chain(on_matrices, keep_param_norm(views, shardings))
         optimizers: dict[Any, Any] = {"muon": on_matrices, "adam": on_the_rest}
@@ -265,6 +264,7 @@ def muon(
                 for leaf, view in zip(leaves, viewed, strict=True)
             )
             check_adamh(adamh, labels)
+            check_patterns(ns_coeffs, labels)
             return labels
 
         return optax.multi_transform(optimizers, label_params)

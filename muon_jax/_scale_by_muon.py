@@ -148,13 +148,13 @@ def scale_by_muon(
         TypeError: an argument that is a number or a boolean got another type, such as a schedule.
         ValueError: an argument is none of the values above; `beta` is not in [0, 1); `eps` or
             `max_group_bytes` is negative; no pattern of `ns_coeffs` matches a parameter, or one
-            matches none; a dtype is that of integers other than int8; `mu_dtype` is a float of 8
-            bits, or is complex where a parameter is real, or conversely; under int8, explicit mesh
-            axes cut a block, or the state has a large momentum in another dtype; a parameter is no
-            matrix of floats;
-            gradients do not fit the parameters; `ns_dtype` is one that the composed schedule is
-            unsafe in; `shardings` is missing or wrong; or `distributed_gram` is True, matrices are
-            sharded, and none of them can stay in pieces.
+            matches none in a tree without `optax.MaskedNode`; a dtype is that of integers other
+            than int8; `mu_dtype` is a float of 8 bits, or is complex where a parameter is real, or
+            conversely; under int8, explicit mesh axes cut a block, or the state has a large
+            momentum in another dtype; a parameter is no matrix of floats; gradients do not fit
+            the parameters; `ns_dtype` is one that the composed schedule is unsafe in; `shardings`
+            is missing or wrong; or `distributed_gram` is True, matrices are sharded, and none of
+            them can stay in pieces.
         NotImplementedError: the named implementation cannot run here.
     """
     check_views(weight_dimension_numbers)

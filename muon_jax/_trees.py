@@ -130,6 +130,12 @@ def is_placeholder(params: Any) -> bool:
     return not is_container and not jax.tree.leaves(params)
 
 
+def has_masked(tree: Any) -> bool:
+    """Returns whether leaves of other optimizers were taken out of the tree."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+    return any(isinstance(leaf, optax.MaskedNode) for leaf in leaves)
+
+
 def any_missing(updates: optax.Updates) -> bool:
     """Returns whether None stands in the place of any gradient."""
     return any(g is None for g in jax.tree.leaves(updates, is_leaf=lambda g: g is None))

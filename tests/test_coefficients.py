@@ -196,6 +196,31 @@ def test_wrong_coefficients_say_what_was_wrong(ns_coeffs, error, message):
         muon(0.1, ns_coeffs).init(params)
 
 
+HALVES = {"layers/0/": TABLE, "layers/3/": "fast", ".*": "standard"}
+
+
+@pytest.mark.parametrize("of_half", [functools.partial(muon, 0.1), scale_by_muon])
+def test_two_halves_of_a_model_share_coefficients_by_path(of_half):
+    params, of_half = layers(), of_half(ns_coeffs=HALVES)
+    halves = {"layers": [{"w": "first"}] * 2 + [{"w": "second"}] * 2}
+    optimizer = optax.partition({"first": of_half, "second": of_half}, halves)
+    jax.eval_shape(optimizer.update, params, optimizer.init(params), params)
+    is_first = jax.tree.map(lambda half: half == "first", halves)
+    optax.masked(of_half, is_first).init(params)
+    with pytest.raises(ValueError, match=r"\['layers/3/'\] of ns_coeffs match none of the 2"):
+        of_half.init({"layers": params["layers"][:2]})
+
+
+def test_reports_of_a_masked_tree_take_idle_patterns():
+    whole = {"layers": layers()["layers"][:2], "bias": np.zeros(3, "f")}
+    masked = whole | {"head": optax.MaskedNode()}
+    for report in (describe, explain):
+        groups = report(masked, ns_coeffs=HALVES).groups
+        assert {g.coefficients for g in groups} == {"2 triples", "standard"}
+        with pytest.raises(ValueError, match=r"\['layers/3/'\] of ns_coeffs match none of the 2"):
+            report(whole, ns_coeffs=HALVES)
+
+
 def test_schedules_by_path_are_checked_like_any():
     for ns_coeffs in ({".*": "fast"}, lambda path, shape: "fast"):
         with pytest.raises(ValueError, match="'fast' is a whole of 1 step"):

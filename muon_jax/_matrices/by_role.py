@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._checks import checks_arguments
@@ -30,7 +29,7 @@ from muon_jax._matrices.unknown_roles import (
 )
 from muon_jax._matrices.views import Split, Unfold, View, ViewTree
 from muon_jax._tree_checks import check_params
-from muon_jax._trees import path_name
+from muon_jax._trees import has_masked, path_name
 
 type Rules = Mapping[str, View | None]
 
@@ -97,7 +96,8 @@ def by_role(
             its own. These are q, k and v, fused or not, and the up-projections of latent attention.
             Output projections stay whole.
         head_dim: with `per_head`, the width of a head where nothing in `params` tells. An axis of
-            heads tells, a norm of q of that width, and in latent attention the shapes together.
+            heads tells, a norm of q of that width, and in latent attention the shapes together. A
+            norm of q must agree with `head_dim`.
 
     Raises:
         TypeError: `rules` is no dict of regular expressions.
@@ -106,7 +106,9 @@ def by_role(
             of an MLP's `weight` show this.
         ValueError: a rule matches no path, in a tree without `optax.MaskedNode`.
         ValueError: `per_head` finds no projection to heads, in such a tree, or nothing tells the
-            heads of one; or `head_dim` is given without `per_head`.
+            heads of one.
+        ValueError: `head_dim` is given without `per_head`; a norm of q tells another width; or no
+            parameter uses `head_dim`, in such a tree.
         ValueError: `params` is a single array. `optax.inject_hyperparams` passes one, because it
             takes callables for schedules.
         ValueError: there is no such layout.
@@ -122,7 +124,7 @@ def by_role(
         raise ValueError(f"head_dim={head_dim} needs per_head=True: pass both, or neither")
     rules = rules or {}
     idle = [rule for rule in rules if not any(re.search(rule, name) for name, _ in named)]
-    if idle and named and not _has_masked(params):
+    if idle and named and not has_masked(params):
         raise ValueError(
             f"the rules {idle} match none of the {len(named)} paths, such as {named[0][0]!r}:"
             " describe(params) prints all paths"
@@ -138,14 +140,16 @@ def by_role(
         for (name, _), route in zip(named, found, strict=True)
         if not isinstance(route.view, Unknown) and route.role != "rule"
     ]
+
+    def views_by_path(**arguments: Any) -> dict[str, View | None | Unknown]:
+        others = routes(named, rules, **arguments)
+        return {name: route.view for (name, _), route in zip(named, others, strict=True)}
+
     call = functools.partial(call_of_by_role, rules)
     heads: dict[str, Any] = {"per_head": per_head, "head_dim": head_dim}
     if contradicting := [leaf for leaf in unknown if leaf.unknown.is_of_layout]:
         other: Layout = "out_in" if layout == "in_out" else "in_out"
-        views = {
-            name: route.view
-            for (name, _), route in zip(named, routes(named, rules, other), strict=True)
-        }
+        views = views_by_path(layout=other)
         contradicting = [leaf.with_view(views[leaf.name]) for leaf in contradicting]
         groups = groups_of_unknown(contradicting, known)
         raise ValueError(
@@ -154,6 +158,14 @@ def by_role(
             f" {call(groups, layout=layout, **heads)} if these alone have"
         )
     if of_heads := [leaf for leaf in unknown if leaf.unknown.is_of_heads]:
+        views = views_by_path(layout=layout, per_head=True)
+        told = [leaf for leaf in of_heads if not isinstance(views[leaf.name], Unknown)]
+        if groups := groups_of_unknown([leaf.with_view(views[leaf.name]) for leaf in told], known):
+            raise ValueError(
+                f"head_dim={head_dim} does not fit {listed(groups)}: pass"
+                f" {call([], layout=layout, per_head=True)} if norms tell all heads, or"
+                f" {call(groups, layout=layout, **heads)} if others have {head_dim} columns a head"
+            )
         groups = groups_of_unknown(of_heads, known)
         stated = call([], layout=layout, per_head=True, head_dim=128)
         needs_width = all(leaf.unknown.reason == NO_WIDTH for leaf in of_heads)
@@ -169,10 +181,17 @@ def by_role(
             f" {call(groups, layout=layout, **heads)}, with None for AdamW or a view for Muon."
             f" {VIEWS_OF_LAYOUT[layout]}"
         )
-    if per_head and found == routes(named, rules, layout) and named and not _has_masked(params):
+    if per_head and found == routes(named, rules, layout) and named and not has_masked(params):
         raise ValueError(
             f"per_head=True finds no projection to heads among the {len(named)} parameters, such as"
             f" {named[0][0]!r}: leave per_head out, or give rules for these projections"
+        )
+    is_used = head_dim is None or found != routes(named, rules, layout, per_head, head_dim + 1)
+    if not is_used and named and not has_masked(params):
+        raise ValueError(
+            f"head_dim={head_dim} is used by none of the {len(named)} parameters, such as"
+            f" {named[0][0]!r}: pass {call([], layout=layout, per_head=True)}, because"
+            " shapes or rules tell all heads"
         )
     return treedef.unflatten(route.view for route in found)
 
@@ -210,12 +229,6 @@ def routes(
         found = with_matrix_per_head(names, found, head_dim)
     by_rule = [_route_by_rule(name, rules) for name, _ in named]
     return [claimed or _route(of_one) for claimed, of_one in zip(by_rule, found, strict=True)]
-
-
-def _has_masked(tree: Any) -> bool:
-    """Whether the leaves of other optimizers were taken out of the tree."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
-    return any(isinstance(leaf, optax.MaskedNode) for leaf in leaves)
 
 
 def _without_root(named: Sequence[NamedShape]) -> Sequence[NamedShape]:

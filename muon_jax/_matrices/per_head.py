@@ -79,11 +79,13 @@ class _Attention(NamedTuple):
         is_latent: whether it has the up-projections of latent attention.
         latent: the widths of its heads; None where the shapes do not tell.
         head_dim: the width of a head; None where nothing tells.
+        contradiction: what tells another width than the argument `head_dim`, if anything does.
     """
 
     is_latent: bool = False
     latent: _LatentHead | None = None
     head_dim: int | None = None
+    contradiction: str = ""
 
 
 def with_matrix_per_head(
@@ -153,7 +155,11 @@ def _attention_with(
     of_all = min((math.prod(shape[:-1]) for shape in outputs), default=0)
     if any(_UP.fullmatch(name) for name in members):
         return _Attention(is_latent=True, latent=_latent_head(members, of_all))
-    return _Attention(head_dim=norm_of_q if 0 < norm_of_q < of_all else head_dim)
+    if not 0 < norm_of_q < of_all:
+        return _Attention(head_dim=head_dim)
+    agree = head_dim in (None, norm_of_q)
+    said = "" if agree else f"whose norm of q tells heads of {norm_of_q} columns"
+    return _Attention(head_dim=norm_of_q, contradiction=said)
 
 
 def _latent_head(members: Mapping[str, Found], v_width: int) -> _LatentHead | None:
@@ -204,6 +210,8 @@ def _view(name: str, of_one: Found, attention: _Attention) -> View | Unknown:
         of_head = Split(-1, (latent.nope, latent.v), of_head) if is_kv else of_head
     if has_axis:
         return of_head
+    if attention.contradiction:
+        return unknown(attention.contradiction)
     if width is None:
         return unknown(NO_WIDTH)
     if of_one.shape[-1] % width:

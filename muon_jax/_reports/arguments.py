@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import optax
 
-from muon_jax._coefficients import Iterations, iterations_by_path
-from muon_jax._matrices.views import View
+from muon_jax._coefficients import Iterations, check_patterns, iterations_by_path
+from muon_jax._matrices.views import View, assigned_views
 from muon_jax._muon import muon
 from muon_jax._presets import arguments_of
 
@@ -49,6 +49,22 @@ def iterations_of_muon(arguments: Mapping[str, Any], matrices: Any) -> Iteration
         implementation=arguments["implementation"],
     )
     return iterations_of(matrices)
+
+
+def views_of_muon(arguments: Mapping[str, Any], params: Any) -> list[View | None]:
+    """Returns the view of each parameter, None for AdamW.
+
+    Args:
+        arguments: those of `muon`, all of them.
+        params: the parameters.
+
+    Raises:
+        ValueError: as `assigned_views` and `check_patterns`.
+    """
+    views = assigned_views(arguments["muon_weight_dimension_numbers"], params)
+    labels = ("adam" if view is None else "muon" for view in views)
+    check_patterns(arguments["ns_coeffs"], jax.tree.structure(params).unflatten(labels))
+    return views
 
 
 def matrices_of_muon(params: Any, views: Sequence[View | None]) -> Any:

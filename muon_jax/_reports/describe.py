@@ -12,8 +12,13 @@ import jax.numpy as jnp
 from muon_jax._iteration.grouping import groups
 from muon_jax._iteration.iteration import Iteration
 from muon_jax._matrices.by_role import by_role, named_shapes, routes
-from muon_jax._matrices.views import View, assigned_views, shapes_of_stacks
-from muon_jax._reports.arguments import all_arguments, iterations_of_muon, matrices_of_muon
+from muon_jax._matrices.views import View, shapes_of_stacks
+from muon_jax._reports.arguments import (
+    all_arguments,
+    iterations_of_muon,
+    matrices_of_muon,
+    views_of_muon,
+)
 from muon_jax._reports.table import table
 from muon_jax._transforms.adamh import label_of_adam
 from muon_jax._transforms.quantized import computed_dtype
@@ -122,7 +127,7 @@ def describe(params: Any, **arguments: Any) -> Description:
     named = named_shapes(params)
     given = all_arguments(arguments)
     leaves = jax.tree.leaves_with_path(params)
-    views = assigned_views(given["muon_weight_dimension_numbers"], params)
+    views = views_of_muon(given, params)
     iterations = iterations_of_muon(given, matrices_of_muon(params, views))
     stacks = [
         [] if view is None else _stacks_of(path, _momentum_of(x, given), view)

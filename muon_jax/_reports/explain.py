@@ -21,8 +21,12 @@ from muon_jax._distributed.sharding import (
 )
 from muon_jax._iteration.form import Form
 from muon_jax._iteration.recipes import is_traced
-from muon_jax._matrices.views import assigned_views
-from muon_jax._reports.arguments import all_arguments, iterations_of_muon, matrices_of_muon
+from muon_jax._reports.arguments import (
+    all_arguments,
+    iterations_of_muon,
+    matrices_of_muon,
+    views_of_muon,
+)
 from muon_jax._reports.table import table
 from muon_jax._tree_checks import check_params
 from pallas_kernels._promotion import standard_promotion
@@ -157,7 +161,7 @@ def explain(
 def _matrices_of(params: Any, given: dict[str, Any]) -> tuple[Any, Any]:
     """The views and the parameters that are exchanged: others, and empty ones, are masked."""
     leaves, treedef = jax.tree.flatten(params)
-    views = assigned_views(given["muon_weight_dimension_numbers"], params)
+    views = views_of_muon(given, params)
     full = [None if 0 in p.shape else view for p, view in zip(leaves, views, strict=True)]
     return treedef.unflatten(views), matrices_of_muon(params, full)
 

@@ -9,7 +9,7 @@ import optax
 
 from muon_jax._distributed.sharding import Shardings
 from muon_jax._transforms.param_norm import keep_param_norm, scale_to_param_norm
-from muon_jax._trees import path_name
+from muon_jax._trees import has_masked, path_name
 
 
 def label_of_adam(pattern: str | None, path: tuple[Any, ...], x: Any) -> str:
@@ -31,9 +31,8 @@ def check_adamh(pattern: str | None, labels: Any) -> None:
         pattern: the argument `adamh` of `muon`.
         labels: for each parameter the name of its optimizer.
     """
-    leaves = jax.tree.leaves(labels, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-    is_whole = leaves and not any(isinstance(x, optax.MaskedNode) for x in leaves)
-    if pattern is not None and is_whole and "adamh" not in leaves:
+    leaves = jax.tree.leaves(labels)
+    if pattern is not None and leaves and "adamh" not in leaves and not has_masked(labels):
         raise ValueError(
             f"adamh={pattern!r} matches no matrix that AdamW has: pass the path of the output head,"
             " which describe(params) prints, or adamh=None where there is none"

@@ -10,13 +10,14 @@ import helpers
 import jax
 import model_shapes
 import numpy as np
+import optax
 import oracles
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from model_shapes import shapes
 
 import muon_jax
-from muon_jax import by_role, describe, muon, scale_by_muon
+from muon_jax import by_role, describe, explain, muon, scale_by_muon
 from muon_jax.benchmarks._times.sharded import collectives
 
 PAGE = Path(muon_jax.__file__).parent / "docs" / "muon.md"
@@ -205,7 +206,8 @@ def test_what_cannot_be_told_raises_with_the_remedy(tree, arguments, message):
         PER_HEAD(shapes(tree), **arguments)
     call = re.search(r"functools\.partial\((?!.*functools).*\}\)", str(error.value))
     assert call
-    other = attention(q_proj=(8, 8), o_proj=(8, 8))["attn"] | {"q_norm": {"scale": (4,)}}
+    norm = {"q_norm": {"scale": (arguments.get("head_dim", 4),)}}
+    other = attention(q_proj=(8, 8), o_proj=(8, 8))["attn"] | norm
     views = eval(call[0], vars(muon_jax) | {"functools": functools})
     views(shapes({**tree, "other": {"attn": other}}))
 
@@ -220,10 +222,54 @@ def test_arguments():
         PER_HEAD(tree, head_dim=0)
 
 
-def test_a_norm_of_q_tells_the_width_of_a_head_where_it_is_narrower_than_all():
-    def width(norm):
-        tree = attention(q_proj=(8, 12), o_proj=(12, 8))
-        tree["attn"]["q_norm"] = {"scale": (norm,)}
-        return PER_HEAD(shapes(tree), head_dim=6)["attn"]["q_proj"]["kernel"].sizes[1]
+def with_norm_of_q(size, **projections):
+    tree = attention(**projections)
+    tree["attn"]["q_norm"] = {"scale": (size,)}
+    return tree
 
-    assert [width(4), width(12)] == [4, 6]
+
+def test_a_norm_of_q_tells_the_width_of_a_head_where_it_is_narrower_than_all():
+    def width(norm, head_dim):
+        tree = shapes(with_norm_of_q(norm, q_proj=(8, 12), o_proj=(12, 8)))
+        return PER_HEAD(tree, head_dim=head_dim)["attn"]["q_proj"]["kernel"].sizes[1]
+
+    assert [width(4, None), width(4, 4), width(12, 6)] == [4, 4, 6]
+
+
+def test_head_dim_does_not_yield_to_a_norm_of_q():
+    normed = {"a": with_norm_of_q(4, q_proj=(8, 12), k_proj=(8, 4), o_proj=(12, 8))}
+    with pytest.raises(
+        ValueError,
+        match=r"head_dim=6 does not fit a/attn/k_proj/kernel of shape \(8, 4\), whose norm of q"
+        r" tells heads of 4 columns, a/attn/q_proj/.*: pass functools.partial\(by_role,"
+        r" per_head=True\) if",
+    ) as error:
+        PER_HEAD(shapes(normed), head_dim=6)
+    assert PER_HEAD(shapes(normed))["a"]["attn"]["k_proj"]["kernel"].sizes == (-1, 4)
+    (call,) = re.findall(r"functools\.partial\((?!.*functools).*\}\)", str(error.value))
+    views = eval(call, vars(muon_jax) | {"functools": functools})
+    found = views(shapes({**normed, "b": attention(q_proj=(8, 12), o_proj=(12, 8))}))
+    assert found["a"] == PER_HEAD(shapes(normed))["a"]
+    assert found["b"]["attn"]["q_proj"]["kernel"].sizes == (-1, 6)
+
+
+LATENT = attention(q_b_proj=(8, 16), kv_b_proj=(8, 24), kv_a_proj=(8, 12), o_proj=(16, 8))
+
+
+def test_head_dim_that_no_parameter_uses_raises_unless_parameters_are_masked():
+    views = PER_HEAD(shapes(LATENT))
+    axes = attention(q_proj=(8, 2, 4), o_proj=(2, 4, 8))
+    for tree in (LATENT, axes):
+        with pytest.raises(
+            ValueError, match=r"head_dim=4 is used by none .* pass .*\(by_role, per_head=True\),"
+        ):
+            PER_HEAD(shapes(tree), head_dim=4)
+    masked = shapes(LATENT) | {"other": optax.MaskedNode()}
+    assert PER_HEAD(masked, head_dim=4)["attn"] == views["attn"]
+    arguments = {"muon_weight_dimension_numbers": functools.partial(PER_HEAD, head_dim=4)}
+    described = describe(masked, **arguments).parameters
+    explained = explain(masked, PartitionSpec(), **arguments).groups
+    assert ((2, 8, 4), (2, 8, 8)) in [p.matrices for p in described]
+    assert ((2, 4, 8), (2, 8, 8)) in [g.matrices for g in explained]  # m ≤ n
+    mixed = PER_HEAD(shapes({"a": LATENT, "b": attention(q_proj=(8, 8))}), head_dim=4)
+    assert mixed["a"] == views and mixed["b"]["attn"]["q_proj"]["kernel"].sizes == (-1, 4)
