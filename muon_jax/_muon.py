@@ -46,7 +46,7 @@ from muon_jax._transforms.adamh import check_adamh, label_of_adam, on_spheres
 from muon_jax._transforms.momentum import Momentum
 from muon_jax._transforms.normuon import Averaged, scale_by_normuon
 from muon_jax._transforms.param_norm import keep_param_norm, scale_to_param_norm
-from muon_jax._transforms.quantized import computed_dtype, storing_mu
+from muon_jax._transforms.quantized import dtype_of_adam
 from muon_jax._transforms.rounding import Rounding
 from muon_jax._transforms.shape_scale import ShapeScale, scale_by_shape
 from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
@@ -100,7 +100,7 @@ def muon(
     implementation: str | None = None,
     max_group_bytes: int | None = None,
     shardings: Shardings = None,
-    mu_rounding: Rounding = "nearest",
+    mu_rounding: Rounding | None = None,
     distributed_gram: bool | None = None,
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
@@ -119,8 +119,9 @@ def muon(
         weight_decay: λ, a number or a schedule, multiplied by the learning rate
             (`weight_decay_form`); on matrices. None is 0.
         weight_decay_mask: tree of booleans (or a callable that makes one): which matrices decay.
-        mu_dtype: dtype of the momentum and of AdamW's first moment, also `"int8"`; None for the
-            parameters', or for AdamW later, what optax promotes that and the gradients' to.
+        mu_dtype: dtype of the momentum and of AdamW's first moment, also `"int8"`, which for AdamW
+            stands for bfloat16; None for the parameters', or for AdamW later, what optax promotes
+            that and the gradients' to.
         nesterov: whether both sides use Nesterov momentum, so that AdamW is NAdamW, as in optax
             (`adam_nesterov`).
         adaptive: whether to multiply each update by its dual norm, see `scale_by_muon`.
@@ -168,7 +169,7 @@ def muon(
         implementation: of the products, see `newton_schulz`.
         max_group_bytes: bound of what is orthogonalized together, see `scale_by_muon`.
         shardings: of the parameters, None to find out, see `scale_by_muon`.
-        mu_rounding: of Muon's momentum, `"nearest"` or `"stochastic"`, see `scale_by_muon`.
+        mu_rounding: of Muon's momentum, `"nearest"`, `"stochastic"` or None, see `scale_by_muon`.
         distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
 
     Raises:
@@ -195,10 +196,10 @@ def muon(
         b2=adam_b2,
         eps=eps if adam_eps is None else adam_eps,
         eps_root=adam_eps_root,
-        mu_dtype=computed_dtype(mu_dtype),
+        mu_dtype=dtype_of_adam(mu_dtype),
         nesterov=nesterov if adam_nesterov is None else adam_nesterov,
     )
-    adam = storing_mu(checking_gradients(adam), mu_dtype, "nearest", shardings)
+    adam = checking_gradients(adam)
     on_the_rest = chain_with_weight_decay(
         adam,
         scale=None,

@@ -57,7 +57,7 @@ def scale_by_muon(
     implementation: str | None = None,
     max_group_bytes: int | None = None,
     shardings: Shardings = None,
-    mu_rounding: Rounding = "nearest",
+    mu_rounding: Rounding | None = None,
     distributed_gram: bool | None = None,
 ) -> optax.GradientTransformation:
     """Replaces each gradient by the orthogonalized momentum of its parameter.
@@ -132,7 +132,8 @@ def scale_by_muon(
             stay where they are (`distributed_gram`).
         mu_rounding: `"nearest"`, or `"stochastic"` for a momentum of bfloat16 or int8 that is
             computed in float32 and rounded up or down at random, so that small gradients are not
-            lost in it.
+            lost in it. None is `"stochastic"` for int8, where small entries would otherwise never
+            decay, and `"nearest"` for others.
         distributed_gram: whether sharded matrices stay in pieces, X = (X₁ X₂ …), while devices sum
             XXᵀ = Σᵢ XᵢXᵢᵀ in place of exchanging X. Matrices in pieces run in the gram form of
             `newton_schulz`. Their results differ from those on one device by the rounding of the
@@ -172,7 +173,8 @@ def scale_by_muon(
     limits = Limits(max_group_bytes, distributed_gram)
     seen = SeenShardings()
     dtype = computed_dtype(mu_dtype)
-    rounding = mu_rounding if dtype is mu_dtype else "nearest"  # `storing_mu` rounds to 8 bits
+    # `storing_mu` rounds to 8 bits.
+    rounding = mu_rounding or "nearest" if dtype is mu_dtype else "nearest"
 
     def init_fn(params: optax.Params) -> MuonState:
         check_params(params)

@@ -182,7 +182,7 @@ def test_parts_of_a_parameter_have_its_coefficients():
     [
         ({"layers/[23]": "fast"}, ValueError, r"layers/0/w of .*: no pattern .*add '.\*'"),
         (BY_PATH | {"embed": "fast"}, ValueError, r"\['embed'\] of ns_coeffs match none of the 4"),
-        ({}, ValueError, "layers/0/w of shape .*: no pattern of ns_coeffs matches its path"),
+        ({}, ValueError, "ns_coeffs has no coefficients, got {}"),
         ({"(": "fast"}, TypeError, r"each key of ns_coeffs must be a regular .* got '\('"),
         ({".*": "fats"}, ValueError, "got 'fats': did you mean 'fast'"),
         ({".*": {"w": "fast"}}, TypeError, "ns_coeffs of one matrix must be a name.*got {'w'"),

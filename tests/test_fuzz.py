@@ -104,7 +104,7 @@ ARGUMENTS = {
     "weight_decay_form": NAME("decoupled", "independent", "palm", "scaled_palm"),
     "normuon_averaged": NAME("fan_in", "shorter"),
     "averaged": NAME("fan_in", "shorter"),
-    "mu_rounding": NAME("nearest"),
+    "mu_rounding": NAME("nearest", None),
     "ns_method": NAME("standard", None),
     "method": NAME("standard", None),
     "implementation": NAME("xla", None),

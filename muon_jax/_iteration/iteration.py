@@ -117,12 +117,20 @@ class Iteration:
         """Returns the polar factors of an optimizer's matrices, group by group.
 
         Args:
-            stacks: shapes `(batch, m, n)`, for any m and n.
+            stacks: shapes `(batch, m, n)`, for any m and n. Those without elements stay as they
+                are.
             max_group_bytes: as for `map_by_shape`.
         """
-        return map_by_shape(
-            lambda group: orthogonalize(self, group), stacks, max_group_bytes, self.shares_launches
+        full = [x for x in stacks if x.size]
+        results = iter(
+            map_by_shape(
+                lambda group: orthogonalize(self, group),
+                full,
+                max_group_bytes,
+                self.shares_launches,
+            )
         )
+        return [next(results) if x.size else x for x in stacks]
 
     def shares_launches(self, stack: jax.Array) -> bool:
         """Returns whether matrices of one m and several n run in the same launches."""

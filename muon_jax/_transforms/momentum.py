@@ -9,7 +9,13 @@ import optax
 
 from muon_jax._checks import checks_arguments
 from muon_jax._distributed.sharding import Shardings, whole_tree
-from muon_jax._transforms.quantized import Quantized, cast_mu, dequantize, map_momenta
+from muon_jax._transforms.quantized import (
+    Quantized,
+    cast_mu,
+    dequantize,
+    dtype_of_adam,
+    map_momenta,
+)
 from muon_jax._tree_checks import check_mu_dtype
 
 type Momentum = Literal["bias_corrected", "ema", "heavy_ball"]
@@ -126,7 +132,7 @@ def cast_momentum(state: Any, mu_dtype: jax.typing.DTypeLike, shardings: Shardin
     Args:
         state: any tree with a `MuonState` or a `ScaleByAdamState` in it, such as that of `muon`.
         mu_dtype: `"int8"` for `Quantized` in the places of large momenta, see `scale_by_muon`; or a
-            float dtype. Rounding is to nearest.
+            float dtype. Rounding is to nearest. AdamW's momenta become bfloat16 for int8.
         shardings: as for `scale_by_muon`; needed only in a shard_map.
 
     Raises:
@@ -144,7 +150,9 @@ def cast_momentum(state: Any, mu_dtype: jax.typing.DTypeLike, shardings: Shardin
         found.append(node)
         mu = map_momenta(dequantize, node.mu)
         check_mu_dtype(mu, mu_dtype)
-        return node._replace(mu=cast_mu(mu, mu_dtype, whole_tree(mu, shardings)))
+        of_adam = dtype_of_adam(mu_dtype) or mu_dtype
+        dtype = mu_dtype if isinstance(node, MuonState) else of_adam
+        return node._replace(mu=cast_mu(mu, dtype, whole_tree(mu, shardings)))
 
     state = jax.tree.map(cast_node, state, is_leaf=lambda node: isinstance(node, nodes))
     if not found:

@@ -23,8 +23,8 @@ LEAST_LAST_AXIS = 16
 class Quantized(NamedTuple):
     """A momentum in 8 bits, which `mu_dtype="int8"` puts in the place of an array of `mu`.
 
-    An entry is its code times the scale of its block, in float32. A scale is max |m|/127 over its
-    block, so that an entry is off by half a scale at most, or by one after stochastic rounding. A
+    An entry is its code times the scale of its block, in float32. A scale is the largest magnitude
+    of its block over 127, so that an entry is off by half a scale at most, or by one after stochastic rounding. A
     block with a NaN or an infinity has no finite entry.
 
     Blocks are equal parts of the last axis, of n entries. Their number depends on n alone: n is
@@ -43,6 +43,15 @@ class Quantized(NamedTuple):
 def computed_dtype(mu_dtype: jax.typing.DTypeLike | None) -> jax.typing.DTypeLike | None:
     """Returns the dtype in which updates compute momenta of `mu_dtype`: float32 for int8."""
     return jnp.float32 if _is_int8(mu_dtype) else mu_dtype
+
+
+def dtype_of_adam(mu_dtype: jax.typing.DTypeLike | None) -> jax.typing.DTypeLike | None:
+    """Returns the dtype of AdamW's first moment: bfloat16 for int8.
+
+    AdamW divides by √ν entry by entry. An entry that is small beside its block is 0 in 8 bits, or
+    large beside its own √ν.
+    """
+    return jnp.bfloat16 if _is_int8(mu_dtype) else mu_dtype
 
 
 def count_blocks(n: int) -> int:
@@ -114,7 +123,7 @@ def cast_mu(mu: Any, mu_dtype: jax.typing.DTypeLike, whole: Any) -> Any:
 def storing_mu(
     inner: optax.GradientTransformation,
     mu_dtype: jax.typing.DTypeLike | None,
-    rounding: Rounding,
+    rounding: Rounding | None,
     shardings: Shardings,
 ) -> optax.GradientTransformation:
     """Returns `inner`, with `Quantized` for the large momenta of its state if `mu_dtype` is int8.
@@ -122,7 +131,7 @@ def storing_mu(
     Args:
         inner: a transformation whose state has a `count` and momenta `mu`, in `computed_dtype`.
         mu_dtype: as for `scale_by_muon`.
-        rounding: `"nearest"`, or `"stochastic"`: up or down at random.
+        rounding: `"nearest"`, or `"stochastic"`, up or down at random, which None stands for.
         shardings: as for `scale_by_muon`; needed only in a shard_map.
 
     Raises:
@@ -145,7 +154,7 @@ def storing_mu(
         updates, state = inner.update(updates, state._replace(mu=mu), params)
         leaves, treedef = jax.tree.flatten(state.mu)
         keys = [None] * len(leaves)
-        if rounding == "stochastic":
+        if rounding != "nearest":
             keys = random_keys(state.mu, state.count, shardings)
 
         def store(old: Any, m: jax.Array, key: jax.Array | None) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from muon_jax import scale_by_muon
+from muon_jax import MuonDimensionNumbers, scale_by_muon
 from pallas_kernels._several_stacks import gemm_of_stacks, syrk_of_stacks
 
 SHAPES = ((2, 64, 192), (1, 64, 128), (2, 64, 64))
@@ -82,6 +82,15 @@ def test_matrices_of_one_m_share_kernels(ns_coeffs, axis, kernels):
         traced = jax.jit(update).trace(params, jax.eval_shape(init, params))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == kernels
+
+
+def test_matrices_without_elements_need_no_kernel():
+    tx = scale_by_muon(ns_coeffs="balanced", weight_dimension_numbers=MuonDimensionNumbers(-2, -1))
+    params = [jax.ShapeDtypeStruct((0, 256, n), jnp.float32) for n in (256, 512)]
+    with helpers.described_gpu("H200"):
+        traced = jax.jit(tx.update).trace(params, jax.eval_shape(tx.init, params))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu_v2" not in text
 
 
 @pytest.mark.gpu
