@@ -1,6 +1,8 @@
 """Inputs, float64 oracles and error measures that several tests share."""
 
+import functools
 import inspect
+import re
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 from unittest import mock
@@ -13,6 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+import muon_jax
 from muon_jax import _newton_schulz, newton_schulz, scale_by_muon
 from pallas_kernels import _device, syrk, syrk_with_residual, syrkx
 from pallas_kernels._mosaic_gpu.config import MosaicSyrkxConfig
@@ -61,6 +64,27 @@ def random_tree(shapes: dict[str, tuple[int, ...]], seed: int, dtype=jnp.float32
         name: jnp.asarray(np.random.default_rng([seed, i]).standard_normal(shape), dtype)
         for i, (name, shape) in enumerate(shapes.items())
     }
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """The tree of dicts whose paths are these names."""
+    tree = {}
+    for name, leaf in flat.items():
+        *parents, last = name.split("/")
+        functools.reduce(lambda node, key: node.setdefault(key, {}), parents, tree)[last] = leaf
+    return tree
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their paths."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def pasted(message: str, **names: Any) -> Any:
+    """The call that an error for unknown roles says to pass."""
+    (call,) = re.findall(r"pass (functools\.partial\(by_role.*\)), with None", message)
+    return eval(call, {**vars(muon_jax), "functools": functools, **names})
 
 
 def count_of_programs(jitted: Any) -> int:

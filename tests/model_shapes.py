@@ -13,13 +13,12 @@ def shapes(tree):
     )
 
 
-def _linear(rows, cols, name="kernel"):
-    """A kernel and its bias, (in, out) or, as `weight`, (out, in)."""
-    return {name: (rows, cols), "bias": (cols if name == "kernel" else rows,)}
+def _linear(rows, cols):
+    return {"kernel": (rows, cols), "bias": (cols,)}
 
 
-def _norm(width, name="scale"):
-    return {name: (width,), "bias": (width,)}
+def _norm(width):
+    return {"scale": (width,), "bias": (width,)}
 
 
 def bloom(layers=2, width=8, vocabulary=32):
@@ -248,21 +247,6 @@ def levanter_llama(layers=3, width=8, groups=2, per_group=2, dim=4, hidden=24):
         },
         "embeddings": {"token_embeddings": {"weight": (32, width)}},
         "lm_head": {"weight": (32, width)},
-    }
-
-
-def equinox(width=16):
-    """A network of Equinox' modules: (out, in), (out, in, height, width)."""
-    sizes = [(64, width), (64, 64), (10, 64)]
-    return {
-        "conv": {"weight": (8, 3, 5, 5), "bias": (8, 1, 1)},
-        "pointwise": {"conv": {"weight": (width, 8, 1, 1), "bias": (width, 1, 1)}},
-        "attention": {
-            f"{name}_proj": {"weight": (width, width)}
-            for name in ("query", "key", "value", "output")
-        },
-        "norm": _norm(width, "weight"),
-        "mlp": {"layers": [_linear(*size, "weight") for size in sizes]},
     }
 
 

@@ -1,6 +1,5 @@
 """Who says how parameters are sharded: optimizers at work in whole training steps."""
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 
 import chex
+import equinox as eqx
 import flax.linen as nn
 import helpers
 import jax
@@ -286,28 +286,18 @@ def test_an_ensemble_whose_members_are_on_devices_of_their_own(axis_type):
 
 @helpers.slow
 def test_an_ensemble_of_modules_that_are_callable():
-    """As those of Equinox are, which are trees, too."""
-
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass
-    class Linear:
-        weight: jax.Array
-
-        def __call__(self, x):
-            return x @ self.weight
-
     sharding = NamedSharding(mesh_of(AxisType.Auto, (8,), ("member",)), PartitionSpec("member"))
-    members = jax.random.normal(jax.random.key(0), (8, 16, 32))
+    linear = functools.partial(eqx.nn.Linear, 16, 32, use_bias=False)
+    members = jax.vmap(lambda key: linear(key=key))(jax.random.split(jax.random.key(0), 8))
     transform = scale_by_muon(ns_dtype="float32", ns_steps=2)
 
     def update(module):
         return transform.update(module, transform.init(module))[0]
 
-    module = Linear(jax.device_put(members, sharding))
-    updates = jax.jit(jax.vmap(update))(module)
-    expected = jax.vmap(update)(Linear(members))
+    updates = jax.jit(jax.vmap(update))(jax.device_put(members, sharding))
+    expected = jax.vmap(update)(members)
     chex.assert_trees_all_close(jax.device_get(updates), expected, atol=2e-6)
-    (group,) = explain(Linear(members[0])).groups
+    (group,) = explain(linear(key=jax.random.key(0))).groups
     assert group.mode == "local"
 
 

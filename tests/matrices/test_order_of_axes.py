@@ -10,7 +10,7 @@ import model_shapes
 import numpy as np
 import oracles
 import pytest
-from helpers import slow
+from helpers import flat, nested, slow
 from model_shapes import shapes
 
 from muon_jax import MuonDimensionNumbers, Split, Unfold, by_role, describe, muon
@@ -35,20 +35,10 @@ def updates_of(tree, views):
         name: jax.random.normal(jax.random.key(i), shape)
         for i, (name, shape) in enumerate(tree.items())
     }
-    nested = {}
-    for name, array in params.items():
-        node = nested
-        *parents, last = name.split("/")
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = array
+    tree = nested(params)
     optimizer = muon(1.0, ns_dtype="float32", muon_weight_dimension_numbers=views)
-    updates, _ = jax.jit(optimizer.update)(nested, optimizer.init(nested), nested)
-    flat = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): update
-        for path, update in jax.tree.leaves_with_path(updates)
-    }
-    return params, flat
+    updates, _ = jax.jit(optimizer.update)(tree, optimizer.init(tree), tree)
+    return params, flat(updates)
 
 
 def assert_updates(tree, views, matrices_of):
@@ -142,23 +132,6 @@ def test_llama_of_levanter():
         f"{below}/mlp/gate_proj/weight": ((3, 8, 24),),
         f"{below}/mlp/up_proj/weight": ((3, 8, 24),),
         f"{below}/mlp/down_proj/weight": ((3, 24, 8),),
-    }
-
-
-def test_a_network_of_equinox():
-    with pytest.raises(ValueError, match=r"role of mlp/layers/2/weight of shape \(10, 64\): pass"):
-        OUT_IN(shapes(model_shapes.equinox()))
-    views = OUT_IN(shapes(model_shapes.equinox()), rules={"^mlp/layers/2/weight": None})
-    out_in = MuonDimensionNumbers(-1, -2)
-    convolution = MuonDimensionNumbers((-3, -2, -1), -4)
-    assert views == {
-        "conv": {"weight": convolution, "bias": None},
-        "pointwise": {"conv": {"weight": convolution, "bias": None}},
-        "attention": {f"{k}_proj": {"weight": out_in} for k in ("query", "key", "value", "output")},
-        "norm": {"weight": None, "bias": None},
-        "mlp": {
-            "layers": [{"weight": view, "bias": None} for view in (out_in, out_in, None)],
-        },
     }
 
 

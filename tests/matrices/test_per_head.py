@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import oracles
 import pytest
+from helpers import flat, nested
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from model_shapes import shapes
 
@@ -76,22 +77,6 @@ KERNELS = {
     "latent/self_attn/o_proj/kernel": ((16, 8), [8]),
 }
 UPDATE = {"learning_rate": 1.0, "ns_dtype": "float32", "ns_steps": 2}
-
-
-def nested(flat):
-    tree = {}
-    for name, array in flat.items():
-        *parents, last = name.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = array
-    return tree
-
-
-def flat(tree):
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
 
 
 def loop(kernel, ends):

@@ -1,23 +1,14 @@
 """Errors of `by_role` for what it does not know are short, and what they say to paste works."""
 
-import functools
-import re
-
 import jax
 import jax.numpy as jnp
 import model_shapes
 import pytest
+from helpers import pasted
 from model_shapes import shapes
 
 from muon_jax import MuonDimensionNumbers, Split, Unfold, by_role, describe, muon
 from muon_jax._matrices.views import MATRICES, is_view
-
-
-def pasted(message, **names):
-    """The call that a message says to pass."""
-    (call,) = re.findall(r"pass (functools\.partial\(by_role.*\)), with None", message)
-    views = {"MuonDimensionNumbers": MuonDimensionNumbers, "Split": Split, "Unfold": Unfold}
-    return eval(call, {"functools": functools, "by_role": by_role, **views, **names})
 
 
 def error_of(tree, *arguments, **keywords):
