@@ -24,8 +24,8 @@ class Quantized(NamedTuple):
     """A momentum in 8 bits, which `mu_dtype="int8"` puts in the place of an array of `mu`.
 
     An entry is its code times the scale of its block, in float32. A scale is the largest magnitude
-    of its block over 127, so that an entry is off by half a scale at most, or by one after stochastic rounding. A
-    block with a NaN or an infinity has no finite entry.
+    of its block over 127, so that an entry is off by half a scale at most, or by one after
+    stochastic rounding. A block with a NaN or an infinity has no finite entry.
 
     Blocks are equal parts of the last axis, of n entries. Their number depends on n alone: n is
     halved while it is even and above 128, and each of these pieces has ⌈entries/128⌉ blocks. So a
