@@ -51,8 +51,8 @@ _IN_ATTENTION = re.compile(rf"(^|/)(\w*att\w*|mha)(/(?!{_MLP}$)[^/]+)?$")
 _NOT_ATTENTION = re.compile(rf"(^|/)({_MLP}|\w*indexer)$")  # an indexer selects tokens
 # The names of projections.
 _PROJECTION = re.compile(
-    r"((w|to|c|in|linear)_?)?(q|k|v|kv|qkv|query|key|value)(_(b|up|proj|projection|lin|linear))*"
-    r"|w_?u[qkv]"
+    r"((w|to|c|in|linear)_?)?(?P<makes>q|k|v|kv|qkv|query|key|value)"
+    r"(_(b|up|proj|projection|lin|linear))*|w_?u[qkv]"
 )
 _LIKE_PROJECTION = re.compile(r"(^|_)w?(q|k|v|kv|query|key|value|queries|keys|values)(_|$)")
 _OUTPUT = re.compile(r"w?o|(\w+_)?(o|out|output)(_\w+)?|(c_)?proj|projection|dense")
@@ -128,6 +128,13 @@ def _last(name: str) -> str:
     return plain(module_of(name)).rpartition("/")[2]
 
 
+def _makes(last: str) -> str:
+    """What a projection of this name makes, such as "q" or "kv"; "" where the name does not tell."""
+    match = _PROJECTION.fullmatch(last)
+    makes = (match and match["makes"]) or ""
+    return {"query": "q", "key": "k", "value": "v"}.get(makes, makes)
+
+
 def _is_whole(name: str, of_one: Found) -> bool:
     """Whether a parameter stays as it is: it is known to be no projection to heads."""
     last, module = _last(name), attention_of(name)
@@ -148,14 +155,16 @@ def _attention_with(
     Args:
         members: all that are no vectors.
         norm_of_q: the size of the norm of q; 0 without one. It is the width of a head where it is
-            less than that of all heads.
+            less than that of all heads of q.
         head_dim: the width of a head where nothing tells.
     """
     outputs = [of_one.shape for of_one in members.values() if of_one.role == FROM_HEADS]
     of_all = min((math.prod(shape[:-1]) for shape in outputs), default=0)
     if any(_UP.fullmatch(name) for name in members):
         return _Attention(is_latent=True, latent=_latent_head(members, of_all))
-    if not 0 < norm_of_q < of_all:
+    made = [math.prod(one.shape[1:]) for name, one in members.items() if _makes(name) == "q"]
+    of_q = min(made, default=of_all)  # fused projections have no q by itself
+    if not 0 < norm_of_q < of_q:
         return _Attention(head_dim=head_dim)
     agree = head_dim in (None, norm_of_q)
     said = "" if agree else f"whose norm of q tells heads of {norm_of_q} columns"

@@ -236,6 +236,12 @@ def test_a_norm_of_q_tells_the_width_of_a_head_where_it_is_narrower_than_all():
     assert [width(4, None), width(4, 4), width(12, 6)] == [4, 4, 6]
 
 
+def test_a_norm_over_all_of_q_tells_no_width_where_v_is_wider():
+    tree = shapes(with_norm_of_q(8, q_proj=(8, 8), k_proj=(8, 8), o_proj=(16, 8)))
+    projections = PER_HEAD(tree, head_dim=4)["attn"]
+    assert [projections[name]["kernel"].sizes for name in ("q_proj", "k_proj")] == [(-1, 4)] * 2
+
+
 def test_head_dim_does_not_yield_to_a_norm_of_q():
     normed = {"a": with_norm_of_q(4, q_proj=(8, 12), k_proj=(8, 4), o_proj=(12, 8))}
     with pytest.raises(
