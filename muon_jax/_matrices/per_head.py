@@ -44,6 +44,7 @@ from muon_jax._matrices.shapes import Unknown
 from muon_jax._matrices.views import MATRICES, Split, Unfold, View
 
 NO_WIDTH = "whose heads have a width that nothing tells"
+_OTHER_WIDTH = "whose heads may have another width than those of q"
 _FUSED = (FUSED_QKV, FUSED_KV)
 # The paths of modules that have projections: of attention itself, or of a module right below it.
 _MLP = r"(?!\w*att)\w*(mlp|ffn|feed|moe|channel_mix)\w*"
@@ -79,12 +80,14 @@ class _Attention(NamedTuple):
         is_latent: whether it has the up-projections of latent attention.
         latent: the widths of its heads; None where the shapes do not tell.
         head_dim: the width of a head; None where nothing tells.
+        v_differs: whether o takes another width than q makes, so that heads of v have another width.
         contradiction: what tells another width than the argument `head_dim`, if anything does.
     """
 
     is_latent: bool = False
     latent: _LatentHead | None = None
     head_dim: int | None = None
+    v_differs: bool = False
     contradiction: str = ""
 
 
@@ -164,11 +167,12 @@ def _attention_with(
         return _Attention(is_latent=True, latent=_latent_head(members, of_all))
     made = [math.prod(one.shape[1:]) for name, one in members.items() if _makes(name) == "q"]
     of_q = min(made, default=of_all)  # fused projections have no q by itself
+    v_differs = 0 < of_all != of_q
     if not 0 < norm_of_q < of_q:
-        return _Attention(head_dim=head_dim)
+        return _Attention(head_dim=head_dim, v_differs=v_differs)
     agree = head_dim in (None, norm_of_q)
     said = "" if agree else f"whose norm of q tells heads of {norm_of_q} columns"
-    return _Attention(head_dim=norm_of_q, contradiction=said)
+    return _Attention(head_dim=norm_of_q, v_differs=v_differs, contradiction=said)
 
 
 def _latent_head(members: Mapping[str, Found], v_width: int) -> _LatentHead | None:
@@ -223,6 +227,8 @@ def _view(name: str, of_one: Found, attention: _Attention) -> View | Unknown:
         return unknown(attention.contradiction)
     if width is None:
         return unknown(NO_WIDTH)
+    if attention.v_differs and (of_one.role == FUSED_KV or _makes(last) in ("v", "kv")):
+        return unknown(_OTHER_WIDTH)
     if of_one.shape[-1] % width:
         return unknown(f"whose {of_one.shape[-1]} columns are no multiple of a head's {width}")
     return Unfold(-1, (-1, width), of_head)

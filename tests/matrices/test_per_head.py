@@ -180,6 +180,11 @@ def attention(**projections):
             "q_b_proj.*, whose heads the projections beside it do not tell: pass",
         ),
         (
+            attention(q_proj=(8, 8), k_proj=(8, 8), v_proj=(8, 16), o_proj=(16, 8)),
+            {"head_dim": 4},
+            r"heads of attn/v_proj/kernel .* may have another width than those of q: pass",
+        ),
+        (
             attention(q_proj=(8, 8), g_proj=(8, 8)),
             {"head_dim": 4},
             "heads of attn/g_proj/kernel .* which may be a projection to heads: pass",
