@@ -19,6 +19,7 @@ So all widths follow from the shapes, with heads·rope = Q - KV + V for the widt
 kv_b and V of o. A head of q is one matrix. Those of k and v, which kv_b has in turn, are two.
 """
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -48,7 +49,7 @@ _OTHER_WIDTH = "whose heads may have another width than those of q"
 _FUSED = (FUSED_QKV, FUSED_KV)
 # The paths of modules that have projections: of attention itself, or of a module right below it.
 _MLP = r"(?!\w*att)\w*(mlp|ffn|feed|moe|channel_mix)\w*"
-_IN_ATTENTION = re.compile(rf"(^|/)(\w*att\w*|mha)(/(?!{_MLP}$)[^/]+)?$")
+_IN_ATTENTION = re.compile(rf"(^|/)(?P<attention>\w*att\w*|mha)(/(?!{_MLP}$)[^/]+)?$")
 _NOT_ATTENTION = re.compile(rf"(^|/)({_MLP}|\w*indexer)$")  # an indexer selects tokens
 # The names of projections.
 _PROJECTION = re.compile(
@@ -56,7 +57,8 @@ _PROJECTION = re.compile(
     r"(_(b|up|proj|projection|lin|linear))*|w_?u[qkv]"
 )
 _LIKE_PROJECTION = re.compile(r"(^|_)w?(q|k|v|kv|query|key|value|queries|keys|values)(_|$)")
-_OUTPUT = re.compile(r"w?o|(\w+_)?(o|out|output)(_\w+)?|(c_)?proj|projection|dense")
+_OUTPUT = re.compile(r"w?o|(\w+_)?(o|out|output)(_\w+)?")
+_LINEAR = re.compile(r"(c_)?proj|projection|dense")  # the output, where others are q, k and v
 _Q = re.compile(r"(w|linear_)?q_(b|up)(_proj)?|w?q(_proj)?|query|linear_q_proj")
 _KV_UP = re.compile(r"(w|linear_)?kv_(b|up)(_proj)?")
 _UP = re.compile(r"(w|linear_)?(q|k|v|kv)_(b|up)(_proj)?|w_?u[qkv]")
@@ -80,7 +82,7 @@ class _Attention(NamedTuple):
         is_latent: whether it has the up-projections of latent attention.
         latent: the widths of its heads; None where the shapes do not tell.
         head_dim: the width of a head; None where nothing tells.
-        v_differs: whether o takes another width than q makes, so that heads of v have another width.
+        v_differs: whether o takes another width than q makes: heads of v may have another width.
         contradiction: what tells another width than the argument `head_dim`, if anything does.
     """
 
@@ -117,9 +119,17 @@ def with_matrix_per_head(
         for module, inside in members.items()
     }
 
+    with_projections = [
+        module
+        for module, inside in members.items()
+        if any(itertools.starmap(_projects, inside.items()))
+    ]
+
     def seen(name: str, of_one: Found) -> Found:
         is_known = not isinstance(of_one.view, Unknown) or of_one.role in _FUSED
-        if of_one.view is None or not is_known or len(of_one.shape) < 2 or _is_whole(name, of_one):
+        if of_one.view is None or not is_known or len(of_one.shape) < 2:
+            return of_one
+        if _is_whole(name, of_one, with_projections):
             return of_one
         return of_one._replace(view=_view(name, of_one, attentions[attention_of(name)]))
 
@@ -132,22 +142,38 @@ def _last(name: str) -> str:
 
 
 def _makes(last: str) -> str:
-    """What a projection of this name makes, such as "q" or "kv"; "" where the name does not tell."""
+    """What a projection of this name makes, such as "kv"; "" where the name does not tell."""
     match = _PROJECTION.fullmatch(last)
     makes = (match and match["makes"]) or ""
     return {"query": "q", "key": "k", "value": "v"}.get(makes, makes)
 
 
-def _is_whole(name: str, of_one: Found) -> bool:
-    """Whether a parameter stays as it is: it is known to be no projection to heads."""
+def _projects(last: str, of_one: Found) -> bool:
+    """Whether a parameter of this last name is a projection to heads."""
+    is_named = _PROJECTION.fullmatch(last) is not None
+    return is_named or of_one.role in (TO_HEADS, EINSUM_TO_HEADS, *_FUSED)
+
+
+def _is_whole(name: str, of_one: Found, with_projections: Sequence[str]) -> bool:
+    """Whether a parameter stays as it is: it is known to be no projection to heads.
+
+    Args:
+        name: its path.
+        of_one: what is found of it.
+        with_projections: the paths of the modules that have projections to heads.
+    """
     last, module = _last(name), attention_of(name)
     if _NOT_ATTENTION.search(module) or _DOWN.fullmatch(last):
         return True
-    if of_one.role in (TO_HEADS, EINSUM_TO_HEADS, *_FUSED) or _PROJECTION.fullmatch(last):
+    if _projects(last, of_one):
         return False
-    is_output = of_one.role in (FROM_HEADS, EINSUM_FROM_HEADS) or _OUTPUT.fullmatch(last)
-    may_be_one = _IN_ATTENTION.search(module) or _LIKE_PROJECTION.search(last)
-    return bool(is_output) or not may_be_one
+    if of_one.role in (FROM_HEADS, EINSUM_FROM_HEADS) or _OUTPUT.fullmatch(last):
+        return True
+    match = _IN_ATTENTION.search(module)
+    if match and _LINEAR.fullmatch(last):
+        attention = module[: match.end("attention")] + "/"
+        return any(f"{other}/".startswith(attention) for other in with_projections)
+    return not (match or _LIKE_PROJECTION.search(last))
 
 
 def _attention_with(

@@ -185,6 +185,11 @@ def attention(**projections):
             r"heads of attn/v_proj/kernel .* may have another width than those of q: pass",
         ),
         (
+            {f"attn_{i}": {f"Dense_{j}": {"kernel": (8, 8)} for j in range(4)} for i in range(2)},
+            {},
+            r"heads of attn_0/Dense_0/kernel .* and 7 like it, which may be a projection to heads",
+        ),
+        (
             attention(q_proj=(8, 8), g_proj=(8, 8)),
             {"head_dim": 4},
             "heads of attn/g_proj/kernel .* which may be a projection to heads: pass",
