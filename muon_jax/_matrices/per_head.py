@@ -19,7 +19,6 @@ So all widths follow from the shapes, with heads·rope = Q - KV + V for the widt
 kv_b and V of o. A head of q is one matrix. Those of k and v, which kv_b has in turn, are two.
 """
 
-import itertools
 import math
 import re
 from collections import defaultdict
@@ -79,6 +78,7 @@ class _Attention(NamedTuple):
     """What the parameters of a module tell of its heads.
 
     Attributes:
+        has_q_or_k: whether it has a projection to q or k, fused or not.
         is_latent: whether it has the up-projections of latent attention.
         latent: the widths of its heads; None where the shapes do not tell.
         head_dim: the width of a head; None where nothing tells.
@@ -86,6 +86,7 @@ class _Attention(NamedTuple):
         contradiction: what tells another width than the argument `head_dim`, if anything does.
     """
 
+    has_q_or_k: bool
     is_latent: bool = False
     latent: _LatentHead | None = None
     head_dim: int | None = None
@@ -119,17 +120,11 @@ def with_matrix_per_head(
         for module, inside in members.items()
     }
 
-    with_projections = [
-        module
-        for module, inside in members.items()
-        if any(itertools.starmap(_projects, inside.items()))
-    ]
-
     def seen(name: str, of_one: Found) -> Found:
         is_known = not isinstance(of_one.view, Unknown) or of_one.role in _FUSED
         if of_one.view is None or not is_known or len(of_one.shape) < 2:
             return of_one
-        if _is_whole(name, of_one, with_projections):
+        if _is_whole(name, of_one, attentions):
             return of_one
         return of_one._replace(view=_view(name, of_one, attentions[attention_of(name)]))
 
@@ -154,25 +149,31 @@ def _projects(last: str, of_one: Found) -> bool:
     return is_named or of_one.role in (TO_HEADS, EINSUM_TO_HEADS, *_FUSED)
 
 
-def _is_whole(name: str, of_one: Found, with_projections: Sequence[str]) -> bool:
+def _is_v_alone(last: str, of_one: Found, attention: _Attention) -> bool:
+    """Whether a parameter has the name of v, with no axis of heads, and no q or k beside it."""
+    return _makes(last) == "v" and len(of_one.shape) == 2 and not attention.has_q_or_k
+
+
+def _is_whole(name: str, of_one: Found, attentions: Mapping[str, _Attention]) -> bool:
     """Whether a parameter stays as it is: it is known to be no projection to heads.
 
     Args:
         name: its path.
         of_one: what is found of it.
-        with_projections: the paths of the modules that have projections to heads.
+        attentions: by the paths of modules.
     """
     last, module = _last(name), attention_of(name)
     if _NOT_ATTENTION.search(module) or _DOWN.fullmatch(last):
         return True
+    match = _IN_ATTENTION.search(module)
     if _projects(last, of_one):
-        return False
+        is_v_alone = _is_v_alone(last, of_one, attentions[module])
+        return is_v_alone and not match and last in ("v", "value")  # of a state, not of tokens
     if of_one.role in (FROM_HEADS, EINSUM_FROM_HEADS) or _OUTPUT.fullmatch(last):
         return True
-    match = _IN_ATTENTION.search(module)
     if match and _LINEAR.fullmatch(last):
-        attention = module[: match.end("attention")] + "/"
-        return any(f"{other}/".startswith(attention) for other in with_projections)
+        path = module[: match.end("attention")] + "/"
+        return any(f"{m}/".startswith(path) for m, other in attentions.items() if other.has_q_or_k)
     return not (match or _LIKE_PROJECTION.search(last))
 
 
@@ -189,16 +190,18 @@ def _attention_with(
     """
     outputs = [of_one.shape for of_one in members.values() if of_one.role == FROM_HEADS]
     of_all = min((math.prod(shape[:-1]) for shape in outputs), default=0)
+    projecting = [name for name, of_one in members.items() if _projects(name, of_one)]
+    has_q_or_k = any(_makes(name) != "v" for name in projecting)
     if any(_UP.fullmatch(name) for name in members):
-        return _Attention(is_latent=True, latent=_latent_head(members, of_all))
+        return _Attention(has_q_or_k, is_latent=True, latent=_latent_head(members, of_all))
     made = [math.prod(one.shape[1:]) for name, one in members.items() if _makes(name) == "q"]
     of_q = min(made, default=of_all)  # fused projections have no q by itself
     v_differs = 0 < of_all != of_q
     if not 0 < norm_of_q < of_q:
-        return _Attention(head_dim=head_dim, v_differs=v_differs)
+        return _Attention(has_q_or_k, head_dim=head_dim, v_differs=v_differs)
     agree = head_dim in (None, norm_of_q)
     said = "" if agree else f"whose norm of q tells heads of {norm_of_q} columns"
-    return _Attention(head_dim=norm_of_q, v_differs=v_differs, contradiction=said)
+    return _Attention(has_q_or_k, head_dim=norm_of_q, v_differs=v_differs, contradiction=said)
 
 
 def _latent_head(members: Mapping[str, Found], v_width: int) -> _LatentHead | None:
@@ -237,7 +240,8 @@ def _view(name: str, of_one: Found, attention: _Attention) -> View | Unknown:
 
     if isinstance(view, Unknown) and (view.is_of_layout or has_axis or not is_fused):
         return view
-    if not (is_fused or of_one.role == EINSUM_TO_HEADS or _PROJECTION.fullmatch(last)):
+    is_projection = is_fused or of_one.role == EINSUM_TO_HEADS or _PROJECTION.fullmatch(last)
+    if not is_projection or _is_v_alone(last, of_one, attention):
         return unknown("which may be a projection to heads")
     latent, width = attention.latent, attention.head_dim
     if attention.is_latent and not (latent and (is_kv or _Q.fullmatch(last))):

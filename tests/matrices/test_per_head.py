@@ -246,6 +246,16 @@ def test_a_norm_of_q_tells_the_width_of_a_head_where_it_is_narrower_than_all():
     assert [width(4, None), width(4, 4), width(12, 6)] == [4, 4, 6]
 
 
+def test_a_value_without_q_and_k_beside_it_is_split_in_no_tree():
+    heads = {"value": {"kernel": (8, 4)}, "policy_head": {"kernel": (8, 18)}}
+    tree = shapes({"tr": attention(q_proj=(8, 8), o_proj=(8, 8)), **heads})
+    assert PER_HEAD(tree, head_dim=4)["value"] == by_role(tree)["value"]
+    alone = {**attention(value=(8, 8)), "b": {"v_proj": {"kernel": (8, 8)}}}
+    message = r"attn/value/kernel .*, b/v_proj/kernel .* which may be a projection to heads: pass"
+    with pytest.raises(ValueError, match=message):
+        PER_HEAD(shapes({**alone, "tr": attention(q_proj=(8, 8))}), head_dim=4)
+
+
 def test_a_norm_over_all_of_q_tells_no_width_where_v_is_wider():
     tree = shapes(with_norm_of_q(8, q_proj=(8, 8), k_proj=(8, 8), o_proj=(16, 8)))
     projections = PER_HEAD(tree, head_dim=4)["attn"]
