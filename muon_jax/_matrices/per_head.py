@@ -44,18 +44,20 @@ from muon_jax._matrices.shapes import Unknown
 from muon_jax._matrices.views import MATRICES, Split, Unfold, View
 
 NO_WIDTH = "whose heads have a width that nothing tells"
+_OTHER_WIDTH = "whose heads may have another width than those of q"
 _FUSED = (FUSED_QKV, FUSED_KV)
 # The paths of modules that have projections: of attention itself, or of a module right below it.
 _MLP = r"(?!\w*att)\w*(mlp|ffn|feed|moe|channel_mix)\w*"
-_IN_ATTENTION = re.compile(rf"(^|/)(\w*att\w*|mha)(/(?!{_MLP}$)[^/]+)?$")
+_IN_ATTENTION = re.compile(rf"(^|/)(?P<attention>\w*att\w*|mha)(/(?!{_MLP}$)[^/]+)?$")
 _NOT_ATTENTION = re.compile(rf"(^|/)({_MLP}|\w*indexer)$")  # an indexer selects tokens
 # The names of projections.
 _PROJECTION = re.compile(
-    r"((w|to|c|in|linear)_?)?(q|k|v|kv|qkv|query|key|value)(_(b|up|proj|projection|lin|linear))*"
-    r"|w_?u[qkv]"
+    r"((w|to|c|in|linear)_?)?(?P<makes>q|k|v|kv|qkv|query|key|value)"
+    r"(_(b|up|proj|projection|lin|linear))*|w_?u[qkv]"
 )
 _LIKE_PROJECTION = re.compile(r"(^|_)w?(q|k|v|kv|query|key|value|queries|keys|values)(_|$)")
-_OUTPUT = re.compile(r"w?o|(\w+_)?(o|out|output)(_\w+)?|(c_)?proj|projection|dense")
+_OUTPUT = re.compile(r"w?o|(\w+_)?(o|out|output)(_\w+)?")
+_LINEAR = re.compile(r"(c_)?proj|projection|dense")  # the output, where others are q, k and v
 _Q = re.compile(r"(w|linear_)?q_(b|up)(_proj)?|w?q(_proj)?|query|linear_q_proj")
 _KV_UP = re.compile(r"(w|linear_)?kv_(b|up)(_proj)?")
 _UP = re.compile(r"(w|linear_)?(q|k|v|kv)_(b|up)(_proj)?|w_?u[qkv]")
@@ -76,15 +78,19 @@ class _Attention(NamedTuple):
     """What the parameters of a module tell of its heads.
 
     Attributes:
+        has_q_or_k: whether it has a projection to q or k, fused or not.
         is_latent: whether it has the up-projections of latent attention.
         latent: the widths of its heads; None where the shapes do not tell.
         head_dim: the width of a head; None where nothing tells.
+        v_differs: whether o takes another width than q makes: heads of v may have another width.
         contradiction: what tells another width than the argument `head_dim`, if anything does.
     """
 
+    has_q_or_k: bool
     is_latent: bool = False
     latent: _LatentHead | None = None
     head_dim: int | None = None
+    v_differs: bool = False
     contradiction: str = ""
 
 
@@ -116,7 +122,9 @@ def with_matrix_per_head(
 
     def seen(name: str, of_one: Found) -> Found:
         is_known = not isinstance(of_one.view, Unknown) or of_one.role in _FUSED
-        if of_one.view is None or not is_known or len(of_one.shape) < 2 or _is_whole(name, of_one):
+        if of_one.view is None or not is_known or len(of_one.shape) < 2:
+            return of_one
+        if _is_whole(name, of_one, attentions):
             return of_one
         return of_one._replace(view=_view(name, of_one, attentions[attention_of(name)]))
 
@@ -128,16 +136,45 @@ def _last(name: str) -> str:
     return plain(module_of(name)).rpartition("/")[2]
 
 
-def _is_whole(name: str, of_one: Found) -> bool:
-    """Whether a parameter stays as it is: it is known to be no projection to heads."""
+def _makes(last: str) -> str:
+    """What a projection of this name makes, such as "kv"; "" where the name does not tell."""
+    match = _PROJECTION.fullmatch(last)
+    makes = (match and match["makes"]) or ""
+    return {"query": "q", "key": "k", "value": "v"}.get(makes, makes)
+
+
+def _projects(last: str, of_one: Found) -> bool:
+    """Whether a parameter of this last name is a projection to heads."""
+    is_named = _PROJECTION.fullmatch(last) is not None
+    return is_named or of_one.role in (TO_HEADS, EINSUM_TO_HEADS, *_FUSED)
+
+
+def _is_v_alone(last: str, of_one: Found, attention: _Attention) -> bool:
+    """Whether a parameter has the name of v, with no axis of heads, and no q or k beside it."""
+    return _makes(last) == "v" and len(of_one.shape) == 2 and not attention.has_q_or_k
+
+
+def _is_whole(name: str, of_one: Found, attentions: Mapping[str, _Attention]) -> bool:
+    """Whether a parameter stays as it is: it is known to be no projection to heads.
+
+    Args:
+        name: its path.
+        of_one: what is found of it.
+        attentions: by the paths of modules.
+    """
     last, module = _last(name), attention_of(name)
     if _NOT_ATTENTION.search(module) or _DOWN.fullmatch(last):
         return True
-    if of_one.role in (TO_HEADS, EINSUM_TO_HEADS, *_FUSED) or _PROJECTION.fullmatch(last):
-        return False
-    is_output = of_one.role in (FROM_HEADS, EINSUM_FROM_HEADS) or _OUTPUT.fullmatch(last)
-    may_be_one = _IN_ATTENTION.search(module) or _LIKE_PROJECTION.search(last)
-    return bool(is_output) or not may_be_one
+    match = _IN_ATTENTION.search(module)
+    if _projects(last, of_one):
+        is_v_alone = _is_v_alone(last, of_one, attentions[module])
+        return is_v_alone and not match and last in ("v", "value")  # of a state, not of tokens
+    if of_one.role in (FROM_HEADS, EINSUM_FROM_HEADS) or _OUTPUT.fullmatch(last):
+        return True
+    if match and _LINEAR.fullmatch(last):
+        path = module[: match.end("attention")] + "/"
+        return any(f"{m}/".startswith(path) for m, other in attentions.items() if other.has_q_or_k)
+    return not (match or _LIKE_PROJECTION.search(last))
 
 
 def _attention_with(
@@ -148,18 +185,23 @@ def _attention_with(
     Args:
         members: all that are no vectors.
         norm_of_q: the size of the norm of q; 0 without one. It is the width of a head where it is
-            less than that of all heads.
+            less than that of all heads of q.
         head_dim: the width of a head where nothing tells.
     """
     outputs = [of_one.shape for of_one in members.values() if of_one.role == FROM_HEADS]
     of_all = min((math.prod(shape[:-1]) for shape in outputs), default=0)
+    projecting = [name for name, of_one in members.items() if _projects(name, of_one)]
+    has_q_or_k = any(_makes(name) != "v" for name in projecting)
     if any(_UP.fullmatch(name) for name in members):
-        return _Attention(is_latent=True, latent=_latent_head(members, of_all))
-    if not 0 < norm_of_q < of_all:
-        return _Attention(head_dim=head_dim)
+        return _Attention(has_q_or_k, is_latent=True, latent=_latent_head(members, of_all))
+    made = [math.prod(one.shape[1:]) for name, one in members.items() if _makes(name) == "q"]
+    of_q = min(made, default=of_all)  # fused projections have no q by itself
+    v_differs = 0 < of_all != of_q
+    if not 0 < norm_of_q < of_q:
+        return _Attention(has_q_or_k, head_dim=head_dim, v_differs=v_differs)
     agree = head_dim in (None, norm_of_q)
     said = "" if agree else f"whose norm of q tells heads of {norm_of_q} columns"
-    return _Attention(head_dim=norm_of_q, contradiction=said)
+    return _Attention(has_q_or_k, head_dim=norm_of_q, v_differs=v_differs, contradiction=said)
 
 
 def _latent_head(members: Mapping[str, Found], v_width: int) -> _LatentHead | None:
@@ -198,7 +240,8 @@ def _view(name: str, of_one: Found, attention: _Attention) -> View | Unknown:
 
     if isinstance(view, Unknown) and (view.is_of_layout or has_axis or not is_fused):
         return view
-    if not (is_fused or of_one.role == EINSUM_TO_HEADS or _PROJECTION.fullmatch(last)):
+    is_projection = is_fused or of_one.role == EINSUM_TO_HEADS or _PROJECTION.fullmatch(last)
+    if not is_projection or _is_v_alone(last, of_one, attention):
         return unknown("which may be a projection to heads")
     latent, width = attention.latent, attention.head_dim
     if attention.is_latent and not (latent and (is_kv or _Q.fullmatch(last))):
@@ -214,6 +257,8 @@ def _view(name: str, of_one: Found, attention: _Attention) -> View | Unknown:
         return unknown(attention.contradiction)
     if width is None:
         return unknown(NO_WIDTH)
+    if attention.v_differs and (of_one.role == FUSED_KV or _makes(last) in ("v", "kv")):
+        return unknown(_OTHER_WIDTH)
     if of_one.shape[-1] % width:
         return unknown(f"whose {of_one.shape[-1]} columns are no multiple of a head's {width}")
     return Unfold(-1, (-1, width), of_head)

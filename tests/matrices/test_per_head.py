@@ -165,6 +165,16 @@ def attention(**projections):
             "q_b_proj.*, whose heads the projections beside it do not tell: pass",
         ),
         (
+            attention(q_proj=(8, 8), k_proj=(8, 8), v_proj=(8, 16), o_proj=(16, 8)),
+            {"head_dim": 4},
+            r"heads of attn/v_proj/kernel .* may have another width than those of q: pass",
+        ),
+        (
+            {f"attn_{i}": {f"Dense_{j}": {"kernel": (8, 8)} for j in range(4)} for i in range(2)},
+            {},
+            r"heads of attn_0/Dense_0/kernel .* and 7 like it, which may be a projection to heads",
+        ),
+        (
             attention(q_proj=(8, 8), g_proj=(8, 8)),
             {"head_dim": 4},
             "heads of attn/g_proj/kernel .* which may be a projection to heads: pass",
@@ -219,6 +229,22 @@ def test_a_norm_of_q_tells_the_width_of_a_head_where_it_is_narrower_than_all():
         return PER_HEAD(tree, head_dim=head_dim)["attn"]["q_proj"]["kernel"].sizes[1]
 
     assert [width(4, None), width(4, 4), width(12, 6)] == [4, 4, 6]
+
+
+def test_a_value_without_q_and_k_beside_it_is_split_in_no_tree():
+    heads = {"value": {"kernel": (8, 4)}, "policy_head": {"kernel": (8, 18)}}
+    tree = shapes({"tr": attention(q_proj=(8, 8), o_proj=(8, 8)), **heads})
+    assert PER_HEAD(tree, head_dim=4)["value"] == by_role(tree)["value"]
+    alone = {**attention(value=(8, 8)), "b": {"v_proj": {"kernel": (8, 8)}}}
+    message = r"attn/value/kernel .*, b/v_proj/kernel .* which may be a projection to heads: pass"
+    with pytest.raises(ValueError, match=message):
+        PER_HEAD(shapes({**alone, "tr": attention(q_proj=(8, 8))}), head_dim=4)
+
+
+def test_a_norm_over_all_of_q_tells_no_width_where_v_is_wider():
+    tree = shapes(with_norm_of_q(8, q_proj=(8, 8), k_proj=(8, 8), o_proj=(16, 8)))
+    projections = PER_HEAD(tree, head_dim=4)["attn"]
+    assert [projections[name]["kernel"].sizes for name in ("q_proj", "k_proj")] == [(-1, 4)] * 2
 
 
 def test_head_dim_does_not_yield_to_a_norm_of_q():
