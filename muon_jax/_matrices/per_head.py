@@ -58,6 +58,7 @@ _PROJECTION = re.compile(
 _LIKE_PROJECTION = re.compile(r"(^|_)w?(q|k|v|kv|query|key|value|queries|keys|values)(_|$)")
 _OUTPUT = re.compile(r"w?o|(\w+_)?(o|out|output)(_\w+)?")
 _LINEAR = re.compile(r"(c_)?proj|projection|dense")  # the output, where others are q, k and v
+_TAKES_HEADS = re.compile(rf"(to_)?out|{_LINEAR.pattern}")
 _Q = re.compile(r"(w|linear_)?q_(b|up)(_proj)?|w?q(_proj)?|query|linear_q_proj")
 _KV_UP = re.compile(r"(w|linear_)?kv_(b|up)(_proj)?")
 _UP = re.compile(r"(w|linear_)?(q|k|v|kv)_(b|up)(_proj)?|w_?u[qkv]")
@@ -188,7 +189,9 @@ def _attention_with(
             less than that of all heads of q.
         head_dim: the width of a head where nothing tells.
     """
-    outputs = [of_one.shape for of_one in members.values() if of_one.role == FROM_HEADS]
+    outputs = [of_one.shape for of_one in members.values() if of_one.role == FROM_HEADS] or [
+        of_one.shape for name, of_one in members.items() if _TAKES_HEADS.fullmatch(name)
+    ]
     of_all = min((math.prod(shape[:-1]) for shape in outputs), default=0)
     projecting = [name for name, of_one in members.items() if _projects(name, of_one)]
     has_q_or_k = any(_makes(name) != "v" for name in projecting)

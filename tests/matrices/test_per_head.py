@@ -170,6 +170,11 @@ def attention(**projections):
             r"heads of attn/v_proj/kernel .* may have another width than those of q: pass",
         ),
         (
+            attention(q_proj=(8, 8), k_proj=(8, 8), v_proj=(8, 16), to_out=(16, 8)),
+            {"head_dim": 4},
+            r"heads of attn/v_proj/kernel .* may have another width than those of q: pass",
+        ),
+        (
             {f"attn_{i}": {f"Dense_{j}": {"kernel": (8, 8)} for j in range(4)} for i in range(2)},
             {},
             r"heads of attn_0/Dense_0/kernel .* and 7 like it, which may be a projection to heads",
