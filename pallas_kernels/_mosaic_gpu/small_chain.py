@@ -23,6 +23,7 @@ def fits_shared_memory(m: int, structure: Structure, num_inputs: int) -> bool:
     return 0 < m and m % ROWS == 0 and _most_teams(m, structure, num_inputs) > 0
 
 
+@functools.cache
 def _most_teams(m: int, structure: Structure, num_inputs: int) -> int:
     """Returns how many matrices a program can hold."""
     _, num_places = plan_chain(structure, num_inputs, all_in_places=True)

@@ -205,7 +205,7 @@ def test_metrics_of_equal_layers_are_one_loop(kind):
     # Power iterations and Lanczos steps, of the layers and of the other.
     assert str(jax.make_jaxpr(found)(sharded)).count("scan[") == 4
     compiled = jax.jit(found).lower(sharded).compile()
-    # Of the shorter side of the other, and of the vector in each of its Lanczos steps.
+    # One gathers the shorter side of the other parameter, one the vector of its Lanczos steps.
     assert collectives(compiled).get("all-gather", 0) <= 2
     chex.assert_trees_all_close(jax.device_get(compiled(sharded)), found(params), rtol=1e-4)
 

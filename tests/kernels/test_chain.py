@@ -236,7 +236,8 @@ def test_an_update_of_gpt2_has_few_kernels():
         lowered = (
             jax.jit(tx.update).trace(params, state, params).lower(lowering_platforms=("cuda",))
         )
-    # Gram matrices and applications of up and down, and of the others; one chain for both.
+    # Up and down are one group, qkv and out the other. Each group has a kernel for XXᵀ and one for
+    # QX. Both groups have the same chain.
     assert lowered.as_text().count("@mosaic_gpu_v2") == 5
 
 

@@ -60,7 +60,7 @@ def test_applications_to_all_stacks_are_exact(run, out_dtype):
 
 
 def gradients():
-    """For matrices of one m, whose n differ, and of which some are tall."""
+    """Returns gradients of matrices with one m and several n, some of them tall."""
     shapes = [(256, 256), (256, 1024), (1024, 256), (256, 512), (250, 512)]
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]

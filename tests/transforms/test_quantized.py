@@ -34,7 +34,7 @@ WIDEN = jax.jit(dequantize)
 
 
 def momenta(state):
-    """Of Muon and of AdamW, by the names of the parameters."""
+    """Returns the momenta of Muon and AdamW by the names of the parameters."""
     of_each = state.inner_states["muon"].inner_state[0], state.inner_states["adam"].inner_state[0]
     muons, adams = (
         {k: m for k, m in node.mu.items() if not isinstance(m, optax.MaskedNode)}
