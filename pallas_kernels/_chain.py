@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pallas_kernels import _device
 from pallas_kernels._mosaic_gpu import chain as mosaic_gpu
 from pallas_kernels._selection import as_one_stack, select_implementation, unsupported_reason
 from pallas_kernels._syrk import Coefficient, syrk, syrk_with_residual
@@ -47,7 +48,7 @@ def syrk_chain(
     first = inputs[0]
     structure = tuple((tuple(c for _, c in link.addends), link.residual) for link in links)
     chosen = implementation or _fastest_chain(first, structure, len(inputs), symmetrize_output)
-    if chosen == "mosaic_gpu" and _in_one_launch(first):
+    if chosen == "mosaic_gpu" and _in_one_launch(first, structure, len(inputs)):
         coefficients = tuple(
             (link.alpha, link.diagonal, *(beta for beta, _ in link.addends)) for link in links
         )
@@ -81,6 +82,11 @@ def _fastest_chain(
     ).implementation
 
 
-def _in_one_launch(first: jax.Array) -> bool:
+def _in_one_launch(first: jax.Array, structure: mosaic_gpu.Structure, num_inputs: int) -> bool:
     batch, m, _ = as_one_stack(first.shape)
-    return m % 64 == 0 and batch > 0 and mosaic_gpu.chain_is_faster(batch, m)
+    if m % 64 or not batch:
+        return False
+    if mosaic_gpu.fits_shared_memory(m, structure, num_inputs):
+        return True
+    config = mosaic_gpu.fastest_chain_config(batch, m, _device.num_multiprocessors())
+    return config is not None

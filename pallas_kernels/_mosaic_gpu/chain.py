@@ -30,24 +30,22 @@ class ChainConfig(RingConfig):
 SMALL, LARGE = ChainConfig(64, 64, 8), ChainConfig(128, 128, 6, in_turns=True)
 
 
-def chain_is_faster(batch: int, m: int) -> bool:
-    """Returns whether one launch is faster than a launch for each product.
+def fastest_chain_config(batch: int, m: int, num_programs: int) -> ChainConfig | None:
+    """Returns the config for `(batch, m, m)`; None where a launch for each product is faster.
 
-    Measured on an H100. The exception is a single matrix whose tiles fill all programs: each of its
-    products would wait for the last tile of the product before.
+    Measured on an H100. Each product of a single matrix waits for the last tile of the product
+    before, so a single matrix gains nothing. Large tiles must fill three quarters of the programs.
+    Small tiles take 1.85 times as long for the same elements, and compute fewer elements above the
+    diagonal.
     """
-    return batch > 1 or _num_tiles(m, LARGE) < _device.num_multiprocessors()
-
-
-def default_chain_config(batch: int, m: int, num_programs: int) -> ChainConfig:
-    """Returns the config for stacks `(batch, m, m)`.
-
-    Large tiles must fill all programs. Small ones take 1.85 times as long for the same elements
-    (measured at 48×768² on an H100), and compute fewer elements above the diagonal.
-    """
-    large, small = (_num_tiles(m, config) * config.tile_m**2 for config in (LARGE, SMALL))
-    fills = batch * _num_tiles(m, LARGE) >= num_programs
-    return LARGE if fills and large < 1.85 * small else SMALL
+    large, small = (_num_tiles(m, config) for config in (LARGE, SMALL))
+    if batch == 1:
+        return None
+    if large * LARGE.tile_m**2 >= 1.85 * small * SMALL.tile_m**2:
+        return SMALL
+    if batch * large >= 0.75 * num_programs:
+        return LARGE
+    return SMALL if batch * small <= 1.25 * num_programs else None
 
 
 def mosaic_syrk_chain(
@@ -108,7 +106,7 @@ def _launch_chain(
 ) -> tuple[jax.Array, ...]:
     """Computes stacks `(batch, m, m)`, with coefficients `(batch, products, number)`."""
     (batch, m, _), dtype = first.shape, first.dtype
-    config = config or default_chain_config(batch, m, num_programs)
+    config = config or fastest_chain_config(batch, m, num_programs) or SMALL
     num_inputs, num_tiles = 1 + len(others), _num_tiles(m, config)
     num_programs = min(num_programs, batch * num_tiles)
     together = min(batch, num_together(num_tiles, num_programs))

@@ -221,10 +221,14 @@ def test_products_come_after_what_they_need(batch, m, tile):
 
 @pytest.mark.parametrize(
     ("batch", "m", "config"),
-    [(200, 64, SMALL), (200, 192, SMALL), (200, 128, LARGE), (1, 896, SMALL), (7, 768, LARGE)],
+    [
+        *[(1, 896, None), (1, 1024, None), (1, 1792, None), (2, 1024, None)],
+        *[(200, 64, SMALL), (200, 192, SMALL), (4, 512, SMALL), (2, 768, SMALL)],
+        *[(200, 128, LARGE), (7, 768, LARGE), (3, 1024, LARGE), (2, 1536, LARGE)],
+    ],
 )
-def test_tiles_are_large_where_that_pays(batch, m, config):
-    assert mosaic_gpu.default_chain_config(batch, m, 132) is config
+def test_the_tiles_of_a_chain_are_those_that_are_fastest_on_an_h100(batch, m, config):
+    assert mosaic_gpu.fastest_chain_config(batch, m, 132) is config
 
 
 def test_an_update_of_gpt2_has_few_kernels():
@@ -256,8 +260,9 @@ def test_on_a_gpu_one_launch_has_the_bits_of_one_for_each_product(batch, m, monk
     r, low = syrk_with_residual(x.astype(jnp.float16))
     results = []
     for config in (None, SMALL, LARGE):
-        monkeypatch.setattr(mosaic_gpu, "chain_is_faster", lambda *_, config=config: bool(config))
-        monkeypatch.setattr(mosaic_gpu, "default_chain_config", lambda *_, config=config: config)
+        fits = fits_shared_memory if config else lambda *_: False
+        monkeypatch.setattr(mosaic_gpu, "fits_shared_memory", fits)
+        monkeypatch.setattr(mosaic_gpu, "fastest_chain_config", lambda *_, config=config: config)
         jax.clear_caches()
         results += [jax.jit(function)(r, low) for _ in range(3)]
     for other in results[1:]:
