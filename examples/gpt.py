@@ -33,12 +33,13 @@ from tqdm import tqdm
 from gpt_flags import parse
 from gpt_model import AXES, BATCH_AXES, GPT, held_out_batches, read_text, shardings_of
 from gpt_report import Metrics, plot, read, table
-from muon_jax import by_role, muon
+from muon_jax import PRESETS, by_role, muon
 
 # What decides the numbers of a run; a checkpoint goes on only under the same.
 RECORDED = (
     *("depth", "width", "heads", "context", "batch", "steps", "seed", "dtype", "attention"),
-    *("optimizer", "preset", "ns_coeffs", "learning_rate", "weight_decay"),
+    *("optimizer", "preset", "ns_coeffs", "mu_dtype", "per_head"),
+    *("learning_rate", "weight_decay"),
 )
 
 
@@ -55,6 +56,7 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
 
     Each decays the layers' matrices alone. A preset of `muon` brings its momentum, coefficients
     and AdamW; scale, decay and learning rate stay those of the other runs, to compare with them.
+    One that keeps norms has its own scale, no decay, and its source's ratio of learning rates.
     """
 
     def schedule(step):
@@ -66,14 +68,19 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
         stacks = functools.partial(jax.tree.map, lambda p: p.ndim == 3)
         optimizer = optax.adamw(schedule, b2=0.95, weight_decay=decay, mask=stacks)
     else:
-        chosen = {"preset": options.preset, "ns_coeffs": options.ns_coeffs}
+        head_width = options.width // options.heads
+        per_head = functools.partial(by_role, per_head=True, head_dim=head_width)
+        chosen = {name: getattr(options, name) for name in ("preset", "ns_coeffs", "mu_dtype")}
+        scale = {"weight_decay": decay, "consistent_rms": 0.2}
+        if PRESETS.get(options.preset, {}).get("fixed_norms"):
+            scale = {"adam_learning_rate": lambda step: 3 / 13 * schedule(step)}
+            scale |= {"adamh": "^head/kernel$"}
         optimizer = (muon if options.optimizer == "muon" else optax.contrib.muon)(
             schedule,
-            weight_decay=decay,
             adam_b2=0.95,
             adam_weight_decay=0.0,
-            muon_weight_dimension_numbers=by_role,
-            consistent_rms=0.2,
+            muon_weight_dimension_numbers=per_head if options.per_head else by_role,
+            **scale,
             **{name: value for name, value in chosen.items() if value},
         )
     return optax.chain(optax.clip_by_global_norm(1.0), optimizer)

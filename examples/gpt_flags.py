@@ -42,6 +42,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--optimizer", choices=LEARNING_RATES["small"], default="muon")
     add("--preset", help="of muon, a name in muon_jax.PRESETS")
     add("--ns-coeffs", help="of Muon's Newton-Schulz steps, such as balanced")
+    add("--mu-dtype", help="of Muon's momentum, such as int8")
+    add("--per-head", action="store_true", help="query, key and value are a matrix for each head")
     add("--learning-rate", type=float, help="peak; by default by optimizer and size")
     add("--weight-decay", type=float, default=0.1, help="of the layers' matrices")
     add("--size", choices=SIZES, default="small", help="sets the five below where they are not")
@@ -63,7 +65,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     if options.learning_rate is None:
         options.learning_rate = LEARNING_RATES[options.size][options.optimizer]
-    names = filter(None, (options.optimizer, options.preset, options.ns_coeffs))
+    names = filter(None, (options.optimizer, options.preset, options.ns_coeffs, options.mu_dtype))
     options.output = options.output or Path("runs", "-".join(names))
     if options.preset and options.optimizer != "muon":
         parser.error(f"--preset is an argument of muon, not of {options.optimizer}: leave it out")
@@ -71,6 +73,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--ns-coeffs is an argument of Muon, not of adamw: leave it out")
     if options.tensorboard and not importlib.util.find_spec("tensorboardX"):
         parser.error("--tensorboard needs tensorboardX: pip install it, or leave the flag out")
+    for name in ("mu_dtype", "per_head"):
+        if getattr(options, name) and options.optimizer != "muon":
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag} is for muon, not for {options.optimizer}: leave it out")
     every = ("log_every", "eval_every", "checkpoint_every")
     for name in (*SIZES["small"], "steps", *every):
         if getattr(options, name) < 1:

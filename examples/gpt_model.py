@@ -14,13 +14,15 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from muon_jax import PRESETS
+
 BYTES = 256
 AXES = ("data", "fsdp", "tensor")  # of the mesh
 BATCH_AXES = ("data", "fsdp")
 # The sharding of a parameter, and of its moments, by its path; whole on every device without one.
 SHARDING_RULES = {
-    r"layers/(query|key|value|up)/kernel$": P(None, "fsdp", "tensor"),
-    r"layers/(out|down)/kernel$": P(None, "tensor", "fsdp"),
+    r"layers/(query|key|value|up)/kernel(/codes|/scales)?$": P(None, "fsdp", "tensor"),
+    r"layers/(out|down)/kernel(/codes|/scales)?$": P(None, "tensor", "fsdp"),
     r"embedding/kernel$": P(None, "fsdp"),
     r"head/kernel$": P("fsdp", None),
 }
@@ -33,6 +35,12 @@ class Text(NamedTuple):
     held_out: np.ndarray
 
 
+def init_of_outputs(options: argparse.Namespace) -> nnx.Initializer:
+    """Zeros for the matrices that write to the stream and the head, unless norms are kept."""
+    keeps_norms = PRESETS.get(options.preset, {}).get("fixed_norms", False)
+    return nnx.initializers.lecun_normal() if keeps_norms else nnx.initializers.zeros
+
+
 class Block(nnx.Module):
     """Attention, then a perceptron, each on normalized tokens and added to them."""
 
@@ -41,7 +49,7 @@ class Block(nnx.Module):
         self.attention = options.attention
         norm = functools.partial(nnx.RMSNorm, dtype=options.dtype, rngs=rngs)
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=options.dtype, rngs=rngs)
-        into_stream = functools.partial(linear, kernel_init=nnx.initializers.zeros)
+        into_stream = functools.partial(linear, kernel_init=init_of_outputs(options))
         self.attention_norm, self.mlp_norm = norm(width), norm(width)
         self.query_norm, self.key_norm = norm(self.head_width), norm(self.head_width)
         self.query, self.key, self.value = (linear(width, width) for _ in range(3))
@@ -92,7 +100,7 @@ class GPT(nnx.Module):
         self.head = linear(
             options.width,
             BYTES,
-            kernel_init=nnx.initializers.zeros,
+            kernel_init=init_of_outputs(options),
             preferred_element_type=jnp.float32,
         )
 

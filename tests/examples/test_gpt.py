@@ -142,6 +142,31 @@ def test_sharded_with_the_preset_it_has_the_curve_of_optax_on_one_device(straigh
     assert output.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments", ["--preset muonh --learning-rate 0.03", "--preset kimi_k3 --per-head"]
+)
+def test_presets_of_large_models_learn(arguments, tmp_path):
+    run(tmp_path, *arguments.split())
+    _, train, _ = losses(tmp_path).T
+    assert train[0] > 4.5 and train[-1] < 2.8
+
+
+def test_an_int8_momentum_is_sharded_like_its_parameter():
+    wide = [*TINY, "--width", "128", "--mu-dtype", "int8", "--mesh", "fsdp=4,tensor=2"]
+    options = gpt.parse(wide)
+    init, *_ = gpt.make_functions(options, gpt.make_optimizer(options))
+    mesh = jax.make_mesh((1, 4, 2), tuple(options.mesh))
+    with jax.set_mesh(mesh):
+        shardings = shardings_of(jax.eval_shape(init), mesh)
+    found = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): sharding.spec
+        for path, sharding in jax.tree.leaves_with_path(shardings)
+    }
+    codes = [found[path] for path in found if path.endswith("layers/query/kernel/codes")]
+    assert codes == [P(None, "fsdp", "tensor")]
+
+
 def test_rows_after_a_checkpoint_come_once(tmp_path):
     make = functools.partial(gpt_report.Metrics, tmp_path, tensorboard=False)
     with make(step=0) as metrics:
@@ -168,6 +193,8 @@ def test_rows_after_a_checkpoint_come_once(tmp_path):
         ("--eval-every 7", "--eval-every 7 must be a multiple of --log-every 5"),
         ("--steps 0", "--steps must be at least 1"),
         ("--optimizer adamw --ns-coeffs fast", "--ns-coeffs is an argument of Muon, not of adamw"),
+        ("--optimizer adamw --mu-dtype int8", "--mu-dtype is for muon, not for adamw"),
+        ("--optimizer optax --per-head", "--per-head is for muon, not for optax"),
         ("--optimizer optax --preset keller", "--preset is an argument of muon, not of optax"),
     ],
 )
