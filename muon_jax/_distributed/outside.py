@@ -24,7 +24,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from muon_jax._distributed.exchange_axes import ExchangeAxes
-from muon_jax._distributed.plan import Leaf, leaf_of, placed
+from muon_jax._distributed.placement import leaf_of, placed
+from muon_jax._distributed.plan import Leaf
 from muon_jax._distributed.sharding import axes_of_spec
 from muon_jax._matrices.axes import matrix_axes
 from muon_jax._matrices.shape_factors import ScaleOfBlocks, shape_factor

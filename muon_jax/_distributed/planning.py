@@ -16,7 +16,8 @@ from muon_jax._distributed.cost import by_owners
 from muon_jax._distributed.exchange_axes import ExchangeAxes
 from muon_jax._distributed.in_pieces import estimate, why_not_in_pieces
 from muon_jax._distributed.outside import placed_within
-from muon_jax._distributed.plan import Bucket, Leaf, Plan, Share, leaf_of
+from muon_jax._distributed.placement import leaf_of
+from muon_jax._distributed.plan import Bucket, Leaf, Plan, Share
 from muon_jax._distributed.shares import shares_of
 from muon_jax._iteration.form import Form
 from muon_jax._iteration.iteration import Iteration

@@ -162,6 +162,7 @@ def test_blocks_are_matrices_of_their_own(front_end):
     assert np.abs(updates["up"] - on_one_device(grads, views)["up"]).max() > 0.1
 
 
+@helpers.nightly
 def test_blocks_that_need_no_exchange_have_the_bits_of_a_loop():
     (grads, specs, views), compiled, updates = compiled_update(
         {"up": BLOCKS["up"], "both": BLOCKS["both"]},
@@ -206,11 +207,10 @@ def test_sums_of_gram_matrices_alone_are_over_axes_outside(front_end):
     helpers.assert_close(updates, on_one_device(grads, views, ns_method="gram"), 4e-6)
 
 
-@pytest.mark.parametrize(
-    "scale",
-    [{"consistent_rms": 0.2}, {"shape_scale": "ratio"}, {"weight_decay_form": "palm"}],
-    ids=str,
-)
+SCALES = [{"consistent_rms": 0.2}, {"shape_scale": "ratio"}, {}, {"shape_scale": "none"}]
+
+
+@pytest.mark.parametrize("scale", helpers.mostly_nightly(SCALES, SCALES[:1]), ids=str)
 def test_the_scale_of_a_block_is_that_of_its_shape(scale):
     """Of parts of an axis each its own; blocks along the rows."""
     parameters = {
@@ -261,7 +261,7 @@ def test_inside_the_caller_s_shard_map(check_vma):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("examples", helpers.mostly_nightly([2, 60], [2]))
+@pytest.mark.parametrize("examples", helpers.mostly_nightly([1, 60], [1]))
 def test_random_exchange_axes(examples):
     settings = hypothesis.settings(max_examples=examples, deadline=None, derandomize=True)
     settings(hypothesis.given(st.data())(assert_random_exchange_axes_are_right))()
@@ -372,7 +372,7 @@ def test_explain_counts_what_is_gathered():
         ),
         (
             {"exchange_axes": ("fsdp", "tensor")},
-            r"exchange_axes must name axes of the mesh, got 'tensor', .*\['replica', 'fsdp', 'tp'\]",
+            r"exchange_axes must name axes of the mesh, got 'tensor', .*\['replica', 'fsdp', 'tp",
         ),
         ({"outside": {"data": "split"}}, r"outside must name axes of the mesh, got 'data'"),
         (
@@ -381,7 +381,7 @@ def test_explain_counts_what_is_gathered():
         ),
         (
             {"exchange_axes": "fsdp", "outside": "gram", "view": Split(-2, (512, 512))},
-            r"outside='gram', but its matrices cannot stay .* its view, Split.*Pass outside='block'",
+            r"outside='gram', but its matrices cannot .* its view, Split.*Pass outside='block'",
         ),
         (
             {"exchange_axes": "fsdp", "outside": "gram", "ns_method": "standard"},
@@ -406,7 +406,8 @@ def test_under_jit_the_compiler_says_that_a_matrix_must_not_travel():
 
 def test_heads_that_are_not_exchanged_keep_their_coefficients():
     """Two sets, the second for a parameter of which each device has whole heads."""
-    grads, _, views = placed(SIZES, {"up": TREE["up"], "heads": TREE["heads"]}, AxisType.Explicit)
-    kwargs = {"ns_coeffs": {"up": "standard", "heads": (2.0, -1.5, 0.5)}}
+    parameters = {"first": TREE["up"], "heads": TREE["heads"]}
+    grads, _, views = placed(SIZES, parameters, AxisType.Explicit)
+    kwargs = {"ns_coeffs": {"first": "standard", "heads": (2.0, -1.5, 0.5)}}
     _, updates = helpers.compiled_update(grads, weight_dimension_numbers=views, **kwargs)
     helpers.assert_close(updates, on_one_device(grads, views, **kwargs))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from muon_jax import MuonDimensionNumbers
 from muon_jax._distributed.buckets import deal
-from muon_jax._distributed.plan import leaf_of, placed
+from muon_jax._distributed.placement import leaf_of, placed
 from muon_jax._matrices.views import Split, Unfold, batch_axes
 
 MATRICES = MuonDimensionNumbers(-2, -1)
