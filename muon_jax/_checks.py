@@ -115,9 +115,11 @@ def words_of(value: Any) -> tuple[Any, ...]:
 def _check_outside(name: str, value: Any) -> None:
     if isinstance(value, Mapping):
         for axis, words in value.items():
-            _check_mesh_axis(f"each key of {name}", axis)
-            if isinstance(words, Mapping):
-                raise ValueError(f"{name}[{axis!r}] must be words, got {words!r}: pass 'split'")
+            if not isinstance(axis, str) or isinstance(words, Mapping):
+                raise TypeError(
+                    f"{name} must have words by the names of mesh axes, got {value!r}: pass"
+                    f" {name}={{'replica': 'split'}}, for example"
+                )
             _check_outside(f"{name}[{axis!r}]", words)
         return
     words = words_of(value)

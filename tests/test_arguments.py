@@ -103,12 +103,12 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             Value,
             r"outside must have one of \('repeat', 'split'\) at most .*: leave out one word",
         ),
-        (of_muon(outside={3: "split"}), Type, r"each key of outside must be the name of a mesh"),
+        (of_muon(outside={3: "split"}), Type, r"outside must have words by the names of mesh axes"),
         (of_muon(outside={"x": "blocks"}), Value, r"outside\['x'\] must be one of"),
         (
             of_muon(outside="block"),
             Value,
-            r"outside='block' says 'block' of mesh axes that .* with exchange_axes=None: name there",
+            r"outside='block' says 'block' of mesh axes that .* with exchange_axes=None: name",
         ),
         (
             of_muon(outside={"x": "gram"}, exchange_axes="x"),

@@ -100,7 +100,8 @@ class Explanation:
                 + [f"{group.megabytes:.1f}", group.dtype, f"{group.microseconds:.0f}"]
             )
         sums = f" and {self.sums} sums of Gram matrices" * (self.sums > 0)
-        gathers = f" and {self.gathers} all-gathers of updates" * (self.gathers > 0)
+        gathers = f" and {self.gathers} all-gather{'s' * (self.gathers > 1)} of updates"
+        gathers *= self.gathers > 0
         total = (
             f"{2 * self.buckets} exchanges{sums}{gathers}, {self.exchange_microseconds:.0f} µs,"
             f" beside {self.compute_microseconds:.0f} µs of computation (model of H200s on NVLink)"

@@ -261,13 +261,14 @@ def test_inside_the_caller_s_shard_map(check_vma):
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("sharded", ["block", pytest.param("gram", marks=helpers.nightly)])
 @pytest.mark.parametrize("examples", helpers.mostly_nightly([1, 60], [1]))
-def test_random_exchange_axes(examples):
+def test_random_exchange_axes(examples, sharded):
     settings = hypothesis.settings(max_examples=examples, deadline=None, derandomize=True)
-    settings(hypothesis.given(st.data())(assert_random_exchange_axes_are_right))()
+    settings(hypothesis.given(st.data(), st.just(sharded))(assert_random_exchange_axes_are_right))()
 
 
-def assert_random_exchange_axes_are_right(data):
+def assert_random_exchange_axes_are_right(data, sharded):
     sizes = data.draw(st.sampled_from(MESHES))
     drawn = data.draw(st.lists(layouts(sizes), min_size=1, max_size=4))
     exchange_axes = tuple(data.draw(st.sets(st.sampled_from([*sizes]))))
@@ -275,33 +276,47 @@ def assert_random_exchange_axes_are_right(data):
     axis_type, is_stated = data.draw(st.sampled_from(FRONT_ENDS))
     parameters = {str(i): layout for i, layout in enumerate(drawn)}
     grads, specs, views = placed(sizes, parameters, axis_type)
-    compiled, updates = helpers.compiled_update(
-        grads,
-        weight_dimension_numbers=views,
-        shardings=specs if is_stated else None,
-        exchange_axes=exchange_axes,
-        outside=(replicas, "block"),
-    )
-    for (kind, axes), _ in collectives_over(compiled, sizes).items():
-        assert kind == "all-gather" or {*axes} <= {*exchange_axes}
-        assert kind == "all-to-all" or replicas == "split"
-    names = [name for name in sizes if name not in exchange_axes]
-    on_matrices = {
-        key: PartitionSpec(
-            *(
-                entry if i in sum(axes_of_view(views[key], grads[key].ndim), ()) else None
-                for i, entry in enumerate(spec)
-            )
+    outside = [name for name in sizes if name not in exchange_axes and sizes[name] > 1]
+
+    def update():
+        return helpers.compiled_update(
+            grads,
+            weight_dimension_numbers=views,
+            shardings=specs if is_stated else None,
+            exchange_axes=exchange_axes,
+            outside=(replicas, sharded),
         )
-        for key, spec in specs.items()
+
+    sides = {
+        key: sides_over(outside, specs[key], view, grads[key].ndim) for key, view in views.items()
     }
-    expected = block_by_block(on_one_device, grads, on_matrices, views, sizes, names)
+    if sharded == "gram" and any(map(all, sides.values())):
+        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="rows and columns"):
+            update()
+        return
+    compiled, updates = update()
+    for kind, axes in collectives_over(compiled, sizes):
+        if sharded == "block" and {*axes}.intersection(outside):
+            assert (kind, replicas) == ("all-gather", "split")
+    if sharded == "gram":
+        helpers.assert_close(updates, on_one_device(grads, views, ns_method="gram"), atol=2e-5)
+        return
+    of_matrices = {key: over_matrices(specs[key], views[key], x.ndim) for key, x in grads.items()}
+    expected = block_by_block(on_one_device, grads, of_matrices, views, sizes, outside)
     helpers.assert_close(updates, expected, atol=4e-6)
 
 
-def axes_of_view(view, ndim):
-    """The axes of rows and those of columns."""
-    return matrix_axes(ndim, view)[1:]
+def sides_over(names, spec, view, ndim):
+    """Whether any of these mesh axes shards the rows of matrices, and whether one the columns."""
+    _, *sides = matrix_axes(ndim, view)
+    entries = [*map(axes_of_entry, spec)] + [()] * (ndim - len(spec))
+    return [any(name in names for i in side for name in entries[i]) for side in sides]
+
+
+def over_matrices(spec, view, ndim):
+    """The spec without the mesh axes that shard a batch."""
+    batch = matrix_axes(ndim, view).batch
+    return PartitionSpec(*(None if i in batch else entry for i, entry in enumerate(spec)))
 
 
 MESH = AbstractMesh((2, 4, 2), ("replica", "fsdp", "tp"))
@@ -359,7 +374,7 @@ def test_explain_counts_what_is_gathered():
     exchanged = 2 * 2 * 8 * 1024 * 4096 / 8 * 2 * 7 / 8  # 2 slots of 8 owners, in 16 bits
     assert group.megabytes == pytest.approx((exchanged + 12 * 1024 * 4096 / 8 * 2) / 1e6)
     assert explanation.gathers == 1
-    assert "2 exchanges and 1 all-gathers of updates" in str(explanation)
+    assert "2 exchanges and 1 all-gather of updates" in str(explanation)
 
 
 @pytest.mark.parametrize(
