@@ -23,11 +23,10 @@ from muon_jax._matrices.axes import matrix_axes
 MATRICES = MuonDimensionNumbers(-2, -1)
 SIZES = {"replica": 2, "fsdp": 2, "tp": 2}
 COLLECTIVE = r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-[a-z]+)(?:-start)?\("
-# Layers of experts, whole heads, parts of an axis.
+# Layers of experts, parts of an axis.
 TREE = {
     "up": ((16, 32), ("fsdp", "tp")),
     "experts": ((3, 2, 16, 16), (None, "tp", None, "fsdp")),
-    "heads": ((16, 32), ("fsdp", "tp"), Unfold(-1, (-1, 16), MuonDimensionNumbers(-3, -1))),
     "gated": ((16, 32), ("tp",), Split(-1, (16, 16))),
 }
 
@@ -116,6 +115,7 @@ FRONT_ENDS = [(AxisType.Auto, True), (AxisType.Auto, False), (AxisType.Explicit,
 front_ends = pytest.mark.parametrize(
     "front_end", helpers.mostly_nightly(FRONT_ENDS, FRONT_ENDS[1:2]), ids=str
 )
+every_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS, ids=str)
 
 
 def compiled_update(parameters, front_end, **kwargs):
@@ -144,14 +144,16 @@ def test_replicas_that_split_the_work_have_the_bits_of_those_that_repeat_it(fron
     assert {kind for kind, _ in found} == {"all-to-all", "all-gather"}
 
 
-# Rows over both kinds of axes, and an axis that is taken apart in whole parts for each device.
+# Whole heads, rows over both kinds of axes, and whole elements of an axis that is taken apart.
 BLOCKS = TREE | {
+    "heads": ((16, 32), ("fsdp", "tp"), Unfold(-1, (-1, 16), MuonDimensionNumbers(-3, -1))),
     "both": ((16, 24), (("fsdp", "tp"),)),
     "rows": ((16, 24), ("tp", "fsdp"), Unfold(0, (-1, 4), MuonDimensionNumbers((0, 1), 2))),
 }
 
 
-@front_ends
+@helpers.nightly
+@every_front_end
 def test_blocks_are_matrices_of_their_own(front_end):
     (grads, specs, views), compiled, updates = compiled_update(
         BLOCKS, front_end, exchange_axes="fsdp", outside="block"
@@ -188,10 +190,17 @@ GRAMS = {
 }
 
 
-@front_ends
-def test_sums_of_gram_matrices_alone_are_over_axes_outside(front_end):
+@pytest.mark.parametrize(
+    ("names", "front_end"),
+    [
+        (("wide", "short"), FRONT_ENDS[1]),
+        *(pytest.param((*GRAMS,), front_end, marks=helpers.nightly) for front_end in FRONT_ENDS),
+    ],
+    ids=str,
+)
+def test_sums_of_gram_matrices_alone_are_over_axes_outside(names, front_end):
     (grads, _, views), compiled, updates = compiled_update(
-        GRAMS, front_end, exchange_axes="fsdp", outside="gram"
+        {name: GRAMS[name] for name in names}, front_end, exchange_axes="fsdp", outside="gram"
     )
     assert {axes for _, axes in collectives_over(compiled, SIZES)} == {
         ("fsdp",),
@@ -212,12 +221,13 @@ SCALES = [{"consistent_rms": 0.2}, {"shape_scale": "ratio"}, {}, {"shape_scale":
 
 @pytest.mark.parametrize("scale", helpers.mostly_nightly(SCALES, SCALES[:1]), ids=str)
 def test_the_scale_of_a_block_is_that_of_its_shape(scale):
-    """Of parts of an axis each its own; blocks along the rows."""
+    """Blocks along rows, of parts of an axis; along columns; of whole elements of an axis."""
     parameters = {
         "gated": ((16, 24), ("tp", "fsdp"), Split(-1, (16, 8))),
         "up": ((16, 48), ("fsdp", "tp")),
+        "rows": BLOCKS["rows"],
     }
-    grads, specs, views = placed(SIZES, parameters, AxisType.Explicit)
+    grads, specs, views = placed(SIZES, parameters, AxisType.Auto)
 
     def update(grads, views, **kwargs):
         optimizer = muon(
@@ -261,10 +271,10 @@ def test_inside_the_caller_s_shard_map(check_vma):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("sharded", ["block", pytest.param("gram", marks=helpers.nightly)])
-@pytest.mark.parametrize("examples", helpers.mostly_nightly([1, 60], [1]))
-def test_random_exchange_axes(examples, sharded):
-    settings = hypothesis.settings(max_examples=examples, deadline=None, derandomize=True)
+@helpers.nightly
+@pytest.mark.parametrize("sharded", ["block", "gram"])
+def test_random_exchange_axes(sharded):
+    settings = hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
     settings(hypothesis.given(st.data(), st.just(sharded))(assert_random_exchange_axes_are_right))()
 
 
@@ -417,12 +427,3 @@ def test_under_jit_the_compiler_says_that_a_matrix_must_not_travel():
     grads, _, views = placed(SIZES, {"up": TREE["up"]}, AxisType.Auto)
     with pytest.raises(jax.errors.JaxRuntimeError, match="over 'tp', which exchange_axes="):
         helpers.compiled_update(grads, weight_dimension_numbers=views, exchange_axes="fsdp")
-
-
-def test_heads_that_are_not_exchanged_keep_their_coefficients():
-    """Two sets, the second for a parameter of which each device has whole heads."""
-    parameters = {"first": TREE["up"], "heads": TREE["heads"]}
-    grads, _, views = placed(SIZES, parameters, AxisType.Explicit)
-    kwargs = {"ns_coeffs": {"first": "standard", "heads": (2.0, -1.5, 0.5)}}
-    _, updates = helpers.compiled_update(grads, weight_dimension_numbers=views, **kwargs)
-    helpers.assert_close(updates, on_one_device(grads, views, **kwargs))
