@@ -46,13 +46,10 @@ class ExchangeAxes:
                 exchanged over.
         """
         names = (exchange_axes,) if isinstance(exchange_axes, str) else exchange_axes
-        is_by_axis = isinstance(outside, Mapping)
-        named = (
-            tuple((axis, _choice(words)) for axis, words in outside.items()) if is_by_axis else ()
-        )
-        found = cls(names, named, Choice() if is_by_axis else _choice(outside))
-        inside = [axis for axis, choice in named if names is None or axis in names]
-        wrong = [choice.sharded for axis, choice in named if axis in inside]
+        by_axis = outside if isinstance(outside, Mapping) else {}
+        named = tuple((axis, _choice(words)) for axis, words in by_axis.items())
+        found = cls(names, named, _choice(() if isinstance(outside, Mapping) else outside))
+        wrong = [choice.sharded for axis, choice in named if names is None or axis in names]
         wrong += [found.others.sharded] if names is None else []
         for word in wrong:
             if word != "raise":

@@ -108,7 +108,7 @@ def _check_needs_no_sharding(place: Placed, limits: Limits) -> None:
         argument = "exchange_axes= or outside="
     elif limits.distributed_gram and place.kind is not None:
         argument = "distributed_gram=True"
-    if argument and jax.device_count() > 1:
+    if argument and (place.kind is not None or jax.device_count() > 1):
         raise ValueError(
             f"{argument} needs to know how parameters are sharded, which on automatic mesh axes the"
             f" compiler for {platform_of(place.mesh)} devices does not tell: pass shardings=, the"

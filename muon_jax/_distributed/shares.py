@@ -94,7 +94,10 @@ def gathered(
     for group in gathered_together(shares):
         flat = [results[share.stack.index].astype(share.dtype).reshape(-1) for share in group]
         names = tuple(name for name, _ in group[0].axes)
-        whole = jax.lax.all_gather(jnp.concatenate(flat), names, to="invarying")
+        own = jnp.concatenate(flat)
+        # Where the caller's shard_map knows what differs, it shall know that all have the same.
+        is_known = jax.typeof(own).manual_axis_type.varying.issuperset(names)
+        whole = jax.lax.all_gather(own, names, to="invarying" if is_known else "varying")
         *ends, _ = itertools.accumulate(x.size for x in flat)
         for share, part in zip(group, jnp.split(whole, ends, axis=1), strict=True):
             units = part.reshape(share.replicas * share.stack.units, -1, 1)
