@@ -20,7 +20,8 @@ from muon_jax._muon import muon
 from muon_jax._newton_schulz import newton_schulz
 from muon_jax._presets import PRESETS
 from muon_jax._reports.describe import Description, describe
-from muon_jax._reports.explain import Explanation, explain
+from muon_jax._reports.explain import explain
+from muon_jax._reports.explanation import Explanation
 from muon_jax._scale_by_muon import scale_by_muon
 from muon_jax._transforms.metrics import MetricsState, metrics, with_metrics
 from muon_jax._transforms.momentum import MuonState, cast_momentum, convert_momentum

@@ -95,6 +95,43 @@ def _check_implementation(name: str, value: Any) -> None:
     check_name(name, value, sorted(IMPLEMENTATIONS), or_none=True)
 
 
+def _check_mesh_axis(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise TypeError(
+            f"{name} must be the name of a mesh axis or a tuple of names, got {shown(value)}: pass"
+            f" {name}=('fsdp',), for example"
+        )
+
+
+# What happens over mesh axes that matrices are not exchanged over: to replicas, to sharded ones.
+OUTSIDE = {"replicas": ("repeat", "split"), "sharded": ("raise", "gram", "block")}
+
+
+def words_of(value: Any) -> tuple[Any, ...]:
+    """Returns the words that an argument of one word, or of a tuple of words, has."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _check_outside(name: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for axis, words in value.items():
+            if not isinstance(axis, str) or isinstance(words, Mapping):
+                raise TypeError(
+                    f"{name} must have words by the names of mesh axes, got {value!r}: pass"
+                    f" {name}={{'replica': 'split'}}, for example"
+                )
+            _check_outside(f"{name}[{axis!r}]", words)
+        return
+    words = words_of(value)
+    for word in words:
+        check_name(name, word, sum(OUTSIDE.values(), ()))
+    if any(len({*words}.intersection(choices)) > 1 for choices in OUTSIDE.values()):
+        raise ValueError(
+            f"{name} must have one of {OUTSIDE['replicas']} at most and one of {OUTSIDE['sharded']}"
+            f" at most, got {value!r}: leave out one word"
+        )
+
+
 _RATE, _DECAY, _EPS = Number("[0, inf)", 0.02), Number("[0, inf)", 0.1), Number("[0, inf)", 1e-8)
 _BETA = Number("[0, 1)", 0.95)
 # What annotations do not say, by the names that arguments have in every function.
@@ -120,6 +157,8 @@ _DECLARED: dict[str, Check] = {
     "key_heads": Number("[1, inf)", 4, is_whole=True),
     "head_dim": Number("[1, inf)", 128, is_whole=True),
     "max_group_bytes": _check_group_bytes,
+    "exchange_axes": _check_mesh_axis,
+    "outside": _check_outside,
     "dtype": FloatDType(or_auto=True),
     "ns_dtype": FloatDType(or_auto=True),
     "mu_dtype": FloatDType(least_bits=16, or_int8=True),

@@ -33,22 +33,25 @@ import jax
 import optax
 
 from muon_jax._checks import checks_arguments
-from muon_jax._coefficients import CoeffsByPath, check_patterns
+from muon_jax._coefficients import CoeffsByPath
 from muon_jax._distributed.by_tree import optimizer_by_tree
+from muon_jax._distributed.exchange_axes import ExchangeAxes, Outside
 from muon_jax._distributed.sharding import Shardings
 from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.recipes import NSCoeffs
-from muon_jax._matrices.views import Views, assigned_views
+from muon_jax._matrices.shape_factors import ShapeScale
+from muon_jax._matrices.views import Views
 from muon_jax._presets import takes_preset
 from muon_jax._scale_by_muon import scale_by_muon
-from muon_jax._transforms.adamh import check_adamh, label_of_adam, on_spheres
+from muon_jax._transforms.adamh import on_spheres
+from muon_jax._transforms.labels import labels_of
 from muon_jax._transforms.momentum import Momentum
 from muon_jax._transforms.normuon import Averaged, scale_by_normuon
 from muon_jax._transforms.param_norm import keep_param_norm, scale_to_param_norm
 from muon_jax._transforms.quantized import dtype_of_adam
 from muon_jax._transforms.rounding import Rounding
-from muon_jax._transforms.shape_scale import ShapeScale, scale_by_shape
+from muon_jax._transforms.shape_scale import scale_by_shape
 from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
 from muon_jax._tree_checks import (
     check_mu_dtype,
@@ -57,7 +60,7 @@ from muon_jax._tree_checks import (
     check_update,
     checking_gradients,
 )
-from muon_jax._trees import any_missing, fill_missing
+from muon_jax._trees import fill_missing_by_params
 from pallas_kernels._promotion import standard_promotion
 
 
@@ -102,6 +105,8 @@ def muon(
     shardings: Shardings = None,
     mu_rounding: Rounding | None = None,
     distributed_gram: bool | None = None,
+    exchange_axes: str | tuple[str, ...] | None = None,
+    outside: Outside = ("repeat", "raise"),
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
 
@@ -171,6 +176,10 @@ def muon(
         shardings: of the parameters, None to find out, see `scale_by_muon`.
         mu_rounding: of Muon's momentum, `"nearest"`, `"stochastic"` or None, see `scale_by_muon`.
         distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
+        exchange_axes: the mesh axes that matrices are exchanged over, see `scale_by_muon`.
+        outside: what happens over other mesh axes: replicas `"repeat"` or `"split"` the work,
+            sharded matrices `"raise"`, stay in pieces by `"gram"`, or are orthogonalized `"block"`
+            by block, see `scale_by_muon`. The s of a block is that of its own shape.
 
     Raises:
         TypeError: there is no such argument; an argument that is a number or a boolean got another
@@ -191,6 +200,9 @@ def muon(
             "fixed_norms=True makes steps relative to the norms of matrices, whatever their scale:"
             f" leave out consistent_rms={consistent_rms} and shape_scale={shape_scale!r}"
         )
+    exchanged = ExchangeAxes.of_arguments(exchange_axes, outside)
+    if normuon_b2 is not None or fixed_norms:
+        exchanged.check_sums("fixed_norms=True" if fixed_norms else "normuon_b2")
     adam = optax.scale_by_adam(
         b1=adam_b1,
         b2=adam_b2,
@@ -231,6 +243,9 @@ def muon(
             shardings=shardings,
             mu_rounding=mu_rounding,
             distributed_gram=distributed_gram,
+            exchange_axes=exchange_axes,
+            outside=outside,
+            scale_of_blocks=shape_scale if consistent_rms is None else "longer_side",
         )
         if normuon_b2 is not None:
             normuon = scale_by_normuon(
@@ -258,17 +273,9 @@ def muon(
         if adamh is not None:
             optimizers["adamh"] = on_spheres(adam, learning_rate, shardings)
 
-        def label_params(params: optax.Params) -> Any:
-            leaves, viewed = jax.tree.leaves_with_path(params), assigned_views(views, params)
-            labels = jax.tree.structure(params).unflatten(
-                "muon" if view is not None else label_of_adam(adamh, *leaf)
-                for leaf, view in zip(leaves, viewed, strict=True)
-            )
-            check_adamh(adamh, labels)
-            check_patterns(ns_coeffs, labels)
-            return labels
-
-        return optax.multi_transform(optimizers, label_params)
+        return optax.multi_transform(
+            optimizers, lambda params: labels_of(params, views, adamh, ns_coeffs)
+        )
 
     optimizer_of = optimizer_by_tree(with_views, muon_weight_dimension_numbers, shardings)
 
@@ -287,13 +294,7 @@ def muon(
     ) -> tuple[optax.Updates, optax.OptState]:
         check_update(updates, params)
         check_state(state, "inner_states")
-        if any_missing(updates):
-            if params is None:
-                raise ValueError(
-                    "None in the place of a gradient needs the parameters, for its shape: call"
-                    " update(updates, state, params)"
-                )
-            updates = fill_missing(updates, params)
+        updates = fill_missing_by_params(updates, params)
         return optimizer_of(updates).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

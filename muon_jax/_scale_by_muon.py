@@ -8,6 +8,7 @@ import optax
 
 from muon_jax._checks import checks_arguments
 from muon_jax._coefficients import CoeffsByPath, iterations_by_path
+from muon_jax._distributed.exchange_axes import ExchangeAxes, Outside
 from muon_jax._distributed.map_matrices import map_matrices
 from muon_jax._distributed.on_shards import inner_products
 from muon_jax._distributed.planning import Limits
@@ -21,6 +22,7 @@ from muon_jax._distributed.sharding import (
 from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.recipes import NSCoeffs
+from muon_jax._matrices.shape_factors import ScaleOfBlocks
 from muon_jax._matrices.view_checks import check_views, check_views_fit
 from muon_jax._matrices.views import Views
 from muon_jax._transforms.momentum import Momentum, MuonState, accumulate_momentum
@@ -59,6 +61,9 @@ def scale_by_muon(
     shardings: Shardings = None,
     mu_rounding: Rounding | None = None,
     distributed_gram: bool | None = None,
+    exchange_axes: str | tuple[str, ...] | None = None,
+    outside: Outside = ("repeat", "raise"),
+    scale_of_blocks: ScaleOfBlocks = "none",
 ) -> optax.GradientTransformation:
     """Replaces each gradient by the orthogonalized momentum of its parameter.
 
@@ -144,6 +149,26 @@ def scale_by_muon(
               drift apart; and a model of the times finds pieces faster.
             - True: all matrices but those of `Split` and `Unfold`.
             - False: no matrices.
+        exchange_axes: the mesh axes over which matrices and their shards are exchanged: a name or
+            a tuple of names, `()` for no axis. None is all.
+        outside: what happens over other mesh axes: a word, a tuple of one word for replicas and one
+            for sharded matrices, or a dict of either by mesh axis. A word that is left out, and an
+            axis that a dict leaves out, has the default.
+
+            - Replicas, devices along an axis that does not shard a parameter, `"repeat"` the work.
+              Or they `"split"` the units of parameters of one shape and sharding, and gather the
+              updates in one all-gather over such axes, with the same bits. They also split over
+              axes that are named in `exchange_axes`, where those do not shard the parameter.
+            - Matrices that an axis shards `"raise"` an error. Or they stay in pieces by `"gram"`,
+              as under `distributed_gram=True`: XXᵀ is summed over all axes that shard X. It is of
+              the side that no axis outside shards, and of the shorter one where there is none.
+              Or they are orthogonalized `"block"` by block: what devices with equal coordinates
+              along such axes have of a matrix is a matrix of its own.
+        scale_of_blocks: the scale by the shape of a matrix that a later transformation, such as
+            `scale_by_shape`, multiplies updates by. The update of a block is multiplied by the
+            scale of the block over the scale of its matrix, so that it has in the end its own:
+            `"clipped_ratio"`, `"ratio"` or `"none"` as `shape_scale` of `muon`, or `"longer_side"`
+            for `consistent_rms`.
 
     Raises:
         TypeError: an argument that is a number or a boolean got another type, such as a schedule.
@@ -154,8 +179,10 @@ def scale_by_muon(
             conversely; under int8, explicit mesh axes cut a block, or the state has a large
             momentum in another dtype; a parameter is no matrix of floats; gradients do not fit
             the parameters; `ns_dtype` is one that the composed schedule is unsafe in; `shardings`
-            is missing or wrong; or `distributed_gram` is True, matrices are sharded, and none of
-            them can stay in pieces.
+            is missing or wrong; `distributed_gram` is True, matrices are sharded, and none of them
+            can stay in pieces; `exchange_axes` or `outside` names an axis that the mesh lacks; a
+            mesh axis shards matrices that must not be exchanged over it, or that cannot be pieces
+            or blocks; or `adaptive` comes with `"gram"` or `"block"`.
         NotImplementedError: the named implementation cannot run here.
     """
     check_views(weight_dimension_numbers)
@@ -170,7 +197,10 @@ def scale_by_muon(
         method=ns_method,
         implementation=implementation,
     )
-    limits = Limits(max_group_bytes, distributed_gram)
+    exchanged = ExchangeAxes.of_arguments(exchange_axes, outside)
+    if adaptive:
+        exchanged.check_sums("adaptive=True")
+    limits = Limits(max_group_bytes, distributed_gram, exchanged, scale_of_blocks)
     seen = SeenShardings()
     dtype = computed_dtype(mu_dtype)
     # `storing_mu` rounds to 8 bits.

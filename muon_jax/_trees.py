@@ -112,6 +112,22 @@ def fill_missing(updates: optax.Updates, like: Any) -> optax.Updates:
     )
 
 
+def fill_missing_by_params(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+    """Returns `updates` with zeros in the place of None.
+
+    Raises:
+        ValueError: an update is None, and there are no parameters to tell its shape.
+    """
+    if all(g is not None for g in jax.tree.leaves(updates, is_leaf=lambda g: g is None)):
+        return updates
+    if params is None:
+        raise ValueError(
+            "None in the place of a gradient needs the parameters, for its shape: call"
+            " update(updates, state, params)"
+        )
+    return fill_missing(updates, params)
+
+
 def with_arrays(params: Any) -> Any:
     """Returns `params` with zeros in the place of shapes (`jax.ShapeDtypeStruct`)."""
 
@@ -134,8 +150,3 @@ def has_masked(tree: Any) -> bool:
     """Returns whether leaves of other optimizers were taken out of the tree."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     return any(isinstance(leaf, optax.MaskedNode) for leaf in leaves)
-
-
-def any_missing(updates: optax.Updates) -> bool:
-    """Returns whether None stands in the place of any gradient."""
-    return any(g is None for g in jax.tree.leaves(updates, is_leaf=lambda g: g is None))

@@ -94,6 +94,39 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             rf"symmetrize_output {FLAG}, got",
         ),
         (lambda: select_implementation(MATRIX, addend=1), Type, rf"addend {FLAG}, got 1"),
+        # Mesh axes.
+        (of_muon(exchange_axes=["x"]), Type, r"exchange_axes must be the name of a mesh axis or"),
+        (of_muon(exchange_axes=("x", 3)), Type, r"got 3: pass exchange_axes=\('fsdp',\)"),
+        (of_muon(outside="blocks"), Value, r"outside must be one of .*: did you mean 'block'\?"),
+        (
+            of_muon(outside=("split", "gram", "block")),
+            Value,
+            r"outside must have one of \('repeat', 'split'\) at most .*: leave out one word",
+        ),
+        (of_muon(outside={3: "split"}), Type, r"outside must have words by the names of mesh axes"),
+        (of_muon(outside={"x": "blocks"}), Value, r"outside\['x'\] must be one of"),
+        (
+            of_muon(outside="block"),
+            Value,
+            r"outside='block' says 'block' of mesh axes that .* with exchange_axes=None: name",
+        ),
+        (
+            of_muon(outside={"x": "gram"}, exchange_axes="x"),
+            Value,
+            r"says 'gram' of mesh axes that matrices are exchanged over, with exchange_axes='x'",
+        ),
+        *(
+            (
+                of_muon(outside=("split", "block"), exchange_axes="x", **given),
+                Value,
+                rf"{name} sums over all mesh axes .* outside='block' allows .*: leave out {name}",
+            )
+            for name, given in {
+                "adaptive=True": {"adaptive": True},
+                "normuon_b2": {"normuon_b2": 0.9},
+                "fixed_norms=True": {"fixed_norms": True},
+            }.items()
+        ),
         # Numbers.
         (
             of_muon(learning_rate=float("nan")),

@@ -103,7 +103,7 @@ def test_owners_of_the_second_coefficients_come_after_those_of_the_first():
     grads = layers()
     iterations = iterations_of_muon(all_arguments({"ns_coeffs": BY_PATH}), grads)
     units = units_of(None, grads, iterations)
-    plan = make_plan(units, [PartitionSpec("x")] * 4, {"x": 4}, Limits())
+    plan = make_plan(units, [PartitionSpec("x")] * 4, {"x": 4}, Limits(), iterations.distinct)
     assert [(c.first, c.count) for c in plan.buckets[0].chunks] == [(0, 2), (2, 2)]
 
 

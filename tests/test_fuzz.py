@@ -97,6 +97,12 @@ ARGUMENTS = {
     "cautious_weight_decay": FLAG,
     "adam_nesterov": ([*FLAGS, None], NO_FLAG),
     "distributed_gram": ([False, None], NO_FLAG),
+    "exchange_axes": (["x", ("x", "y"), (), None], [3, ("x", 3), ["x"], {"x": "y"}, True]),
+    "outside": (
+        ["repeat", "split", ("split", "raise"), (), {"x": "split"}, {"y": ("repeat", "raise")}],
+        [None, 3, "blocks", ("split", "repeat"), ("split", 3), {3: "split"}, {"x": {"y": "split"}}],
+    ),
+    "scale_of_blocks": NAME("clipped_ratio", "longer_side", "none", "ratio"),
     "preconditioning": NAME("frobenius"),
     "momentum": NAME("bias_corrected", "ema", "heavy_ball"),
     "eps_mode": NAME("add", "max"),

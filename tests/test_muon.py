@@ -114,6 +114,8 @@ OF_THE_ITERATION = [
     "shardings",
     "mu_rounding",
     "distributed_gram",
+    "exchange_axes",
+    "outside",
 ]
 NEW = {
     "muon": [
@@ -131,7 +133,7 @@ NEW = {
         "adam_nesterov",
         *OF_THE_ITERATION,
     ],
-    "scale_by_muon": ["momentum", "eps_mode", *OF_THE_ITERATION],
+    "scale_by_muon": ["momentum", "eps_mode", *OF_THE_ITERATION, "scale_of_blocks"],
 }
 
 

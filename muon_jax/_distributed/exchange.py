@@ -10,14 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from muon_jax._coefficients import map_by_iteration
 from muon_jax._distributed.in_pieces import run_in_pieces
+from muon_jax._distributed.on_shards import local_part
 from muon_jax._distributed.packing import pack, pack_results, unit_axes, units_of_parts, unpack
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan
+from muon_jax._distributed.shares import gathered, own_units
 from muon_jax._iteration.iteration import Iteration
 from muon_jax._iteration.passes import is_tall
 from muon_jax._matrices.axes import from_matrices
+from muon_jax._matrices.matrix_values import values_per_matrix
 from muon_jax._matrices.views import from_stacks, to_stacks
 
 # The results of stacks, of which each sequence has the iteration of a number.
@@ -47,6 +51,7 @@ def run_plan(
     given, shards = shards, [*shards]
     for leaf in plan.leaves:
         shards[leaf.index] = given[leaf.index].reshape(leaf.local_shape)
+    shards += [own_units(share, shards) for share in plan.shares]
     results = [*shards]
     for i, result in _run_local(plan.local, shards, orthogonalize).items():
         results[i] = result
@@ -54,7 +59,19 @@ def run_plan(
         results[i] = result
     for i, result in run_in_pieces(plan.grams, shards, iterations).items():
         results[i] = result
-    return [result.reshape(x.shape) for result, x in zip(results, given, strict=True)]
+    for i, result in gathered(plan.shares, results, shards).items():
+        results[i] = result
+    for leaf in {leaf.index: leaf for leaf in plan.leaves if leaf.gains}.values():
+        results[leaf.index] = _scaled(results[leaf.index], leaf)
+    return [result.reshape(x.shape) for result, x in zip(results, given, strict=False)]
+
+
+def _scaled(x: jax.Array, leaf: Leaf) -> jax.Array:
+    """The local part of the results for a leaf, each block times its gain."""
+    gains = iter(leaf.gains)
+    values = values_per_matrix(lambda *_: next(gains), leaf.view, leaf.parameter_shape)
+    values = jnp.asarray(values, jnp.promote_types(x.dtype, jnp.float32))
+    return (x * local_part(values, PartitionSpec(*leaf.axes))).astype(x.dtype)
 
 
 def _run_local(

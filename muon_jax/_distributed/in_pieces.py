@@ -108,7 +108,7 @@ def why_not_in_pieces(leaf: Leaf) -> str | None:
 def estimate(bucket: Bucket, form: Form) -> Estimate:
     """Returns what the bucket costs where its matrices stay in pieces."""
     (chunk,) = bucket.chunks
-    _, m, n = chunk.parts[0][0].matrices[0]
+    m, n = chunk.parts[0][0].shape_in_pieces
     mesh = dict(bucket.axes)
     return cost_in_pieces(
         form.products,
@@ -173,8 +173,8 @@ def _orthogonalize_pieces(
 
 
 def _with_whole_rows(x: jax.Array, leaf: Leaf) -> jax.Array:
-    """The pieces `(unit, m, columns)` of wide matrices, from pieces that any axes shard."""
-    x = transposed(x) if _has_tall_matrices(leaf) else x
+    """The pieces `(unit, m, columns)` of matrices, from pieces that any axes shard."""
+    x = transposed(x) if leaf.is_transposed_in_pieces else x
     names = _short_axes(leaf)
     if not names:
         return x
@@ -186,19 +186,14 @@ def _with_rows_of(x: jax.Array, leaf: Leaf, given: jax.Array) -> jax.Array:
     """The inverse of `_with_whole_rows`, in the shape of `given`."""
     names = _short_axes(leaf)
     x = jax.lax.all_to_all(x, names, 1, 2, tiled=True) if names else x
-    return (x.mT if _has_tall_matrices(leaf) else x)[:, : given.shape[1], : given.shape[2]]
+    return (x.mT if leaf.is_transposed_in_pieces else x)[:, : given.shape[1], : given.shape[2]]
 
 
 def _short_axes(leaf: Leaf) -> tuple[str, ...]:
-    """The mesh axes that shard the rows of the wide matrices."""
+    """The mesh axes that shard the m rows of matrices in pieces."""
     axes = _axes_of_leaf(leaf)
-    short = axes.output if _has_tall_matrices(leaf) else axes.reduction
+    short = axes.output if leaf.is_transposed_in_pieces else axes.reduction
     return sum((leaf.axes[i] for i in short), ())
-
-
-def _has_tall_matrices(leaf: Leaf) -> bool:
-    ((_, rows, cols),) = leaf.stacks
-    return rows > cols
 
 
 def _axes_of_leaf(leaf: Leaf) -> MatrixAxes:

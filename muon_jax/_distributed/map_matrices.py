@@ -13,6 +13,7 @@ from muon_jax._coefficients import Iterations, map_by_iteration
 from muon_jax._distributed.automatic import Planned, run_when_partitioned
 from muon_jax._distributed.devices import asks_how_to_partition, platform_of, traced_for
 from muon_jax._distributed.exchange import run_plan
+from muon_jax._distributed.exchange_axes import ExchangeAxes
 from muon_jax._distributed.on_shards import by_device
 from muon_jax._distributed.plan import Leaf
 from muon_jax._distributed.planning import Limits, make_plan, units_of
@@ -65,6 +66,8 @@ def _map_leaves(
     place, leaves = locate(tree, shardings), jax.tree.leaves(tree)
     if place.kind == AxisType.Auto and not asks_how_to_partition(place.mesh):
         place = _stated_alone(place, shardings)
+        if place.kind != AxisType.Explicit:
+            _check_needs_no_sharding(place, limits)
     if place.kind is None:
         return jax.tree.leaves(_map_unsharded(iterations, views, tree, limits))
     is_empty = [not x.size for x in leaves]
@@ -96,6 +99,21 @@ def _stated_alone(place: Placed, shardings: Shardings) -> Placed:
     if jax.device_count() > 1:
         _warn(place, "XLA may gather each matrix on every device")
     return place._replace(kind=None)
+
+
+def _check_needs_no_sharding(place: Placed, limits: Limits) -> None:
+    """Raises ValueError where the caller's arguments need shardings that nobody knows."""
+    argument = None
+    if limits.exchange_axes != ExchangeAxes():
+        argument = "exchange_axes= or outside="
+    elif limits.distributed_gram and place.kind is not None:
+        argument = "distributed_gram=True"
+    if argument and (place.kind is not None or jax.device_count() > 1):
+        raise ValueError(
+            f"{argument} needs to know how parameters are sharded, which on automatic mesh axes the"
+            f" compiler for {platform_of(place.mesh)} devices does not tell: pass shardings=, the"
+            " PartitionSpec of each parameter"
+        )
 
 
 def _warn(place: Placed, what: str) -> None:
@@ -140,7 +158,7 @@ def _map_sharded(
     arrays, bind = _arrays_of(iterations.distinct)
 
     def planned(specs: Sequence[PartitionSpec], mesh: Mapping[str, int]) -> Planned:
-        plan = make_plan(units, specs, mesh, limits)
+        plan = make_plan(units, specs, mesh, limits, iterations.distinct)
 
         def run(shards: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
             return run_plan(plan, shards, bind(arrays), limits.max_group_bytes)
@@ -161,12 +179,6 @@ def _map_sharded(
         return jax.jit(run)(leaves, arrays)
 
     if not asks_how_to_partition(place.mesh):
-        if limits.distributed_gram:
-            raise ValueError(
-                "distributed_gram=True needs to know how parameters are sharded, which on automatic"
-                f" mesh axes the compiler for {platform_of(place.mesh)} devices does not tell: pass"
-                " shardings=, the PartitionSpec of each parameter"
-            )
         _warn(place, "Matrices are stacked, and the stacks spread over all devices")
         run = functools.partial(run_stacked, units=units, mesh=place.mesh, limits=limits)
         return jax.jit(run)(iterations.distinct, arrays=leaves)

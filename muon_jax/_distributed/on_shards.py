@@ -55,7 +55,7 @@ def by_element(
     values = [values_per_matrix(function, view, x.shape) for x, (_, view) in viewed]
     if kind != AxisType.Manual:
         return [*values]
-    return [_local_part(value, spec) for value, spec in zip(values, specs, strict=True)]
+    return [local_part(value, spec) for value, spec in zip(values, specs, strict=True)]
 
 
 def inner_products(x: Any, y: Any, shardings: Shardings) -> Any:
@@ -98,8 +98,13 @@ def _manual_axes(tree: Any, shardings: Shardings) -> list[tuple[str, ...]] | Non
     return [*map(axes_of_spec, specs)] if kind == AxisType.Manual else None
 
 
-def _local_part(value: Any, spec: PartitionSpec) -> Any:
-    """The part on this device of a whole array, or of an array that broadcasts to it."""
+def local_part(value: Any, spec: PartitionSpec) -> Any:
+    """Returns the part on this device of a whole array, or of an array that broadcasts to it.
+
+    Args:
+        value: the array.
+        spec: how the whole array is sharded, over manual mesh axes.
+    """
     for axis, entry in enumerate(spec):
         names = axes_of_entry(entry)
         if value.shape[axis] > 1 and names:

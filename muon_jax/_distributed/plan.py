@@ -19,16 +19,13 @@ A *unit* is one element of the batch axes of a parameter, with all of its matric
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from muon_jax._distributed.sharding import mesh_axes_by_dim
 from muon_jax._iteration.form import Form
-from muon_jax._matrices.views import Unfold, View, axis_of, batch_axes, shapes_of_stacks
-from muon_jax._trees import errors_naming
+from muon_jax._matrices.views import View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +48,13 @@ class Leaf:
         forms: in which each matrix of a unit is orthogonalized whole.
         form_in_pieces: in which matrices in pieces are orthogonalized, or why they cannot be.
         iteration: the index of their iteration.
+        split: names and sizes of the mesh axes over which replicas split the units, in the mesh's
+            order.
+        is_replicated: whether several devices have the same shard, and repeat the work.
+        blocks: the mesh axes that cut each matrix in blocks, which are the leaf's matrices: its
+            shapes are those of blocks.
+        gains: what the result of each stack is multiplied by; none where all are 1.
+        summed: the side of matrices that have to stay in pieces, over which Gram matrices are sums.
     """
 
     index: int
@@ -68,6 +72,11 @@ class Leaf:
     forms: tuple[Form, ...] = ()
     form_in_pieces: Form | str = "no form was chosen"
     iteration: int = 0
+    split: tuple[tuple[str, int], ...] = ()
+    is_replicated: bool = False
+    blocks: tuple[str, ...] = ()
+    gains: tuple[float, ...] = ()
+    summed: Literal["rows", "columns"] | None = None
 
     @property
     def units(self) -> int:
@@ -80,9 +89,22 @@ class Leaf:
         return tuple((b, min(rows, cols), max(rows, cols)) for b, rows, cols in self.stacks)
 
     @property
-    def kind(self) -> tuple[int, np.dtype, tuple[tuple[int, int, int], ...]]:
+    def kind(self) -> tuple[Any, ...]:
         """What two leaves have in common whose units one iteration can take."""
-        return self.iteration, self.dtype, self.matrices
+        in_pieces = self.summed and self.shape_in_pieces
+        return self.iteration, self.dtype, self.matrices, in_pieces, self.blocks, self.split
+
+    @property
+    def shape_in_pieces(self) -> tuple[int, int]:
+        """The rows m and the columns n of a matrix in pieces: XXᵀ is m × m, a sum over columns."""
+        ((_, rows, cols),) = self.stacks
+        return (cols, rows) if self.is_transposed_in_pieces else (rows, cols)
+
+    @property
+    def is_transposed_in_pieces(self) -> bool:
+        """Whether the rows of a matrix in pieces are the columns of the parameter's matrix."""
+        ((_, rows, cols),) = self.stacks
+        return self.summed == "rows" if self.summed else rows > cols
 
     @property
     def layout(self) -> str:
@@ -153,6 +175,46 @@ class Bucket:
 
 
 @dataclasses.dataclass(frozen=True)
+class Share:
+    """Units of equal layout that replicas split: each has a stack of ⌈N/R⌉ of the N units.
+
+    Attributes:
+        leaves: that the units are of, in their order.
+        stack: the units of one replica, as a leaf of its own.
+        dtype: in which results are gathered.
+    """
+
+    leaves: tuple[Leaf, ...]
+    stack: Leaf
+    dtype: np.dtype
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the mesh axes that the replicas are along."""
+        return self.stack.split
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas split the units."""
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def count(self) -> int:
+        """The number of units of all replicas."""
+        return sum(leaf.units for leaf in self.leaves)
+
+    def count_within(self, start: int, stop: int) -> int:
+        """The number of units that all replicas have in places [start, stop) of their stacks."""
+        size = self.stack.units
+        rests = (self.count - replica * size - start for replica in range(self.replicas))
+        return sum(min(max(rest, 0), stop - start) for rest in rests)
+
+    def bytes_of(self, count: int) -> int:
+        """The bytes of the results of so many units of a stack on each device."""
+        return count * math.prod(self.stack.local_shape[1:]) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """Who orthogonalizes what.
 
@@ -160,77 +222,19 @@ class Plan:
         local: leaves whose units are whole on each device.
         buckets: units that their owners orthogonalize.
         grams: units that stay in pieces, in buckets of one chunk of one slot.
+        shares: units that replicas split. Their stacks are among the leaves of the above.
     """
 
     local: tuple[Leaf, ...]
     buckets: tuple[Bucket, ...]
     grams: tuple[Bucket, ...] = ()
+    shares: tuple[Share, ...] = ()
 
     @property
     def leaves(self) -> list[Leaf]:
-        """All leaves; those that several chunks share, several times."""
+        """All parameters; those that several chunks share, several times."""
         chunks = [chunk for bucket in self.buckets + self.grams for chunk in bucket.chunks]
-        return [*self.local, *(leaf for chunk in chunks for leaf, _, _ in chunk.parts)]
-
-
-def leaf_of(index: int, name: str, x: jax.ShapeDtypeStruct, view: View) -> Leaf:
-    """Returns parameter number `index`, of that whole shape, on no mesh yet and without forms.
-
-    Raises:
-        ValueError: the view does not fit.
-    """
-    with errors_naming(name, x.shape):
-        batch = batch_axes(view, len(x.shape))
-        shape = tuple(1 if i in batch else size for i, size in enumerate(x.shape))
-        unit = jax.ShapeDtypeStruct(shape, x.dtype)
-        stacks = shapes_of_stacks(unit, view)
-    shapes, dtype = tuple(stack.shape for stack in stacks), jnp.dtype(x.dtype)
-    return Leaf(index, name, x.shape, dtype, shape, batch, view, shapes, wire=dtype)
-
-
-def placed(leaf: Leaf, spec: jax.sharding.PartitionSpec, mesh: Mapping[str, int]) -> Leaf:
-    """Returns the parameter, sharded over a mesh of these axes.
-
-    Where a view unfolds an axis and each device has whole elements of a batch axis, such as heads,
-    that batch axis is the sharded one: the leaf is of the unfolded array.
-
-    Raises:
-        ValueError: `spec` has an axis that the mesh lacks, an axis twice, or an axis that does not
-            fit.
-    """
-    with errors_naming(leaf.name, leaf.parameter_shape):
-        entries = mesh_axes_by_dim(spec, len(leaf.parameter_shape), mesh)
-        axes = [tuple(axis for axis in entry if mesh[axis] > 1) for entry in entries]
-        cuts = [math.prod(mesh[axis] for axis in entry) for entry in axes]
-        if any(size % cut for size, cut in zip(leaf.parameter_shape, cuts, strict=True)):
-            raise ValueError(
-                f"{spec} does not divide it evenly on the mesh {dict(mesh)}: pass a spec whose mesh"
-                " axes divide each size"
-            )
-    if view := _unfolded_by_shards(leaf, cuts):
-        i, added = axis_of(leaf.parameter_shape, view), len(view.sizes) - 1
-        axes[i + 1 : i + 1], cuts[i + 1 : i + 1] = [()] * added, [1] * added
-        x = jax.ShapeDtypeStruct(view.shape(leaf.parameter_shape), leaf.dtype)
-        inner = leaf_of(leaf.index, leaf.name, x, view.view)
-        of_whole = ("varying", "wire", "forms", "form_in_pieces")
-        leaf = dataclasses.replace(inner, **{name: getattr(leaf, name) for name in of_whole})
-    return dataclasses.replace(
-        leaf,
-        axes=tuple(() if i in leaf.batch else entry for i, entry in enumerate(axes)),
-        local_shape=tuple(s // cut for s, cut in zip(leaf.parameter_shape, cuts, strict=True)),
-    )
-
-
-def _unfolded_by_shards(leaf: Leaf, cuts: Sequence[int]) -> Unfold | None:
-    """The view of the leaf, if it unfolds a sharded axis to a batch axis that shards cut evenly.
-
-    Args:
-        leaf: the parameter.
-        cuts: how many shards each of its axes is cut in.
-    """
-    view = leaf.view
-    if not isinstance(view, Unfold):
-        return None
-    axis, shape = axis_of(leaf.parameter_shape, view), view.shape(leaf.parameter_shape)
-    is_cut = cuts[axis] > 1 and shape[axis] % cuts[axis] == 0
-    return view if is_cut and axis in batch_axes(view.view, len(shape)) else None
+        leaves = [*self.local, *(leaf for chunk in chunks for leaf, _, _ in chunk.parts)]
+        stacks = {share.stack.index for share in self.shares}
+        of_shares = [leaf for share in self.shares for leaf in share.leaves]
+        return [leaf for leaf in leaves if leaf.index not in stacks] + of_shares

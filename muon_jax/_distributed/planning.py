@@ -7,16 +7,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from muon_jax._coefficients import Iterations
 from muon_jax._distributed.buckets import deal
 from muon_jax._distributed.cost import by_owners
+from muon_jax._distributed.exchange_axes import ExchangeAxes
 from muon_jax._distributed.in_pieces import estimate, why_not_in_pieces
-from muon_jax._distributed.plan import Bucket, Leaf, Plan, leaf_of, placed
-from muon_jax._distributed.sharding import axes_of_spec
+from muon_jax._distributed.outside import placed_within
+from muon_jax._distributed.placement import leaf_of
+from muon_jax._distributed.plan import Bucket, Leaf, Plan, Share
+from muon_jax._distributed.shares import shares_of
 from muon_jax._iteration.form import Form
 from muon_jax._iteration.iteration import Iteration
+from muon_jax._matrices.shape_factors import ScaleOfBlocks
 from muon_jax._matrices.views import Views, views_of_leaves
 
 # The largest number of bytes that a device sends at once. Matrices of this size fill a GPU, and the
@@ -30,10 +35,14 @@ class Limits(NamedTuple):
     Attributes:
         max_group_bytes: of groups and of buckets; None for the defaults.
         distributed_gram: whether sharded matrices stay in pieces; None for a cost model's choice.
+        exchange_axes: which matrices are exchanged over, and what happens over others.
+        scale_of_blocks: the scale of updates that blocks have in place of their matrices.
     """
 
     max_group_bytes: int | None = None
     distributed_gram: bool | None = None
+    exchange_axes: ExchangeAxes = ExchangeAxes()
+    scale_of_blocks: ScaleOfBlocks = "none"
 
 
 def max_bucket_bytes(limits: Limits) -> int:
@@ -68,54 +77,98 @@ def _with_forms(leaf: Leaf, iteration: Iteration) -> Leaf:
     others are exchanged in their own dtype.
     """
     forms = tuple(iteration.form((m, n), leaf.dtype) for _, m, n in leaf.matrices)
-    dtypes = {form.dtype for form in forms}
-    is_half = len(dtypes) == 1 and jnp.finfo(*dtypes).bits == 16
     return dataclasses.replace(
         leaf,
-        wire=jnp.dtype(dtypes.pop() if is_half and leaf.dtype == jnp.float32 else leaf.dtype),
+        wire=_wire_dtype(leaf, forms),
         forms=forms,
         form_in_pieces=why_not_in_pieces(leaf) or iteration.form_in_pieces(leaf.dtype),
     )
 
 
+def _wire_dtype(leaf: Leaf, forms: Sequence[Form]) -> np.dtype:
+    """The dtype in which matrices of these forms, or their results, are exchanged."""
+    dtypes = {form.dtype for form in forms}
+    is_half = len(dtypes) == 1 and jnp.finfo(*dtypes).bits == 16
+    return jnp.dtype(dtypes.pop() if is_half and leaf.dtype == jnp.float32 else leaf.dtype)
+
+
 def make_plan(
-    units: Sequence[Leaf], specs: Sequence[PartitionSpec], mesh: Mapping[str, int], limits: Limits
+    units: Sequence[Leaf],
+    specs: Sequence[PartitionSpec],
+    mesh: Mapping[str, int],
+    limits: Limits,
+    iterations: Sequence[Iteration],
 ) -> Plan:
     """Returns the plan for parameters with these specs.
 
-    | `distributed_gram` | a kind of sharded matrices stays in pieces where              |
-    | ------------------ | ------------------------------------------------------------- |
-    | False              | never                                                         |
-    | True               | it can                                                        |
-    | None               | it can, no device has a replica, and a model finds it faster  |
+    | `distributed_gram` | a kind of matrices that could be exchanged stays in pieces where |
+    | ------------------ | ---------------------------------------------------------------- |
+    | False              | never                                                            |
+    | True               | it can                                                           |
+    | None               | it can, no device has a replica, and a model finds it faster     |
 
     Args:
         units: the parameters.
         specs: of each parameter.
         mesh: sizes of the mesh's axes, in its order.
         limits: as the caller says.
+        iterations: with which the units were made.
 
     Raises:
-        ValueError: no sharded matrix can stay in pieces, as `distributed_gram=True` asks.
+        ValueError: no sharded matrix can stay in pieces, as `distributed_gram=True` asks; or as
+            `placed_within`.
     """
 
     def stays(bucket: Bucket) -> bool:
+        (leaf, _, _), *_ = bucket.chunks[0].parts
+        if leaf.summed:
+            return True
         if limits.distributed_gram is False or _hindrances(bucket):
             return False
         return bool(limits.distributed_gram) or (
-            not any(_is_replicated(specs[leaf.index], mesh) for leaf in _leaves_of(bucket))
+            not any(leaf.is_replicated for leaf in _leaves_of(bucket))
             and _is_faster_in_pieces(bucket)
         )
 
-    leaves = [placed(leaf, spec, mesh) for leaf, spec in zip(units, specs, strict=True)]
-    plan = deal(leaves, mesh, max_bucket_bytes(limits), stays)
+    limits.exchange_axes.check_names(mesh)
+    leaves = [
+        placed_within(leaf, spec, mesh, limits.exchange_axes, limits.scale_of_blocks)
+        for leaf, spec in zip(units, specs, strict=True)
+    ]
+    leaves = [_with_forms(x, iterations[x.iteration]) if x.blocks else x for x in leaves]
+    _check_pieces(leaves)
+    shares = shares_of(leaves)
+    repeated = [leaf for leaf in leaves if not leaf.split]
+    stacks = [share.stack for share in shares]
+    plan = deal(repeated + stacks, mesh, max_bucket_bytes(limits), stays)
     if limits.distributed_gram and plan.buckets and not plan.grams:
         name, reason = next(itertools.chain.from_iterable(map(_hindrances, plan.buckets)))
         raise ValueError(
             f"distributed_gram=True, but no sharded matrix can stay in pieces; the parameter"
             f" {name}: {reason}. Pass distributed_gram=None"
         )
-    return plan
+    return dataclasses.replace(plan, shares=tuple(_with_dtype(share, plan) for share in shares))
+
+
+def _check_pieces(leaves: Sequence[Leaf]) -> None:
+    """Raises ValueError where matrices have to stay in pieces, and cannot."""
+    for leaf in leaves:
+        if leaf.summed and isinstance(leaf.form_in_pieces, str):
+            raise ValueError(
+                f"the parameter {leaf.name} of shape {leaf.parameter_shape}: outside='gram', but"
+                f" its matrices cannot stay in pieces: {leaf.form_in_pieces}. Pass outside='block',"
+                " or name in exchange_axes the mesh axes that shard it"
+            )
+
+
+def _with_dtype(share: Share, plan: Plan) -> Share:
+    """The share with the dtype of its results in that plan, which its all-gather is in."""
+    in_pieces = {leaf.index for bucket in plan.grams for leaf in _leaves_of(bucket)}
+    forms = share.stack.forms
+    if share.stack.index in in_pieces:
+        assert isinstance(share.stack.form_in_pieces, Form)
+        forms = (share.stack.form_in_pieces,)
+    return dataclasses.replace(share, dtype=_wire_dtype(share.stack, forms))
 
 
 def _leaves_of(bucket: Bucket) -> list[Leaf]:
@@ -126,16 +179,6 @@ def _hindrances(bucket: Bucket) -> list[tuple[str, str]]:
     """The parameters of the bucket that cannot stay in pieces, by name, and why."""
     found = ((leaf.name, leaf.form_in_pieces) for leaf in _leaves_of(bucket))
     return [(name, reason) for name, reason in found if isinstance(reason, str)]
-
-
-def _is_replicated(spec: PartitionSpec, mesh: Mapping[str, int]) -> bool:
-    """Whether several devices have the same shard.
-
-    Each of them makes its own of equal updates. Sums over a network may differ between them by
-    rounding, and the replicas drift apart.
-    """
-    sharded = {*axes_of_spec(spec)}
-    return any(size > 1 and name not in sharded for name, size in mesh.items())
 
 
 def _is_faster_in_pieces(bucket: Bucket) -> bool:

@@ -1,7 +1,6 @@
 """Scales of updates that depend on the shape of a matrix alone."""
 
-import math
-from typing import Literal
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +9,8 @@ import optax
 from muon_jax._checks import checks_arguments
 from muon_jax._distributed.on_shards import by_element
 from muon_jax._distributed.sharding import Shardings
+from muon_jax._matrices.shape_factors import ShapeScale, shape_factor
 from muon_jax._matrices.views import Views
-
-type ShapeScale = Literal["clipped_ratio", "ratio", "none"]
 
 
 @checks_arguments
@@ -48,18 +46,15 @@ def scale_by_shape(
             " one update: leave one of them at its default"
         )
 
-    def shape_factor(fan_in: int, fan_out: int) -> float:
-        if consistent_rms is not None:
-            return math.sqrt(max(fan_in, fan_out))
-        ratio = fan_out / max(fan_in, 1)
-        return {"clipped_ratio": max(1.0, ratio), "ratio": ratio, "none": 1.0}[shape_scale] ** 0.5
+    scale = shape_scale if consistent_rms is None else "longer_side"
+    factor_of = functools.partial(shape_factor, scale)
 
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        factors = by_element(shape_factor, weight_dimension_numbers, updates, shardings)
+        factors = by_element(factor_of, weight_dimension_numbers, updates, shardings)
         if consistent_rms is not None:
             factors = [consistent_rms * value for value in factors]
         factors = [jnp.asarray(f, x.dtype) for f, x in zip(factors, leaves, strict=True)]

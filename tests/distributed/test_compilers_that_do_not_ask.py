@@ -155,6 +155,15 @@ def test_pieces_that_are_asked_for_need_shardings():
     assert "psum" in str(jax.make_jaxpr(optimizer.update)(x, state))
 
 
+@pytest.mark.parametrize("arguments", [{"exchange_axes": "x"}, {"outside": "split"}], ids=str)
+def test_what_may_travel_cannot_be_said_of_unknown_shardings(arguments):
+    x, sharding = matrix([None, "x"])
+    optimizer = scale_by_muon(**arguments)
+    x = {"w": jax.device_put(x, sharding)}
+    with pytest.raises(ValueError, match="exchange_axes= or outside= needs to know.*pass shard"):
+        lowered(optimizer, x, state_of(optimizer, x))
+
+
 @helpers.slow
 def test_an_ensemble_that_nobody_knows():
     mesh = jax.make_mesh((2, 4), ("member", "fsdp"), (AxisType.Auto,) * 2)

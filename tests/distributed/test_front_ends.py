@@ -326,6 +326,7 @@ def test_programs_differ_where_the_partitioned_operation_does(monkeypatch):
     assert program() == program()
     others = [{"ns_coeffs": "dion"}, {"max_group_bytes": 1}, {"ns_dtype": "float32"}]
     others += [{"distributed_gram": value} for value in (True, False)]
+    others += [{"outside": "split"}, {"exchange_axes": "fsdp"}]
     programs = {program(**kwargs) for kwargs in [{}, *others]}
     with jax.default_matmul_precision("highest"):
         programs.add(program())
@@ -334,7 +335,7 @@ def test_programs_differ_where_the_partitioned_operation_does(monkeypatch):
     monkeypatch.setattr(Path, "read_bytes", lambda path: read_bytes(path) + b"\n")  # edited
     programs.add(program())
     _sources.digest.cache_clear()
-    assert len(programs) == 8
+    assert len(programs) == 10
 
 
 def test_a_mesh_of_one_device_and_none_run_as_before():

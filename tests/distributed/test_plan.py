@@ -1,6 +1,7 @@
 """Plans: every unit once, in equal shares, in bounded buckets."""
 
 import collections
+import dataclasses
 import math
 
 import hypothesis
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from muon_jax import MuonDimensionNumbers
 from muon_jax._distributed.buckets import deal
-from muon_jax._distributed.plan import leaf_of, placed
+from muon_jax._distributed.placement import leaf_of, placed
 from muon_jax._matrices.views import Split, Unfold, batch_axes
 
 MATRICES = MuonDimensionNumbers(-2, -1)
@@ -156,6 +157,13 @@ def test_remainders_go_to_different_owners():
 )
 def test_batch_axes(view, ndim, expected):
     assert batch_axes(view, ndim) == expected
+
+
+def test_heads_that_are_not_exchanged_keep_their_coefficients():
+    view = Unfold(-1, (-1, 4), MuonDimensionNumbers(-3, -1))
+    leaf = leaf_of(0, "q", jax.ShapeDtypeStruct((16, 32), jnp.float32), view)
+    of_heads = placed(dataclasses.replace(leaf, iteration=1), PartitionSpec(None, "x"), {"x": 8})
+    assert (of_heads.units, of_heads.shape, of_heads.iteration) == (1, (16, 1, 4), 1)
 
 
 @pytest.mark.parametrize(

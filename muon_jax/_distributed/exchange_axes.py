@@ -1,0 +1,98 @@
+"""Over which mesh axes matrices are exchanged, and what happens over the others."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from muon_jax._checks import OUTSIDE, words_of
+
+type Words = str | tuple[str, ...]
+# One word, or two, for all mesh axes, or for each of some axes.
+type Outside = Words | Mapping[str, Words]
+
+
+class Choice(NamedTuple):
+    """What happens over a mesh axis.
+
+    Attributes:
+        replicas: whether devices that have equal matrices repeat or split the work.
+        sharded: what becomes of matrices that the axis shards; None where they are exchanged.
+    """
+
+    replicas: Literal["repeat", "split"] = "repeat"
+    sharded: Literal["raise", "gram", "block"] | None = "raise"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeAxes:
+    """Over which mesh axes matrices are exchanged, and what happens over the others.
+
+    Attributes:
+        names: of the axes; None for all.
+        named: pairs of an axis and its choice.
+        others: the choice for all other axes.
+    """
+
+    names: tuple[str, ...] | None = None
+    named: tuple[tuple[str, Choice], ...] = ()
+    others: Choice = Choice()
+
+    @classmethod
+    def of_arguments(cls, exchange_axes: Words | None, outside: Outside) -> "ExchangeAxes":
+        """Returns what the arguments of `scale_by_muon` say.
+
+        Raises:
+            ValueError: `outside` says what becomes of matrices over an axis that they are
+                exchanged over.
+        """
+        names = (exchange_axes,) if isinstance(exchange_axes, str) else exchange_axes
+        by_axis = outside if isinstance(outside, Mapping) else {}
+        named = tuple((axis, _choice(words)) for axis, words in by_axis.items())
+        found = cls(names, named, _choice(() if isinstance(outside, Mapping) else outside))
+        wrong = [choice.sharded for axis, choice in named if names is None or axis in names]
+        wrong += [found.others.sharded] if names is None else []
+        for word in wrong:
+            if word != "raise":
+                raise ValueError(
+                    f"outside={outside!r} says {word!r} of mesh axes that matrices are exchanged"
+                    f" over, with exchange_axes={exchange_axes!r}: name there the other mesh axes"
+                    f" alone, such as exchange_axes=('fsdp',), or leave out {word!r}"
+                )
+        return found
+
+    def check_sums(self, argument: str) -> None:
+        """Raises ValueError where matrices may be sharded over axes outside.
+
+        Args:
+            argument: of the optimizer, which makes it sum over all mesh axes that shard a matrix.
+        """
+        for choice in (self.others, *(choice for _, choice in self.named)):
+            if choice.sharded != "raise":
+                raise ValueError(
+                    f"{argument} sums over all mesh axes that shard a matrix, and"
+                    f" outside={choice.sharded!r} allows such axes that exchange_axes leaves out:"
+                    f" leave out {argument}, or {choice.sharded!r}"
+                )
+
+    def choice(self, axis: str) -> Choice:
+        """Returns what happens over a mesh axis."""
+        found = dict(self.named).get(axis, self.others)
+        is_exchanged = self.names is None or axis in self.names
+        return found._replace(sharded=None) if is_exchanged else found
+
+    def check_names(self, mesh: Mapping[str, int]) -> None:
+        """Raises ValueError where an axis is none of the mesh's; a mesh without axes has all."""
+        stated = {"exchange_axes": self.names or (), "outside": [axis for axis, _ in self.named]}
+        for argument, axes in stated.items():
+            unknown = [axis for axis in axes if axis not in mesh]
+            if mesh and unknown:
+                raise ValueError(
+                    f"{argument} must name axes of the mesh, got {unknown[0]!r}, which the mesh"
+                    f" {dict(mesh)} lacks: name some of {[*mesh]}"
+                )
+
+
+def _choice(words: Words) -> Choice:
+    """The choice of one word, or of two words."""
+    found = {field: word for word in words_of(words) for field in OUTSIDE if word in OUTSIDE[field]}
+    return Choice(**found)

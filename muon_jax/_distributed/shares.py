@@ -1,0 +1,109 @@
+"""Replicas that split the work: each orthogonalizes a share of the units, and all gather.
+
+The units of parameters of one layout are one list. Of N units, replica r of R has those from
+r·⌈N/R⌉ on, padded with zeros, as a stack that the plan treats like a parameter. The results of all
+shares over the same mesh axes are gathered at once.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from muon_jax._distributed.packing import unit_axes
+from muon_jax._distributed.plan import Leaf, Share
+from muon_jax._matrices.axes import from_matrices, to_matrices
+from muon_jax._matrices.views import stacked_view
+
+
+def shares_of(leaves: Sequence[Leaf]) -> list[Share]:
+    """Returns the shares of all leaves that replicas split. Results are gathered in their dtype."""
+
+    def alike(leaf: Leaf) -> str:
+        local = tuple(_local_unit(leaf))
+        return repr((leaf.split, leaf.kind, leaf.layout, leaf.wire, sorted(leaf.varying), local))
+
+    split = sorted((leaf for leaf in leaves if leaf.split), key=alike)
+    groups = [[*group] for _, group in itertools.groupby(split, alike)]
+    return [_share(group, len(leaves) + i) for i, group in enumerate(groups)]
+
+
+def _share(leaves: Sequence[Leaf], index: int) -> Share:
+    """The share of units of one layout, whose stack has this index."""
+    leaf = leaves[0]
+    replicas = math.prod(size for _, size in leaf.split)
+    count = -(-sum(each.units for each in leaves) // replicas)
+    stack = dataclasses.replace(
+        leaf,
+        index=index,
+        parameter_shape=(count, *leaf.shape),
+        shape=(1, *leaf.shape),
+        batch=(0, *(axis + 1 for axis in leaf.batch)),
+        view=stacked_view(leaf.view),
+        axes=((), *leaf.axes),
+        local_shape=(count, *_local_unit(leaf)),
+        varying=leaf.varying.union(name for name, _ in leaf.split),
+        gains=(),
+    )
+    return Share(tuple(leaves), stack, leaf.dtype)
+
+
+def _local_unit(leaf: Leaf) -> list[int]:
+    """The shape of the part of a unit on each device."""
+    return [1 if i in leaf.batch else size for i, size in enumerate(leaf.local_shape)]
+
+
+def own_units(share: Share, shards: Sequence[jax.Array]) -> jax.Array:
+    """Returns the stack of this device's replica.
+
+    Args:
+        share: whose mesh axes must be manual.
+        shards: the local part of each parameter.
+    """
+    stacks = [to_matrices(shards[leaf.index], unit_axes(leaf)) for leaf in share.leaves]
+    units, count = jnp.concatenate(stacks), share.stack.units
+    units = jnp.pad(units, [(0, count * share.replicas - len(units)), (0, 0), (0, 0)])
+    replica = jax.lax.axis_index(tuple(name for name, _ in share.axes))
+    own = jax.lax.dynamic_slice_in_dim(units, replica * count, count)
+    return own.reshape(share.stack.local_shape)
+
+
+def gathered_together(shares: Sequence[Share]) -> list[list[Share]]:
+    """Returns the shares of each all-gather: those over equal mesh axes in one dtype."""
+
+    def alike(share: Share) -> str:
+        return repr((share.axes, share.dtype, sorted(share.stack.varying)))
+
+    return [[*group] for _, group in itertools.groupby(sorted(shares, key=alike), alike)]
+
+
+def gathered(
+    shares: Sequence[Share], results: Sequence[jax.Array], shards: Sequence[jax.Array]
+) -> dict[int, jax.Array]:
+    """Returns the results of all replicas, by the index of their parameter.
+
+    Args:
+        shares: whose mesh axes must be manual.
+        results: of parameters and stacks.
+        shards: the local part of each parameter.
+    """
+    found = {}
+    for group in gathered_together(shares):
+        flat = [results[share.stack.index].astype(share.dtype).reshape(-1) for share in group]
+        names = tuple(name for name, _ in group[0].axes)
+        own = jnp.concatenate(flat)
+        # Where the caller's shard_map knows what differs, it shall know that all have the same.
+        is_known = jax.typeof(own).manual_axis_type.varying.issuperset(names)
+        whole = jax.lax.all_gather(own, names, to="invarying" if is_known else "varying")
+        *ends, _ = itertools.accumulate(x.size for x in flat)
+        for share, part in zip(group, jnp.split(whole, ends, axis=1), strict=True):
+            units = part.reshape(share.replicas * share.stack.units, -1, 1)
+            begin = 0
+            for leaf in share.leaves:
+                x = units[begin : begin + leaf.units].astype(leaf.dtype)
+                found[leaf.index] = from_matrices(x, unit_axes(leaf), shards[leaf.index].shape)
+                begin += leaf.units
+    return found

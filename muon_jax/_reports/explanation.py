@@ -1,0 +1,246 @@
+"""What `explain` returns: a plan as rows of a table."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from muon_jax._distributed.cost import exchange_microseconds
+from muon_jax._distributed.in_pieces import estimate
+from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan, Share
+from muon_jax._distributed.shares import gathered_together
+from muon_jax._iteration.form import Form
+from muon_jax._reports.table import table
+
+_COLUMNS = [
+    "matrices",
+    "coefficients",
+    "mode",
+    "count",
+    "owners",
+    "each",
+    "padding",
+    "MB",
+    "dtype",
+    "µs",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedGroup:
+    """Equal matrices with the same owners.
+
+    Attributes:
+        matrices: shapes `(batch, m, n)` of what moves together, mostly one matrix.
+        coefficients: their name, or the numbers.
+        mode: `"local"`, `"exchange over"` mesh axes, or `"gram over"` mesh axes: in pieces. Before
+            it, `"split over"` axes whose replicas split the work, and `"blocks over"` axes that cut
+            matrices in blocks, which are then the matrices of the group.
+        count: how many there are on all devices that share the owners.
+        owners: how many devices share the work; 1 where the matrices are local, or where every
+            device works on all of them.
+        each: how many each owner orthogonalizes, padding included.
+        megabytes: what each device sends to others, there and back, padding included.
+        dtype: of what is sent.
+        microseconds: a model's time of the computation, on an H200.
+    """
+
+    matrices: tuple[tuple[int, int, int], ...]
+    coefficients: str
+    mode: str
+    count: int
+    owners: int
+    each: int
+    megabytes: float
+    dtype: str
+    microseconds: float
+
+    @property
+    def padding(self) -> float:
+        """The share of the computation that is on padding."""
+        return 1 - self.count / max(self.each * self.owners, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What each device does in an update.
+
+    Attributes:
+        groups: what is orthogonalized.
+        buckets: the number of exchanges in each direction, of whole matrices.
+        sums: the number of sums of Gram matrices. The sum for one matrix is an all-reduce. The sums
+            for several matrices are a reduce-scatter and an all-to-all, and the result comes back
+            by an all-to-all and an all-gather.
+        compute_microseconds: a model's time of the iterations, on an H200.
+        exchange_microseconds: a model's time of all that is sent, on NVLink. Most exchanges overlap
+            with the iterations; sums do not.
+        gathers: the number of all-gathers of updates, of which replicas make a share each.
+    """
+
+    groups: tuple[ExplainedGroup, ...]
+    buckets: int
+    sums: int
+    compute_microseconds: float
+    exchange_microseconds: float
+    gathers: int = 0
+
+    def __str__(self) -> str:
+        rows = []
+        for group in self.groups:
+            shapes = ("×".join(map(str, shape[shape[0] == 1 :])) for shape in group.matrices)
+            numbers = (group.count, group.owners, group.each)
+            rows.append(
+                [
+                    " + ".join(shapes),
+                    group.coefficients,
+                    group.mode,
+                    *map(str, numbers),
+                    f"{group.padding:.0%}",
+                ]
+                + [f"{group.megabytes:.1f}", group.dtype, f"{group.microseconds:.0f}"]
+            )
+        sums = f" and {self.sums} sums of Gram matrices" * (self.sums > 0)
+        gathers = f" and {self.gathers} all-gather{'s' * (self.gathers > 1)} of updates"
+        gathers *= self.gathers > 0
+        total = (
+            f"{2 * self.buckets} exchanges{sums}{gathers}, {self.exchange_microseconds:.0f} µs,"
+            f" beside {self.compute_microseconds:.0f} µs of computation (model of H200s on NVLink)"
+        )
+        return f"{table(_COLUMNS, rows)}\n{total}"
+
+
+class _Row(NamedTuple):
+    """What the matrices of one row of the table have in common.
+
+    Attributes:
+        leaf: one of their parameters.
+        axes: names and sizes of the mesh axes that the owners are along; none where local.
+        dtype: of what is sent.
+        coefficients: of the matrices.
+    """
+
+    leaf: Leaf
+    axes: tuple[tuple[str, int], ...]
+    dtype: Any
+    coefficients: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for parameters of one row."""
+        return self.leaf.kind, self.axes, self.dtype
+
+    def group(self, count: int, each: int, num_bytes: int) -> ExplainedGroup:
+        """The row for so many matrices, of which each owner has `each`, and bytes sent."""
+        stacks = [(each * batch, m, n) for batch, m, n in self.leaf.matrices]
+        forms = zip(self.leaf.forms, stacks, strict=True)
+        return ExplainedGroup(
+            matrices=self.leaf.matrices,
+            coefficients=self.coefficients,
+            mode=_mode(self.leaf, f"exchange over {_names(self.axes)}" if self.axes else "local"),
+            count=count,
+            owners=math.prod(size for _, size in self.axes + self.leaf.split),
+            each=each,
+            megabytes=num_bytes / 1e6,
+            dtype=self.dtype.name,
+            microseconds=sum(form.products.microseconds(stack) for form, stack in forms),
+        )
+
+
+def explained(plan: Plan, names: Sequence[str]) -> Explanation:
+    """Returns what the plan says.
+
+    Args:
+        plan: of the parameters.
+        names: of the coefficients of each iteration.
+    """
+    rows: dict[Any, tuple[_Row, int, int, int]] = {}
+    shares = {share.stack.index: share for share in plan.shares}
+
+    def add(row: _Row, count: int, each: int, num_bytes: int) -> None:
+        _, counts, eaches, sent = rows.get(row.key, (row, 0, 0, 0))
+        rows[row.key] = (row, counts + count, eaches + each, sent + num_bytes)
+
+    for leaf in plan.local:
+        dtype = shares[leaf.index].dtype if leaf.index in shares else leaf.dtype
+        row = _Row(leaf, (), dtype, names[leaf.iteration])
+        count, num_bytes = _of_replicas([(leaf, 0, leaf.units)], shares)
+        add(row, count, leaf.units, num_bytes)
+    exchange = 0.0
+    for bucket in plan.buckets:
+        sent = [_sent(bucket, chunk) for chunk in bucket.chunks]
+        exchange += 2 * exchange_microseconds(sum(sent))
+        for chunk, num_bytes in zip(bucket.chunks, sent, strict=True):
+            leaf = chunk.parts[0][0]
+            row = _Row(leaf, bucket.axes, bucket.dtype, names[leaf.iteration])
+            count, gathered = _of_replicas(chunk.parts, shares)
+            add(row, count, chunk.slots, 2 * num_bytes + gathered)
+    groups = [row.group(*numbers) for row, *numbers in rows.values()]
+    sums = 0
+    for bucket in plan.grams:
+        group, of_sums, num_sums = _group_in_pieces(bucket, names, shares)
+        groups.append(group)
+        exchange += of_sums
+        sums += num_sums
+    gathers = gathered_together(plan.shares)
+    for together in gathers:
+        sent = (s.bytes_of(s.stack.units) * (s.replicas - 1) for s in together)
+        exchange += exchange_microseconds(sum(sent))
+    time = sum(group.microseconds for group in groups)
+    return Explanation(tuple(groups), len(plan.buckets), sums, time, exchange, len(gathers))
+
+
+def _sent(bucket: Bucket, chunk: Chunk) -> int:
+    """The bytes of a chunk that each device sends to others, one way."""
+    return bucket.bytes_of(chunk) * (bucket.owners - 1) // bucket.owners
+
+
+def _of_replicas(
+    parts: Sequence[tuple[Leaf, int, int]], shares: Mapping[int, Share]
+) -> tuple[int, int]:
+    """The units of all replicas that split these, and the bytes of results that a device sends.
+
+    Args:
+        parts: as those of a chunk.
+        shares: by the index of their stack.
+    """
+    count, num_bytes = 0, 0
+    for leaf, start, stop in parts:
+        share = shares.get(leaf.index)
+        count += share.count_within(start, stop) if share else stop - start
+        num_bytes += share.bytes_of(stop - start) * (share.replicas - 1) if share else 0
+    return count, num_bytes
+
+
+def _group_in_pieces(
+    bucket: Bucket, names: Sequence[str], shares: Mapping[int, Share]
+) -> tuple[ExplainedGroup, float, int]:
+    """The group of matrices that stay in pieces, the µs of its exchanges, and its sums."""
+    (chunk,) = bucket.chunks
+    leaf = chunk.parts[0][0]
+    form = leaf.form_in_pieces
+    assert isinstance(form, Form)
+    cost = estimate(bucket, form)
+    count, gathered = _of_replicas(chunk.parts, shares)
+    group = ExplainedGroup(
+        matrices=leaf.matrices,
+        coefficients=names[leaf.iteration],
+        mode=_mode(leaf, f"gram over {_names(bucket.axes)}"),
+        count=count,
+        owners=math.prod(size for _, size in leaf.split),
+        each=chunk.count,
+        megabytes=(sum(cost.sent) + gathered) / 1e6,
+        dtype=form.dtype.name,
+        microseconds=cost.compute,
+    )
+    return group, sum(map(exchange_microseconds, cost.sent)), form.products.grams
+
+
+def _mode(leaf: Leaf, mode: str) -> str:
+    """The mode, with what happens over mesh axes that matrices are not exchanged over."""
+    split = [f"split over {_names(leaf.split)}"] * bool(leaf.split)
+    blocks = [f"blocks over {', '.join(leaf.blocks)}"] * bool(leaf.blocks)
+    return "; ".join([*split, *blocks, mode])
+
+
+def _names(axes: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(name for name, _ in axes)
