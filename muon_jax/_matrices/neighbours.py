@@ -159,8 +159,9 @@ class _Beside:
         if not re.fullmatch(r"w?_?q(_proj)?|query", last):
             return False
         names = ("key", "value") if last == "query" else (last.replace("q", x) for x in "kv")
-        k, v = (math.prod(self._shapes.get(f"{parent}{name}", ())[1:]) for name in names)
-        return k == v and self._taken[parent] == {math.prod(shape[1:]) / 2}
+        k, v = (self._shapes.get(f"{parent}{name}", ()) for name in names)
+        are_alike = k and v and math.prod(k[1:]) == math.prod(v[1:])
+        return bool(are_alike) and self._taken[parent] == {math.prod(shape[1:]) / 2}
 
     def view_of_gates(self, module: str, shape: Shape) -> MuonDimensionNumbers | Unknown:
         """The view of (…, 2, in, out) or (…, 2, out, in), beside `linear` of (…, out, in)."""

@@ -14,7 +14,7 @@ from muon_jax._matrices.roles import CONTAINER, NamedShape, bias_beside
 _POSSIBLE_STACK = re.compile(
     rf"(?<![^/])({CONTAINER}|\w+_(layers|blocks))(?=/(?!(?:{CONTAINER}/)*\d+(?:/|$)))"
 )
-_SCALE_OF_NORM = re.compile(r"/scale$|norm[^/]*/weight$")
+_SCALE_OF_NORM = re.compile(r"/scale$|norm[^/]*/(weight|w)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def layers_of(named: Sequence[NamedShape], layout: Layout) -> list[Layers]:
             kind = _kind_of_container(container, paths, shapes, axes)
             of_one = [Layers(axes).of_one(shape) for shape in shapes]
             for i, shape in zip(inside, of_one, strict=True):
-                is_vector = len(shape) == 1 < max(map(len, of_one))
+                is_vector = len(shape) < 2 <= max(map(len, of_one))
                 found[i] = _inside(kind, found[i].axes, axes, is_vector)
     return found
 
@@ -93,9 +93,9 @@ def _axes_of_layers(
 
 
 def _has_stacked_norms(paths: list[str], shapes: list[Shape]) -> bool:
-    """Whether a norm, whose scale is a vector in one layer, has several axes, and nothing has one."""
-    ranks = [len(shape) for shape in shapes]
-    return min(ranks) > 1 and any(map(_SCALE_OF_NORM.search, paths))
+    """Whether there are norms, whose scales are vectors in one layer, that have several axes."""
+    norms = [s for path, s in zip(paths, shapes, strict=True) if _SCALE_OF_NORM.search(path)]
+    return min(map(len, norms), default=0) > 1
 
 
 def _axis_of_layers(paths: list[str], shapes: list[Shape], layout: Layout) -> int | None:

@@ -246,6 +246,30 @@ def test_a_bias_decides_for_in_out_too(name, shape):
     assert isinstance(routes(named[:1], {})[0].view, Unknown)
 
 
+TABLE = ("embed/embedding", (50, 64))
+
+
+@pytest.mark.parametrize(
+    ("named", "is_known"),
+    [
+        ([("b/mlp/fc1/weight", (64, 16))], True),  # narrow, but it takes what the embedding gives
+        ([("b/mlp/fc1/weight", (16, 64))], False),
+        ([("b/mlp/fc2/weight", (16, 64))], True),
+        ([("b/experts/up/weight", (4, 16, 64))], False),
+        ([("b/attn/q_proj/kernel", (96, 64))], False),
+        ([("b/attn/k_proj/kernel", (96, 64))], True),  # of another stream, perhaps
+        ([("b/attn/q_proj/kernel", (96, 64)), ("b/norm/scale", (96,))], True),
+        ([("b/mlp/fc1/kernel", (96, 64)), ("b/mlp/fc1/bias", (64,))], True),
+        ([("b/mlp/gate_up/kernel", (96, 64))], False),
+        ([("b/mlp/wo/kernel", (64, 96))], False),
+    ],
+)
+def test_the_width_of_the_embedding_tells_the_order(named, is_known):
+    view = routes([*named, TABLE], {})[0].view
+    assert isinstance(view, Unknown) != is_known
+    assert isinstance(routes(named, {})[0].view, Unknown) <= named[0][0].endswith("weight")
+
+
 def test_layouts_are_two():
     with pytest.raises(ValueError, match=r"layout must be one of \('in_out', 'out_in'\), got 'oi'"):
         by_role({}, layout="oi")
