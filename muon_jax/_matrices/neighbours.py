@@ -10,7 +10,6 @@ from optax.contrib import MuonDimensionNumbers
 from muon_jax._matrices.layouts import Shape, relabelled
 from muon_jax._matrices.roles import (
     FROM_HEADS,
-    FUSED_GATE,
     GATING_EINSUM,
     NUMBERED,
     TO_HEADS,
@@ -57,13 +56,14 @@ def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Fou
         module, rank = module_of(name), len(of_one.shape)
         if of_one.role == GATING_EINSUM:
             return of_one._replace(view=beside.view_of_gates(module, of_one.shape))
-        if rank == 3 and module in beside.experts and of_one.role != TO_HEADS:
+        is_unknown = of_one.view == UNKNOWN
+        if module in beside.experts and (is_unknown or of_one.role == FROM_HEADS):
             return of_one._replace(role="experts", view=MATRICES)
-        if module in beside.gates_on_axis:
-            return of_one._replace(role=FUSED_GATE, view=MuonDimensionNumbers(-3, -1))
+        if module in beside.gates_on_axis and is_unknown:
+            return of_one._replace(role=GATING_EINSUM, view=MuonDimensionNumbers(-3, -1))
         if of_one.role == "head" and rank > 1 and beside.is_in_deep_head(module, of_one):
             return of_one._replace(view=Unknown("which is in an output head of several layers"))
-        if of_one.view == UNKNOWN and beside.is_router(module, of_one):
+        if is_unknown and beside.is_router(module, of_one):
             return of_one._replace(role="router", view=None)
         if of_one.role == TO_HEADS and beside.makes_gate(module, of_one.shape):
             return of_one._replace(view=_query_and_gate(of_one))
@@ -71,7 +71,7 @@ def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Fou
             return of_one
         if parts := beside.parts.get(module):
             return of_one._replace(view=_fused(of_one, *parts))
-        if of_one.view == UNKNOWN and beside.take_result(module, of_one):
+        if is_unknown and beside.take_result(module, of_one):
             return of_one._replace(role="matrix", view=MATRICES)
         return of_one
 
@@ -98,35 +98,21 @@ class _Beside:
             self._sequences[stem].append((number, shape))
         self._ends = defaultdict(set)  # the widths behind embeddings and before heads, by modules
         self._heads = defaultdict(set)  # the latter, by modules right above
-        for module, of_one in zip(modules, found, strict=True):
-            if of_one.role not in ("embedding", "head") or not of_one.shape:
-                continue
-            is_head = of_one.role == "head"
-            width = of_one.shape[0] if is_head else width_of_embedding(of_one)
-            for parent in _parents(module):
-                self._ends[parent].add(width)
-            if is_head:
-                self._heads[_parent(module)].add(width)
+        self._layers_of_heads = Counter()  # the matrices of output heads, by their paths
+        self._taken = defaultdict(set)  # what projections from heads take, by modules right above
         self.experts, self.parts, self.gates_on_axis, self._residual = set(), {}, set(), set()
+        for module, of_one in zip(modules, found, strict=True):
+            self._read_role(module, of_one)
         for module, shape in self._shapes.items():
             for second in self._seconds(module):
                 self._read_mlp(module, shape, second)
             self._read_recurrent(module, shape)
-        self._layers_of_heads = Counter(
-            head_above(module)
-            for module, (role, _, shape, _) in zip(modules, found, strict=True)
-            if role == "head" and len(shape) > 1 and 1 not in shape
-        )
-        self._taken = defaultdict(set)  # what projections from heads take, by modules right above
-        self._counts = defaultdict(set)  # of experts, by modules above
-        for module, (role, _, shape, _) in zip(modules, found, strict=True):
-            if role == FROM_HEADS:
-                self._taken[_parent(module)].add(math.prod(shape[:-1]))
-            if len(shape) == 3 and (role == "experts" or module in self.experts):
+        self._counts = _counts_of_experts(modules)  # by modules above
+        for module, of_one in zip(modules, found, strict=True):
+            is_of_experts = of_one.role == "experts" or module in self.experts
+            if is_of_experts and len(of_one.shape) == 3:
                 for parent in _parents(module)[-2:]:
-                    self._counts[parent].add(shape[0])
-        for parent, numbers in _numbers_of_experts(modules).items():
-            self._counts[parent].add(len(numbers))
+                    self._counts[parent].add(of_one.shape[0])
 
     def take_result(self, module: str, layer: Found) -> bool:
         """Whether another layer takes the result of this one, as only hidden layers have it."""
@@ -169,8 +155,22 @@ class _Beside:
         linear = self._shapes.get(f"{_parent(module)}linear", ())
         if two != 2 or rows == cols or linear[:-2] != (*experts,):
             return UNKNOWN
-        views = {(cols, rows): MATRICES, (rows, cols): MuonDimensionNumbers(-1, -2)}
-        return views.get(linear[-2:], UNKNOWN)
+        transposed = MuonDimensionNumbers(-1, -2) if linear[-2:] == (rows, cols) else UNKNOWN
+        return MATRICES if linear[-2:] == (cols, rows) else transposed
+
+    def _read_role(self, module: str, of_one: Found) -> None:
+        """Takes down what embeddings, output heads and projections from heads give and take."""
+        role, _, shape, _ = of_one
+        if role == FROM_HEADS:
+            self._taken[_parent(module)].add(math.prod(shape[:-1]))
+        if role not in ("embedding", "head") or not shape:
+            return
+        width = shape[0] if role == "head" else width_of_embedding(of_one)
+        for parent in _parents(module):
+            self._ends[parent].add(width)
+        if role == "head":
+            self._heads[_parent(module)].add(width)
+            self._layers_of_heads[head_above(module)] += len(shape) > 1 and 1 not in shape
 
     def _read_mlp(self, module: str, shape: Shape, second: str) -> None:
         """Takes down what the first and the second layer of an MLP say of each other."""
@@ -192,8 +192,9 @@ class _Beside:
 
     def _read_recurrent(self, module: str, shape: Shape) -> None:
         """Takes down how many gates lie side by side in the two layers of a cell of nnx."""
-        stem, gates = module.removesuffix("dense_h"), shape[-1] // shape[0]
-        if stem != module and gates in (3, 4) and shape[1:] == (gates * shape[0],):
+        stem = module.removesuffix("dense_h")
+        gates = next((n for n in (3, 4) if shape[1:] == (n * shape[0],)), 0)
+        if stem != module and gates:
             fused = gates, f"which is of {gates} gates of a recurrent cell"
             self.parts[module] = self.parts[f"{stem}dense_i"] = fused
 
@@ -229,13 +230,13 @@ def _numbered(module: str) -> tuple[str, int]:
     return stem, int(module.removeprefix(stem).strip("_") or 0)
 
 
-def _numbers_of_experts(modules: Sequence[str]) -> dict[str, set[str]]:
-    """The numbers of experts that have modules of their own, by the path above `experts`."""
+def _counts_of_experts(modules: Sequence[str]) -> dict[str, set[int]]:
+    """How many experts have modules of their own, numbered, by the path above `experts`."""
     numbers = defaultdict(set)
     for module in modules:
         if match := re.match(r"(.*?)\w*experts?/(\d+)/", module):
             numbers[match[1]].add(match[2])
-    return numbers
+    return defaultdict(set, {path: {len(of_path)} for path, of_path in numbers.items()})
 
 
 def _query_and_gate(layer: Found) -> Unknown:

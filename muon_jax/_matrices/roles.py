@@ -181,7 +181,7 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     ),
     (
         "experts",
-        rf"(\w*experts?|(?!\w+_layers/)\w*moe\w*(?=(/[^/]+){{1,2}}$)){_ALONE}",
+        rf"(\w*experts?|(?!\w+_(layers|blocks)/)\w*moe\w*(?=(/[^/]+){{1,2}}$)){_ALONE}",
         by_rank(rank_2=MATRICES, rank_3=MATRICES),
     ),
     ("convolution", rf"(\w*(pointwise|pw)_?conv\w*){_END}", pointwise),

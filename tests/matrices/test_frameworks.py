@@ -325,13 +325,13 @@ def test_the_numbers_of_maxtext_are_taken_and_those_of_by_role_agree():
 
 # The models of the table.
 PUBLISHED = {
-    "GPT-2 | Hugging Face's Flax": (lambda: shapes(model_shapes.gpt2(12, 768, 50257)), OUT_IN),
-    "Llama 3 8B | MaxText": (framework_shapes.maxtext_llama3, {}),
-    "Gemma 3 4B | MaxText": (framework_shapes.maxtext_gemma3, {}),
-    "gpt-oss 20B | MaxText": (framework_shapes.maxtext_gpt_oss, {}),
-    "Qwen3 30B-A3B | MaxText": (framework_shapes.maxtext_qwen3_moe, {}),
-    "DeepSeek V3 | MaxText": (framework_shapes.maxtext_deepseek3, {}),
-    "Kimi K2 | MaxText": (framework_shapes.maxtext_kimi_k2, {}),
+    "GPT-2, Hugging Face's Flax": (lambda: shapes(model_shapes.gpt2(12, 768, 50257)), OUT_IN),
+    "Llama 3 8B, MaxText": (framework_shapes.maxtext_llama3, {}),
+    "Gemma 3 4B, MaxText": (framework_shapes.maxtext_gemma3, {}),
+    "gpt-oss 20B, MaxText": (framework_shapes.maxtext_gpt_oss, {}),
+    "Qwen3 30B-A3B, MaxText": (framework_shapes.maxtext_qwen3_moe, {}),
+    "DeepSeek V3, MaxText": (framework_shapes.maxtext_deepseek3, {}),
+    "Kimi K2, MaxText": (framework_shapes.maxtext_kimi_k2, {}),
 }
 
 

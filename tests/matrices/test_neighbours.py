@@ -57,7 +57,7 @@ EXPERTS = {"m/experts/up": (4, 8, 6), "m/experts/down": (4, 6, 8)}
 NUMBERED_EXPERTS = {f"m/experts/{i}/up/kernel": (8, 6) for i in range(2)}
 TO_HEADS, FROM_HEADS = "projection to heads", "projection from heads"
 ATTENTION = [TO_HEADS, TO_HEADS, TO_HEADS, FROM_HEADS]
-K_AND_V, O = {f"a/{name}_proj/kernel": (8, 4) for name in "kv"}, {"a/o_proj/kernel": (8, 8)}
+K_V_O = {f"a/{name}_proj/kernel": (8, 4) for name in "kv"} | {"a/o_proj/kernel": (8, 8)}
 OF_HEAD = ["head", "vector"]
 
 
@@ -83,8 +83,12 @@ OF_HEAD = ["head", "vector"]
         ),
         ({"ffn/w_in": (4, 8, 32), "ffn/w_out": (3, 32, 8)}, ["unknown"] * 2),
         ({"b/wi_0": (4, 8, 6), "b/wi_1": (4, 8, 6), "b/wo": (4, 6, 8)}, ["experts"] * 3),
-        ({"mlp/wi/kernel": (8, 2, 6), "mlp/wo/kernel": (6, 8)}, ["fused gate and up", FROM_HEADS]),
+        (
+            {"mlp/wi/kernel": (8, 2, 6), "mlp/wo/kernel": (6, 8)},
+            ["einsum of gate and up", FROM_HEADS],
+        ),
         ({"mlp/wi/kernel": (8, 2, 6), "mlp/wo/kernel": (7, 8)}, ["unknown", FROM_HEADS]),
+        ({"b/adapter/up": (4, 8, 6), "b/adapter/down": (4, 6, 8)}, ["adapter"] * 2),
         # A gate to as many outputs as there are experts.
         ({"m/gate/kernel": (8, 4), **EXPERTS}, ["router", "experts", "experts"]),
         ({"m/gate/kernel": (8, 3), **EXPERTS}, ["unknown", "experts", "experts"]),
@@ -97,7 +101,7 @@ OF_HEAD = ["head", "vector"]
         ({"lm_head/dense/kernel": (8, 8), "lm_head/bias": (50,)}, ["unknown", "vector"]),
         ({"cls/predictions/decoder/kernel": (8, 50), "cls/predictions/bias": (50,)}, OF_HEAD),
         # q that makes a gate as well: k and v tell that it should be as wide as what o takes.
-        ({"a/q_proj/kernel": (8, 16), **K_AND_V, **O}, ["unknown", TO_HEADS, TO_HEADS, FROM_HEADS]),
+        ({"a/q_proj/kernel": (8, 16), **K_V_O}, ["unknown", TO_HEADS, TO_HEADS, FROM_HEADS]),
         ({"a/wq": (8, 16), "a/wk": (8, 4), "a/wv": (8, 2), "a/wo": (8, 8)}, ATTENTION),
         ({"a/wq": (8, 8), "a/wk": (8, 4), "a/wv": (8, 4), "a/wo": (8, 8)}, ATTENTION),
         ({"a/wq": (8, 16), "a/wo": (8, 8)}, [TO_HEADS, FROM_HEADS]),
