@@ -7,7 +7,7 @@ Each tree is what the framework's own modules have, run with `jax.eval_shape` at
 -   Levanter: stanford-crfm/levanter at 9263f81, with haliax at f41e7d4
 -   Grug: marin-community/marin at 02788a1, `experiments/grug/base/model.py`
 -   Flax: google/flax at 18f8f31, `examples`
--   Hugging Face: transformers 4.49.0
+-   Hugging Face: Flax models of transformers 4.49.0; gpt-oss of PyTorch at 00d4b3d, as read
 """
 
 from collections.abc import Mapping
@@ -400,3 +400,31 @@ def flax_sst2() -> Shapes:
         "mlp/output_layer/kernel": (256, 1),
     }
     return {"embedder/embedding": (1000, 300), **below("classifier", layers)}
+
+
+def pytorch_gpt_oss() -> Shapes:
+    """A layer of gpt-oss 20B: linear layers have outputs first, and experts have inputs first."""
+    heads = {"q": 64 * 64, "k": 8 * 64, "v": 8 * 64}
+    projections = {f"self_attn/{name}_proj/weight": (n, 2880) for name, n in heads.items()}
+    biases = {f"self_attn/{name}_proj/bias": (n,) for name, n in heads.items()}
+    layer = {
+        **projections,
+        **biases,
+        "self_attn/o_proj/weight": (2880, 64 * 64),
+        "self_attn/o_proj/bias": (2880,),
+        "self_attn/sinks": (64,),
+        "mlp/router/weight": (32, 2880),
+        "mlp/router/bias": (32,),
+        "mlp/experts/gate_up_proj": (32, 2880, 2 * 2880),
+        "mlp/experts/gate_up_proj_bias": (32, 2 * 2880),
+        "mlp/experts/down_proj": (32, 2880, 2880),
+        "mlp/experts/down_proj_bias": (32, 2880),
+        "input_layernorm/weight": (2880,),
+        "post_attention_layernorm/weight": (2880,),
+    }
+    return {
+        "model/embed_tokens/weight": (201088, 2880),
+        **below("model/layers/0", layer),
+        "model/norm/weight": (2880,),
+        "lm_head/weight": (201088, 2880),
+    }

@@ -104,7 +104,8 @@ def _reason(
         if fits != fits_other:  # else the bias tells nothing, and names and widths may
             return "whose bias has the size of its input" if fits_other else ""
     here, there = _sizes_of_stream(name, of_one, shape, layout)
-    if (here in widths.embeddings) != (there in widths.embeddings):
+    is_viewed = not isinstance(of_one.view, Unknown)
+    if is_viewed and (here in widths.embeddings) != (there in widths.embeddings):
         is_wrong = there in widths.embeddings and here not in widths.vectors
         return f"where {there} is the width of the embedding" if is_wrong else ""
     is_weight = layout == "in_out" and re.search("/weights?$", name) is not None

@@ -10,6 +10,7 @@ from optax.contrib import MuonDimensionNumbers
 from muon_jax._matrices.layouts import Shape, relabelled
 from muon_jax._matrices.roles import (
     FROM_HEADS,
+    FUSED_GATE,
     GATING_EINSUM,
     NUMBERED,
     TO_HEADS,
@@ -20,7 +21,7 @@ from muon_jax._matrices.roles import (
     width_of_embedding,
 )
 from muon_jax._matrices.shapes import UNKNOWN, VIEW_TO_HEADS, Unknown
-from muon_jax._matrices.views import MATRICES, Split
+from muon_jax._matrices.views import MATRICES, Split, Unfold
 
 # Names of the second layer of an MLP, by those of the first.
 _SECOND = {
@@ -44,6 +45,7 @@ def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Fou
     -   `(n, in, hidden)` and `(n, hidden, in)` of one MLP are n experts, or n layers.
     -   The first layer of an MLP may be twice or three times as wide as what the second takes. Then
         it is of several matrices, and only a rule can say how they lie. `(in, 2, hidden)` says so.
+    -   gpt-oss has gate and up of experts in one array, by turns, and the bias in another.
     -   Gemma's `gating_einsum` is (2, in, out), or (2, out, in), as `linear` beside it says.
     -   A gate (in, n) beside n experts is their router.
     -   q may make twice what the output projection takes, though k and v are alike. Then it makes a
@@ -61,6 +63,8 @@ def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Fou
             return of_one._replace(role="experts", view=MATRICES)
         if module in beside.gates_on_axis and is_unknown:
             return of_one._replace(role=GATING_EINSUM, view=MuonDimensionNumbers(-3, -1))
+        if of_one.role == FUSED_GATE and beside.has_bias_array(module):
+            return of_one._replace(view=_by_turns(of_one))
         if of_one.role == "head" and rank > 1 and beside.is_in_deep_head(module, of_one):
             return of_one._replace(view=Unknown("which is in an output head of several layers"))
         if is_unknown and beside.is_router(module, of_one):
@@ -121,6 +125,10 @@ class _Beside:
         is_hidden = any(taker[0] == out for taker in takers) or module in self._residual
         before_head = layer.role == NUMBERED and out in self._heads[_parent(module)]
         return 1 not in layer.shape and (is_hidden or before_head)
+
+    def has_bias_array(self, module: str) -> bool:
+        """Whether the bias of an array is an array of its own, such as `gate_up_proj_bias`."""
+        return f"{module}_bias" in self._shapes
 
     def is_in_deep_head(self, module: str, layer: Found) -> bool:
         """Whether a module is one of several layers of an output head.
@@ -237,6 +245,12 @@ def _counts_of_experts(modules: Sequence[str]) -> dict[str, set[int]]:
         if match := re.match(r"(.*?)\w*experts?/(\d+)/", module):
             numbers[match[1]].add(match[2])
     return defaultdict(set, {path: {len(of_path)} for path, of_path in numbers.items()})
+
+
+def _by_turns(layer: Found) -> Unknown:
+    """The answer for columns that are gates and ups by turns, as gpt-oss has them."""
+    view = relabelled(Unfold(-1, (-1, 2), MuonDimensionNumbers(-3, -2)), layer.axes)
+    return Unknown("whose gate and up alternate by columns in gpt-oss", str(view))
 
 
 def _query_and_gate(layer: Found) -> Unknown:

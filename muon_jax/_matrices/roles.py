@@ -254,5 +254,5 @@ def bias_beside(name: str, shapes: Mapping[str, Shape]) -> Shape | None:
     """Returns the shape of the bias beside a kernel, by its path; None where there is none."""
     module = module_of(name)
     if module == name:
-        return None
+        return shapes.get(f"{name}_bias")
     return shapes.get(f"{module}/bias") or shapes.get(f"{module}/b")

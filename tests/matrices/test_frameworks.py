@@ -18,7 +18,7 @@ from helpers import nested
 from model_shapes import shapes
 
 import muon_jax
-from muon_jax import MuonDimensionNumbers, Split, by_role, describe
+from muon_jax import MuonDimensionNumbers, Split, Unfold, by_role, describe
 from muon_jax._matrices.views import MATRICES, is_view
 from muon_jax._trees import path_name
 
@@ -258,6 +258,17 @@ IN_ANOTHER_ORDER = {
         "7168 is the width of the embedding",
         0,
         OF_TORCH,
+    ),
+    "gpt-oss of PyTorch, whose experts have their inputs first": (
+        framework_shapes.pytorch_gpt_oss,
+        OUT_IN,
+        "experts/gate_up_proj .* whose bias has the size of its input",
+        1,
+        {
+            "self_attn/[qkvo]_proj/weight": numbers(-1, -2),
+            "experts/gate_up_proj$": Unfold(-1, (-1, 2), numbers(-3, -2)),  # gate, up, gate, up, …
+            "experts/down_proj$": numbers(-1, -2),  # square: as (-2, -1)
+        },
     ),
     "Levanter, Mixtral": (
         framework_shapes.levanter_mixtral,

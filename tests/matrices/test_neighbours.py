@@ -5,7 +5,7 @@ import model_shapes
 import pytest
 from model_shapes import shapes
 
-from muon_jax import MuonDimensionNumbers, Split, by_role, describe
+from muon_jax import MuonDimensionNumbers, Split, Unfold, by_role, describe
 from muon_jax._matrices.by_role import routes
 from muon_jax._matrices.shapes import Unknown
 from muon_jax._matrices.views import MATRICES
@@ -115,6 +115,14 @@ def test_an_embedding_tells_a_width_in_each_layout():
     named = {"embed/weight": (50, 8), "w_in": (32, 8), "w_out": (8, 32)}
     roles = [route.role for route in routes([*named.items()], {}, "out_in")]
     assert roles == ["embedding", "matrix", "matrix"]
+
+
+def test_gate_and_up_may_alternate_where_their_bias_is_an_array():
+    fused, bias = ("m/experts/gate_up_proj", (4, 8, 12)), ("m/experts/gate_up_proj_bias", (4, 12))
+    assert routes([fused], {})[0].view == Split(-1, (6, 6))
+    view = routes([fused, bias], {})[0].view
+    assert isinstance(view, Unknown)
+    assert eval(view.proposal) == Unfold(-1, (-1, 2), MuonDimensionNumbers(-3, -2))
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,12 @@ def test_the_width_of_the_embedding_tells_the_order(named, is_known):
     assert isinstance(routes(named, {})[0].view, Unknown) <= named[0][0].endswith("weight")
 
 
+def test_a_bias_of_experts_with_one_output_tells_nothing():
+    named = [("critic/Dense_1/kernel", (2, 256, 1)), ("critic/Dense_1/bias", (2, 1))]
+    view = routes(named, {})[0].view
+    assert isinstance(view, Unknown) and not view.is_of_layout
+
+
 def test_layouts_are_two():
     with pytest.raises(ValueError, match=r"layout must be one of \('in_out', 'out_in'\), got 'oi'"):
         by_role({}, layout="oi")
