@@ -152,17 +152,6 @@ def test_boxes_of_haliax_are_no_part_of_the_path():
     assert parameter.matrices == ((3, 8, 24),)
 
 
-def test_layers_along_axis_1():
-    below = "decoder/layers"
-    assert matrices_of(model_shapes.maxtext(), by_role) == {
-        **{f"{below}/self_attention/{k}/kernel": ((3, 8, 12),) for k in ("query", "key", "value")},
-        f"{below}/self_attention/out/kernel": ((3, 12, 8),),
-        f"{below}/mlp/wi_0/kernel": ((3, 8, 24),),
-        f"{below}/mlp/wi_1/kernel": ((3, 8, 24),),
-        f"{below}/mlp/wo/kernel": ((3, 24, 8),),
-    }
-
-
 @pytest.mark.parametrize(
     ("kernel", "bias", "layout", "expected"),
     [
