@@ -1,5 +1,7 @@
 """Flax models of the kinds that people train, small, with the names that people give."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
@@ -161,3 +163,84 @@ def linen_params(module, *shape, dtype=jnp.float32):
     """The shapes of a module's parameters for an input of that shape."""
     arguments = (jax.random.key(0), jax.ShapeDtypeStruct(shape, dtype))
     return jax.eval_shape(module.init, *arguments)["params"]
+
+
+# The modules of Flax' examples at 18f8f31, small, with the same names.
+
+
+class Lm1bBlock(linen.Module):
+    """`EncoderDecoder1DBlock` of lm1b: its modules are named by their classes and numbers."""
+
+    @linen.compact
+    def __call__(self, x):
+        y = linen.LayerNorm()(x)
+        x = x + linen.MultiHeadDotProductAttention(2, use_bias=False)(y)
+        return x + MlpBlock()(linen.LayerNorm()(x))
+
+
+class MlpBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        y = linen.relu(linen.Dense(32)(x))
+        return linen.Dense(x.shape[-1])(y)
+
+
+class AddPositionEmbs(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        init = linen.initializers.normal()
+        return x + self.param("pos_embedding", init, (1, 16, x.shape[-1]))[:, : x.shape[1]]
+
+
+class Lm1bDecoder(linen.Module):
+    @linen.compact
+    def __call__(self, tokens):
+        x = AddPositionEmbs(name="posembed_output")(linen.Embed(50, 16)(tokens))
+        for i in range(2):
+            x = Lm1bBlock(name=f"encoderdecoderblock_{i}")(x)
+        x = linen.LayerNorm(name="encoderdecoder_norm")(x)
+        return linen.Dense(50, name="logitdense")(x)
+
+
+class Lm1b(linen.Module):
+    @linen.compact
+    def __call__(self, tokens):
+        return Lm1bDecoder(name="decoder")(tokens)
+
+
+class GemmaAttention(nnx.Module):
+    def __init__(self, heads, key_heads, rngs, width=12, dim=8):
+        def einsum(equation, *shape):
+            return nnx.Einsum(equation, shape, rngs=rngs)
+
+        self.attn_vec_einsum = einsum("BTNH,NHD->BTD", heads, dim, width)
+        if heads == key_heads:
+            self.qkv_einsum = einsum("BTD,SNDH->SBTNH", 3, heads, width, dim)
+        else:
+            self.q_einsum = einsum("BTD,NDH->BTNH", heads, width, dim)
+            self.kv_einsum = einsum("BTD,CKDH->CBTKH", 2, key_heads, width, dim)
+        self._query_norm, self._key_norm = (nnx.RMSNorm(dim, rngs=rngs) for _ in range(2))
+
+
+class GemmaLayer(nnx.Module):
+    def __init__(self, heads, key_heads, rngs, width=12):
+        linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.pre_attention_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.attn = GemmaAttention(heads, key_heads, rngs)
+        self.pre_ffw_norm = nnx.RMSNorm(width, rngs=rngs)
+        projections = {"gate_proj": linear(width, 32), "up_proj": linear(width, 32)}
+        self.mlp = nnx.Dict(**projections, down_proj=linear(32, width))
+
+
+class Gemma(nnx.Module):
+    """With as few key heads as Gemma 2B in its first layer, as many as Gemma 7B in the second."""
+
+    def __init__(self, rngs):
+        self.embedder = nnx.Embed(50, 12, rngs=rngs)
+        self.layers = nnx.List([GemmaLayer(4, 1, rngs), GemmaLayer(4, 4, rngs)])
+        self.final_norm = nnx.RMSNorm(12, rngs=rngs)
+
+
+def nnx_shapes(module):
+    """The shapes of what trains in a module of nnx that takes `nnx.Rngs`."""
+    return nnx.state(nnx.eval_shape(lambda: module(nnx.Rngs(0))), nnx.Param)

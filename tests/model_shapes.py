@@ -199,30 +199,6 @@ def glm5():
     return tree
 
 
-def maxtext(layers=3, width=8, heads=2, dim=6, hidden=24):
-    """MaxText, with `param_scan_axis=1`, its default: layers along axis 1."""
-    heads_of = {"kernel": (width, layers, heads, dim)}
-    return {
-        "token_embedder": {"embedding": (32, width)},
-        "decoder": {
-            "layers": {
-                "pre_self_attention_layer_norm": {"scale": (width, layers)},
-                "self_attention": {
-                    **{name: heads_of for name in ("query", "key", "value")},
-                    "out": {"kernel": (heads, layers, dim, width)},
-                },
-                "mlp": {
-                    "wi_0": {"kernel": (width, layers, hidden)},
-                    "wi_1": {"kernel": (width, layers, hidden)},
-                    "wo": {"kernel": (hidden, layers, width)},
-                },
-            },
-            "decoder_norm": {"scale": (width,)},
-            "logits_dense": {"kernel": (width, 32)},
-        },
-    }
-
-
 def levanter_llama(layers=3, width=8, groups=2, per_group=2, dim=4, hidden=24):
     """Llama of Levanter, of Haliax' modules: stacked layers, the axes of outputs first."""
     return {
@@ -241,6 +217,7 @@ def levanter_llama(layers=3, width=8, groups=2, per_group=2, dim=4, hidden=24):
                         "down_proj": {"weight": (layers, width, hidden)},
                     },
                     "input_layernorm": {"weight": (layers, width)},
+                    "post_attention_layernorm": {"weight": (layers, width)},
                 }
             },
             "norm": {"weight": (width,)},

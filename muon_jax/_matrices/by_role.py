@@ -64,9 +64,9 @@ def by_role(
 
     -   AdamW has vectors, biases and norms, also those of stacked layers. A kernel with one output
         is a vector.
-    -   AdamW has embeddings, tables of positions, tokens, output heads, routers, smear gates and
-        depthwise filters. It also has a convolution of one channel, which has the shape of a
-        depthwise filter.
+    -   AdamW has embeddings, tables of positions, tokens, output heads of one layer, routers, smear
+        gates and depthwise filters. It also has a convolution of one channel, which has the shape
+        of a depthwise filter.
     -   AdamW has adapters and the factors of LoRA, as Flax, Qwix and Haliax name them.
     -   A convolution `(*window, in, out)` is a matrix (window·in) × out.
     -   Projections of attention may have axes of heads, as in Flax. `(in, heads, dim)` is one
@@ -78,7 +78,8 @@ def by_role(
         takes their result.
     -   Stacked layers are one matrix each. A stack is below a name such as `layers` that no number
         follows, and all its parameters have as many layers along their first axis. Layers may be
-        along axis 1, where biases or norms of shape (width, layers) show this.
+        along axis 1, where biases or norms of shape (width, layers) show this. Norms also show
+        layers below names such as `moe_layers`, and several axes of layers.
 
     Args:
         params: parameters of Flax (linen, boxed or not, or nnx) or in any other tree; arrays, or
@@ -102,8 +103,8 @@ def by_role(
     Raises:
         TypeError: `rules` is no dict of regular expressions.
         ValueError: nothing above knows a parameter of that path and shape.
-        ValueError: a parameter is in the order of the other layout. Biases, windows, and the widths
-            of an MLP's `weight` show this.
+        ValueError: a parameter is in the order of the other layout. Biases, windows, the width of
+            the embedding, and the widths of an MLP's `weight` show this.
         ValueError: a rule matches no path, in a tree without `optax.MaskedNode`.
         ValueError: `per_head` finds no projection to heads, in such a tree, or nothing tells the
             heads of one.

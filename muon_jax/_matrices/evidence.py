@@ -2,15 +2,36 @@
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from muon_jax._matrices.layouts import Layout, Shape, fits_bias, has_other_window
-from muon_jax._matrices.roles import FUSED_QKV, Found, NamedShape, bias_beside, module_of
+from muon_jax._matrices.layouts import Layout, Shape, axes_in_out, fits_bias, has_other_window
+from muon_jax._matrices.roles import (
+    FROM_HEADS,
+    FUSED_GATE,
+    FUSED_QKV,
+    TO_HEADS,
+    Found,
+    NamedShape,
+    bias_beside,
+    module_of,
+    plain,
+    width_of_embedding,
+)
 from muon_jax._matrices.shapes import Unknown
 from muon_jax._matrices.stacked_layers import Layers
 
 # The first layers of an MLP, which are wider than their inputs, and the second.
-_FIRST = re.compile(r"fc_?1|c_fc|fc_in|(w_)?(up|gate)(_proj)?|w[13i]|linear_?1")
-_SECOND = re.compile(r"fc_?2|fc_out|(w_)?down(_proj)?|w2|linear_?2")
+_FIRST = re.compile(r"fc_?1|c_fc|fc_in|((w|mlp)_)?(up|gate)(_proj)?|w[13i]|linear_?1")
+_SECOND = re.compile(r"fc_?2|fc_out|((w|mlp)_)?down(_proj)?|w[2o]|linear_?2")
+_OF_MLP = ("matrix", "gate", "experts")  # roles
+_Q = re.compile(r"w?q(_proj)?|query")
+
+
+class _Widths(NamedTuple):
+    """The sizes of the vectors of one layer, and of what embeddings give."""
+
+    embeddings: set[int]
+    vectors: set[int]
 
 
 def without_contradictions(
@@ -24,17 +45,24 @@ def without_contradictions(
     -   An MLP widens, and then narrows. This counts against (in, out) alone, for the name `weight`,
         which Equinox, Haliax and PyTorch give to (out, in). Some experts are narrower: they do not
         count.
+    -   q and the first layer of an MLP take the width that an embedding gives, and the output of
+        attention and the second layer of an MLP give that width. Where the size is that of a vector
+        in the tree, such as a norm of another width, it may be right.
     """
     shapes = {
         name.lower(): of_parameter.of_one(shape)
         for (name, shape), of_parameter in zip(named, layers, strict=True)
     }
 
+    embeddings = [one for one in found if one.role == "embedding" and len(one.shape) > 1]
+    vectors = {shape[0] for shape in shapes.values() if len(shape) == 1}
+    widths = _Widths({*map(width_of_embedding, embeddings)}, vectors)
+
     def checked(name: str, of_parameter: Layers, of_one: Found) -> Found:
         is_einsum = of_one.role.startswith("einsum")
         if of_one.view is None or len(of_one.shape) < 2 or is_einsum or not of_parameter.is_known:
             return of_one
-        reason = _reason(name, of_one, shapes, layout)
+        reason = _reason(name, of_one, shapes, layout, widths)
         return of_one._replace(view=Unknown(reason, is_of_layout=True)) if reason else of_one
 
     return [
@@ -43,7 +71,30 @@ def without_contradictions(
     ]
 
 
-def _reason(name: str, of_one: Found, shapes: dict[str, Shape], layout: Layout) -> str:
+def _sizes_of_stream(
+    name: str, of_one: Found, shape: Shape, layout: Layout
+) -> tuple[int, int] | tuple[None, None]:
+    """The size that takes or gives the stream of embeddings, in this layout and in the other one.
+
+    Both are None where the name does not tell.
+    """
+    last = plain(module_of(name)).rpartition("/")[2]
+    if of_one.role == TO_HEADS and _Q.fullmatch(last):
+        end = 0
+    elif of_one.role == FUSED_GATE or of_one.role in _OF_MLP and _FIRST.fullmatch(last):
+        end = -2
+    elif of_one.role == FROM_HEADS or of_one.role != TO_HEADS and _SECOND.fullmatch(last):
+        end = -1
+    else:
+        return None, None
+    orders = (axes_in_out(order, of_one.role, len(shape)) for order in ("in_out", "out_in"))
+    in_out, out_in = (shape[order[end]] for order in orders)
+    return (in_out, out_in) if layout == "in_out" else (out_in, in_out)
+
+
+def _reason(
+    name: str, of_one: Found, shapes: dict[str, Shape], layout: Layout, widths: _Widths
+) -> str:
     """What speaks against the layout; an empty string if nothing does."""
     shape, module = shapes[name], module_of(name)
     *_, rows, cols = of_one.shape
@@ -52,6 +103,11 @@ def _reason(name: str, of_one: Found, shapes: dict[str, Shape], layout: Layout) 
         fits, fits_other = (fits_bias(shape, bias, order) for order in (layout, other))
         if fits != fits_other:  # else the bias tells nothing, and names and widths may
             return "whose bias has the size of its input" if fits_other else ""
+    here, there = _sizes_of_stream(name, of_one, shape, layout)
+    is_viewed = not isinstance(of_one.view, Unknown)
+    if is_viewed and (here in widths.embeddings) != (there in widths.embeddings):
+        is_wrong = there in widths.embeddings and here not in widths.vectors
+        return f"where {there} is the width of the embedding" if is_wrong else ""
     is_weight = layout == "in_out" and re.search("/weights?$", name) is not None
     is_window = of_one.role == "convolution" or of_one.role == "embedding" and len(shape) > 3
     if is_window and len(shape) > 2 and has_other_window(shape, layout, not is_weight):
@@ -60,9 +116,9 @@ def _reason(name: str, of_one: Found, shapes: dict[str, Shape], layout: Layout) 
     is_of_experts = len(of_one.shape) > 2 or re.search("expert|moe", module) is not None
     if of_one.role == FUSED_QKV and rows == 3 * cols:
         return "which has the width of q, k and v first"
-    if not is_weight or is_of_experts or of_one.role not in ("matrix", "gate", "fused gate and up"):
+    if not is_weight or is_of_experts or of_one.role not in (*_OF_MLP, FUSED_GATE):
         return ""
-    is_first = of_one.role == "fused gate and up" or _FIRST.fullmatch(last)
+    is_first = of_one.role == FUSED_GATE or _FIRST.fullmatch(last)
     if is_first and rows > cols or _SECOND.fullmatch(last) and rows < cols:
         return "where an MLP widens and then narrows"
     return ""

@@ -43,7 +43,7 @@ def _confirmed_heads(members: Sequence[Found]) -> set[int]:
     """The numbers of heads that one parameter of a module makes and another one takes.
 
     `(in, heads, dim)` makes heads, and so does `(in, 3, heads, dim)`. `(heads, dim, out)`, perhaps
-    with another dim, takes them; so does `(heads·dim, out)`.
+    with another dim, takes them; so does `(heads·dim, out)`, or half of them beside gates.
     """
     made, taken = set(), set()
     for role, _, shape, _ in members:
@@ -54,7 +54,7 @@ def _confirmed_heads(members: Sequence[Found]) -> set[int]:
         elif role == FROM_HEADS and len(shape) > 2:
             taken.add(math.prod(shape[:-2]))
     rows = {member.shape[-2] for member in members}
-    merged = {heads for heads, dim in made if heads * dim in rows}
+    merged = {heads for heads, dim in made if rows & {heads * dim, heads * dim / 2}}
     return {heads for heads, _ in made} & (taken | merged)
 
 

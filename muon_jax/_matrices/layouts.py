@@ -59,8 +59,11 @@ def _moved(numbers: Any, axes: tuple[int, ...]) -> Iterator[int | tuple[int, ...
 def fits_bias(shape: Shape, bias: Shape, layout: Layout) -> bool:
     """Whether a kernel of this shape makes what a bias of that shape is added to.
 
-    The bias has the axes of the output, after those of experts where the kernel has some.
+    The bias has the axes of the output, after those of experts where the kernel has some. It may
+    have axes of size 1 besides, as those of Equinox' convolutions have.
     """
+    if len(bias) > 1 and bias == ((*shape[:-2], shape[-1]) if layout == "in_out" else shape[:-1]):
+        return True
     bias = tuple(size for size in bias if size > 1)
     experts, out = bias[:-1], bias[-1:]
     of_experts = shape[: len(experts)] == experts

@@ -1,15 +1,27 @@
 """What the parameters beside a parameter tell of it: which of them takes its result."""
 
+import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._matrices.layouts import Shape, relabelled
-from muon_jax._matrices.roles import GATING_EINSUM, NUMBERED, UNNAMED, Found, module_of
-from muon_jax._matrices.shapes import UNKNOWN, Unknown
-from muon_jax._matrices.views import MATRICES, Split
+from muon_jax._matrices.roles import (
+    FROM_HEADS,
+    FUSED_GATE,
+    GATING_EINSUM,
+    NUMBERED,
+    TO_HEADS,
+    UNNAMED,
+    Found,
+    head_above,
+    module_of,
+    width_of_embedding,
+)
+from muon_jax._matrices.shapes import UNKNOWN, VIEW_TO_HEADS, Unknown
+from muon_jax._matrices.views import MATRICES, Split, Unfold
 
 # Names of the second layer of an MLP, by those of the first.
 _SECOND = {
@@ -17,7 +29,7 @@ _SECOND = {
     r"^fc_?1$": "fc2",
     r"^(w_)?up(?=_|$)": r"\1down",
     r"^c_fc$": "c_proj",
-    r"^wi$": "wo",
+    r"^wi(_\d)?$": "wo",
     r"^w1$": "w2",
 }
 _GATES = ("gate", "gate_proj", "w_gate", "wg", "w3")
@@ -32,8 +44,13 @@ def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Fou
         or an output head of the width that `w_in` takes and `w_out` gives.
     -   `(n, in, hidden)` and `(n, hidden, in)` of one MLP are n experts, or n layers.
     -   The first layer of an MLP may be twice or three times as wide as what the second takes. Then
-        it is of several matrices, and only a rule can say how they lie.
+        it is of several matrices, and only a rule can say how they lie. `(in, 2, hidden)` says so.
+    -   gpt-oss has gate and up of experts in one array, by turns, and the bias in another.
     -   Gemma's `gating_einsum` is (2, in, out), or (2, out, in), as `linear` beside it says.
+    -   A gate (in, n) beside n experts is their router.
+    -   q may make twice what the output projection takes, though k and v are alike. Then it makes a
+        gate as well.
+    -   A head of several layers has hidden ones, and only rules can say which.
     """
     beside = _Beside(names, found)
 
@@ -41,13 +58,24 @@ def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Fou
         module, rank = module_of(name), len(of_one.shape)
         if of_one.role == GATING_EINSUM:
             return of_one._replace(view=beside.view_of_gates(module, of_one.shape))
-        if rank == 3 and of_one.view == UNKNOWN and module in beside.experts:
+        is_unknown = of_one.view == UNKNOWN
+        if module in beside.experts and (is_unknown or of_one.role == FROM_HEADS):
             return of_one._replace(role="experts", view=MATRICES)
+        if module in beside.gates_on_axis and is_unknown:
+            return of_one._replace(role=GATING_EINSUM, view=MuonDimensionNumbers(-3, -1))
+        if of_one.role == FUSED_GATE and beside.has_bias_array(module):
+            return of_one._replace(view=_by_turns(of_one))
+        if of_one.role == "head" and rank > 1 and beside.is_in_deep_head(module, of_one):
+            return of_one._replace(view=Unknown("which is in an output head of several layers"))
+        if is_unknown and beside.is_router(module, of_one):
+            return of_one._replace(role="router", view=None)
+        if of_one.role == TO_HEADS and beside.makes_gate(module, of_one.shape):
+            return of_one._replace(view=_query_and_gate(of_one))
         if of_one.role not in (NUMBERED, UNNAMED, "matrix") or rank != 2:
             return of_one
         if parts := beside.parts.get(module):
-            return of_one._replace(view=_fused(of_one, parts))
-        if of_one.view == UNKNOWN and beside.take_result(module, of_one):
+            return of_one._replace(view=_fused(of_one, *parts))
+        if is_unknown and beside.take_result(module, of_one):
             return of_one._replace(role="matrix", view=MATRICES)
         return of_one
 
@@ -59,32 +87,36 @@ class _Beside:
 
     Attributes:
         experts: the modules of all MLPs of n experts, or of n layers.
-        parts: how many matrices lie side by side in the first layers of MLPs that have several.
+        parts: how many matrices lie side by side in a layer that has several, and why.
+        gates_on_axis: the first layers of MLPs that have an axis of gate and up, (in, 2, hidden).
     """
 
     def __init__(self, names: Sequence[str], found: Sequence[Found]) -> None:
         modules = [*map(module_of, names)]
-        self._shapes = {
-            module: of_one.shape
-            for module, of_one in zip(modules, found, strict=True)
-            if len(of_one.shape) > 1
-        }
+        shapes = {module: of_one.shape for module, of_one in zip(modules, found, strict=True)}
+        self._vectors = {module: shape for module, shape in shapes.items() if len(shape) < 2}
+        self._shapes = {module: shape for module, shape in shapes.items() if len(shape) > 1}
         self._sequences = defaultdict(list)
         for module, shape in self._shapes.items():
             stem, number = _numbered(module)
             self._sequences[stem].append((number, shape))
         self._ends = defaultdict(set)  # the widths behind embeddings and before heads, by modules
         self._heads = defaultdict(set)  # the latter, by modules right above
-        for module, (role, _, shape, _) in zip(modules, found, strict=True):
-            width = {"embedding": shape[-1:], "head": shape[:1]}.get(role, ())
-            for parent in _parents(module):
-                self._ends[parent].update(width)
-            if role == "head":
-                self._heads[_parent(module)].update(width)
-        self.experts, self.parts, self._residual = set(), {}, set()
+        self._layers_of_heads = Counter()  # the matrices of output heads, by their paths
+        self._taken = defaultdict(set)  # what projections from heads take, by modules right above
+        self.experts, self.parts, self.gates_on_axis, self._residual = set(), {}, set(), set()
+        for module, of_one in zip(modules, found, strict=True):
+            self._read_role(module, of_one)
         for module, shape in self._shapes.items():
             for second in self._seconds(module):
                 self._read_mlp(module, shape, second)
+            self._read_recurrent(module, shape)
+        self._counts = _counts_of_experts(modules)  # by modules above
+        for module, of_one in zip(modules, found, strict=True):
+            is_of_experts = of_one.role == "experts" or module in self.experts
+            if is_of_experts and len(of_one.shape) == 3:
+                for parent in _parents(module)[-2:]:
+                    self._counts[parent].add(of_one.shape[0])
 
     def take_result(self, module: str, layer: Found) -> bool:
         """Whether another layer takes the result of this one, as only hidden layers have it."""
@@ -94,13 +126,59 @@ class _Beside:
         before_head = layer.role == NUMBERED and out in self._heads[_parent(module)]
         return 1 not in layer.shape and (is_hidden or before_head)
 
+    def has_bias_array(self, module: str) -> bool:
+        """Whether the bias of an array is an array of its own, such as `gate_up_proj_bias`."""
+        return f"{module}_bias" in self._shapes
+
+    def is_in_deep_head(self, module: str, layer: Found) -> bool:
+        """Whether a module is one of several layers of an output head.
+
+        The last layer may have its weights elsewhere. Then the head has a bias that fits no other.
+        """
+        head = head_above(module)
+        bias = self._vectors.get(f"{head}/bias", layer.shape[-1:])
+        is_tied = bias != layer.shape[-1:] and head not in self._shapes
+        return head != "" and 1 not in layer.shape and self._layers_of_heads[head] + is_tied > 1
+
+    def is_router(self, module: str, layer: Found) -> bool:
+        """Whether a gate has as many outputs as there are experts beside it."""
+        parent = _parent(module)
+        is_gate = len(layer.shape) == 2 and module.removeprefix(parent) in ("gate", "wg")
+        return is_gate and layer.shape[1] in self._counts[parent]
+
+    def makes_gate(self, module: str, shape: Shape) -> bool:
+        """Whether q makes twice what the output projection takes, where k and v are alike."""
+        parent = _parent(module)
+        last = module.removeprefix(parent)
+        if not re.fullmatch(r"w?_?q(_proj)?|query", last):
+            return False
+        names = ("key", "value") if last == "query" else (last.replace("q", x) for x in "kv")
+        k, v = (self._shapes.get(f"{parent}{name}", ()) for name in names)
+        are_alike = k and v and math.prod(k[1:]) == math.prod(v[1:])
+        return bool(are_alike) and self._taken[parent] == {math.prod(shape[1:]) / 2}
+
     def view_of_gates(self, module: str, shape: Shape) -> MuonDimensionNumbers | Unknown:
-        """The view of (2, in, out) or (2, out, in), beside `linear` of shape (out, in)."""
+        """The view of (…, 2, in, out) or (…, 2, out, in), beside `linear` of (…, out, in)."""
+        *experts, two, rows, cols = shape
         linear = self._shapes.get(f"{_parent(module)}linear", ())
-        if len(linear) != 2 or linear[0] == linear[1] or shape[0] != 2:
+        if two != 2 or rows == cols or linear[:-2] != (*experts,):
             return UNKNOWN
-        views = {linear[::-1]: MATRICES, linear: MuonDimensionNumbers(-1, -2)}
-        return views.get(shape[1:], UNKNOWN)
+        transposed = MuonDimensionNumbers(-1, -2) if linear[-2:] == (rows, cols) else UNKNOWN
+        return MATRICES if linear[-2:] == (cols, rows) else transposed
+
+    def _read_role(self, module: str, of_one: Found) -> None:
+        """Takes down what embeddings, output heads and projections from heads give and take."""
+        role, _, shape, _ = of_one
+        if role == FROM_HEADS:
+            self._taken[_parent(module)].add(math.prod(shape[:-1]))
+        if role not in ("embedding", "head") or not shape:
+            return
+        width = shape[0] if role == "head" else width_of_embedding(of_one)
+        for parent in _parents(module):
+            self._ends[parent].add(width)
+        if role == "head":
+            self._heads[_parent(module)].add(width)
+            self._layers_of_heads[head_above(module)] += len(shape) > 1 and 1 not in shape
 
     def _read_mlp(self, module: str, shape: Shape, second: str) -> None:
         """Takes down what the first and the second layer of an MLP say of each other."""
@@ -109,12 +187,24 @@ class _Beside:
             gates = (f"{parent}{name}" for name in _GATES)
             self.experts |= {module, second}
             self.experts |= {gate for gate in gates if self._shapes.get(gate) == shape}
+        if len(shape) == 3 and shape[1:] == (2, *taker[:1]) and taker[1:] == shape[:1]:
+            self.gates_on_axis.add(module)
         if len(shape) != 2 or len(taker) != 2 or shape[0] != taker[1]:
             return
         if shape[1] == taker[0] and shape[0] in self._ends[parent]:
             self._residual |= {module, second}
         if shape[1] in (2 * taker[0], 3 * taker[0]):
-            self.parts[module] = shape[1] // taker[0]
+            parts = shape[1] // taker[0]
+            why = f"which is {parts} times as wide as the layer after it takes"
+            self.parts[module] = parts, why
+
+    def _read_recurrent(self, module: str, shape: Shape) -> None:
+        """Takes down how many gates lie side by side in the two layers of a cell of nnx."""
+        stem = module.removesuffix("dense_h")
+        gates = next((n for n in (3, 4) if shape[1:] == (n * shape[0],)), 0)
+        if stem != module and gates:
+            fused = gates, f"which is of {gates} gates of a recurrent cell"
+            self.parts[module] = self.parts[f"{stem}dense_i"] = fused
 
     def _seconds(self, module: str) -> Iterator[str]:
         """The modules that may be the second layer of an MLP with this one as the first."""
@@ -148,7 +238,28 @@ def _numbered(module: str) -> tuple[str, int]:
     return stem, int(module.removeprefix(stem).strip("_") or 0)
 
 
-def _fused(layer: Found, parts: int) -> Unknown:
-    out = layer.shape[1]
-    view = relabelled(Split(-1, (out // parts,) * parts), layer.axes)
-    return Unknown(f"which is {parts} times as wide as the layer after it takes", str(view))
+def _counts_of_experts(modules: Sequence[str]) -> dict[str, set[int]]:
+    """How many experts have modules of their own, numbered, by the path above `experts`."""
+    numbers = defaultdict(set)
+    for module in modules:
+        if match := re.match(r"(.*?)\w*experts?/(\d+)/", module):
+            numbers[match[1]].add(match[2])
+    return defaultdict(set, {path: {len(of_path)} for path, of_path in numbers.items()})
+
+
+def _by_turns(layer: Found) -> Unknown:
+    """The answer for columns that are gates and ups by turns, as gpt-oss has them."""
+    view = relabelled(Unfold(-1, (-1, 2), MuonDimensionNumbers(-3, -2)), layer.axes)
+    return Unknown("whose gate and up alternate by columns in gpt-oss", str(view))
+
+
+def _query_and_gate(layer: Found) -> Unknown:
+    """The answer for a projection that makes q and a gate of each head."""
+    view = Split(-1, (layer.shape[-1] // 2,) * 2, VIEW_TO_HEADS)
+    proposal = str(relabelled(view, layer.axes)) if len(layer.shape) == 3 else "None"
+    return Unknown("which makes twice what the output projection takes", proposal)
+
+
+def _fused(layer: Found, parts: int, why: str) -> Unknown:
+    view = relabelled(Split(-1, (layer.shape[1] // parts,) * parts), layer.axes)
+    return Unknown(why, str(view))

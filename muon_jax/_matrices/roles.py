@@ -95,13 +95,17 @@ _MODEL = (
 # Layers that are hidden wherever they are.
 _HIDDEN = r"(w_)?(up|down)(_proj)?|c_(fc|proj)|mlp\w*|fc_in|hidden\w*|w[io123]"
 # Layers, hidden or not.
-_LAYER = r"dense|linear|fc\w*|proj\w*|mlp\w*|\w*conv\w*"
+_LAYER = r"dense|linear|fc\w*|(\w+_)?proj\w*|mlp\w*|\w*conv\w*"
+_HEAD = (
+    r"(?!multi_?head)(\w+_)?head|classifier|\w*logits?\w*|(?!\w*transform)\w*vocab\w*|unembed\w*"
+    r"|seq_relationship|predictions?(?!/transform)|output_layer|readout"
+)
 _EMBEDDING = (
     r"wte|embedding|(?!patch)\w*embed(der|ding|dings|s)?(_(layer|table))?|(\w*_)?embs?"
     r"|embed_(?!patch)\w+|(\w+_)?(lookup|codebooks?|table)|ve|\w*ngram"
 )
 # Projections that lie side by side in one parameter.
-_FUSED_GATE = (
+_NAMES_OF_GATE_AND_UP = (
     r"\w*(gate_?((and|n)_?)?up|up_?((and|n)_?)?gate)(_\w+)?|w1_?w?[23]|w3_?w?1|(fused_)?wi_fused"
 )
 _NAMES_OF_QKV = (
@@ -114,7 +118,7 @@ GATING_EINSUM = "einsum of gate and up"
 TO_HEADS = "projection to heads"
 FROM_HEADS = "projection from heads"
 EINSUM_TO_HEADS, EINSUM_FROM_HEADS = "einsum to heads", "einsum from heads"
-FUSED_QKV, FUSED_KV = "fused qkv", "fused kv"
+FUSED_QKV, FUSED_KV, FUSED_GATE = "fused qkv", "fused kv", "fused gate and up"
 _HEADS_FIRST = MuonDimensionNumbers(-2, (-3, -1))  # (…, heads, in, dim)
 # A hidden layer or the output head, or of an unknown name. What takes its result may tell.
 NUMBERED, UNNAMED = "layer", "unnamed layer"
@@ -137,7 +141,7 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     ("bias", rf"b[io]?\d*{_LAST}", adamw_below(3, nothing_known)),  # (heads, dim) at most
     (
         "norm",
-        rf"(\w*norm\w*|ln(_?\w)?|bn\d*)(?=(/(?!kernel$)[^/]+)?$)|(scale|gamma|beta){_LAST}",
+        rf"(\w*norm\w*|ln(_?\w)?|bn\d*)(?=(/(?!(kernel|w_\w+)$)[^/]+)?$)|(scale|gamma|beta){_LAST}",
         adamw,
     ),
     (
@@ -158,15 +162,15 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     ),
     (
         "head",
-        r"(?!multi_?head)(\w+_)?head|classifier|\w*logits?\w*|\w*vocab\w*|unembed\w*|seq_relationship"
-        rf"|predictions?(?!/transform)|output_layer|readout|(scores?|qa_outputs?|regressor){_END}",
+        rf"{_HEAD}|(scores?|qa_outputs?|regressor){_END}",
         adamw,
     ),
     ("router", rf"\w*router\w*|(gating|switch|dispatch){_END}", adamw),
     ("router", rf"\w*moe\w*/(wg|gate(_({LEAF}))?){_END}", adamw_below(3, last_two_axes)),
     ("gate", r"smear\w*", adamw),
     ("adapter", r"lora\w*", nothing_known),
-    ("fused gate and up", _FUSED_GATE, fused_gate),
+    (FUSED_GATE, _NAMES_OF_GATE_AND_UP, fused_gate),
+    (GATING_EINSUM, "gating_einsum", nothing_known),  # as `linear` beside it says
     # (in, out) may be a router, or the gate of one expert.
     ("experts", rf"\w*experts?/(gate|wg){_END}", gate_of_experts),
     # (experts, n) may be a vector for each expert, or the matrix of one.
@@ -177,7 +181,7 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     ),
     (
         "experts",
-        rf"(\w*experts?|\w*moe\w*(?=(/[^/]+){{1,2}}$)){_ALONE}",
+        rf"(\w*experts?|(?!\w+_(layers|blocks)/)\w*moe\w*(?=(/[^/]+){{1,2}}$)){_ALONE}",
         by_rank(rank_2=MATRICES, rank_3=MATRICES),
     ),
     ("convolution", rf"(\w*(pointwise|pw)_?conv\w*){_END}", pointwise),
@@ -192,10 +196,9 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
         by_rank(rank_3=_HEADS_FIRST, rank_4=_HEADS_FIRST),
     ),
     (EINSUM_FROM_HEADS, r"(attn_vec|o)_einsum", by_rank(rank_3=VIEW_FROM_HEADS)),
-    (GATING_EINSUM, "gating_einsum", by_rank(rank_3=MATRICES)),
     (
         NUMBERED,
-        rf"^({_MODEL}/)*((dense|linear|fc|layer|out|output)"
+        rf"^(({_MODEL}|\w*cell)/)*((dense|linear|fc|layer|out|output)"
         rf"(_out|_proj|_projection)?\d*|({CONTAINER}/)*\d+)/({LEAF})",
         nothing_known,
     ),
@@ -203,7 +206,11 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     (FUSED_QKV, _NAMES_OF_QKV, fused_qkv),
     ("input projection", "in_proj", input_projection),
     (FUSED_KV, _NAMES_OF_KV, equal_parts(2)),
-    ("fused", rf"(\w+_)?(fused|packed|pack|merged|and)(_\w+)?{_END}", nothing_known),
+    (
+        "fused",
+        rf"((\w+_)?(fused|packed|pack|merged|and)(_\w+)?|in_proj_(?!dt)[a-z]{{2}}){_END}",
+        nothing_known,
+    ),
     (
         TO_HEADS,
         r"w?[qkv]|(q|k|v)_proj|query|key|value|w?(q|kv?|v)_b(_proj)?",
@@ -231,9 +238,21 @@ def module_of(name: str) -> str:
     return re.sub(rf"/({LEAF})$", "", name)
 
 
+def head_above(module: str) -> str:
+    """Returns the path of the output head that a module is in, "" where it is in none."""
+    slashes = (slash.start() for slash in re.finditer("/", module))
+    above = (module[:end] for end in slashes)
+    return next((head for head in above if _whole_names(_HEAD).search(plain(head))), "")
+
+
+def width_of_embedding(of_one: Found) -> int:
+    """Returns the width that an embedding gives: a table is (rows, width) in both layouts."""
+    return of_one.shape[of_one.axes.index(-1) if len(of_one.shape) == 2 else -1]
+
+
 def bias_beside(name: str, shapes: Mapping[str, Shape]) -> Shape | None:
     """Returns the shape of the bias beside a kernel, by its path; None where there is none."""
     module = module_of(name)
     if module == name:
-        return None
+        return shapes.get(f"{name}_bias")
     return shapes.get(f"{module}/bias") or shapes.get(f"{module}/b")

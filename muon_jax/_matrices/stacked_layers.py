@@ -10,7 +10,11 @@ from muon_jax._matrices.layouts import Layout, Shape, fits_bias
 from muon_jax._matrices.roles import CONTAINER, NamedShape, bias_beside
 
 # A container whose layers may be stacked: no number of a layer follows it, not even after others.
-_POSSIBLE_STACK = re.compile(rf"(?<![^/]){CONTAINER}(?=/(?!(?:{CONTAINER}/)*\d+(?:/|$)))")
+# Modules that stack nothing may have names such as `moe_layers`, too.
+_POSSIBLE_STACK = re.compile(
+    rf"(?<![^/])({CONTAINER}|\w+_(layers|blocks))(?=/(?!(?:{CONTAINER}/)*\d+(?:/|$)))"
+)
+_SCALE_OF_NORM = re.compile(r"/scale$|norm[^/]*/(weight|w)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,17 +59,43 @@ def layers_of(named: Sequence[NamedShape], layout: Layout) -> list[Layers]:
         for container, inside in members.items():
             paths = [named[i][0].removeprefix(container) for i in inside]
             shapes = [found[i].of_one(named[i][1]) for i in inside]
-            axis = _axis_of_layers(paths, shapes, layout)
-            kind = _kind_of_container(paths, shapes, axis)
-            for i, shape in zip(inside, shapes, strict=True):
-                is_vector = len(shape) == 2 < max(map(len, shapes))
-                found[i] = _inside(kind, found[i].axes, axis, is_vector)
+            is_innermost = all(len(containers[i]) == depth + 1 for i in inside)
+            axes = _axes_of_layers(paths, shapes, layout, is_innermost)
+            kind = _kind_of_container(container, paths, shapes, axes)
+            of_one = [Layers(axes).of_one(shape) for shape in shapes]
+            for i, shape in zip(inside, of_one, strict=True):
+                is_vector = len(shape) < 2 <= max(map(len, of_one))
+                found[i] = _inside(kind, found[i].axes, axes, is_vector)
     return found
 
 
 def _containers(name: str) -> list[str]:
     """The path of each container of a parameter that may be a stack, the outermost first."""
     return [name[: match.end()] for match in _POSSIBLE_STACK.finditer(name.lower())]
+
+
+def _axes_of_layers(
+    paths: list[str], shapes: list[Shape], layout: Layout, is_innermost: bool
+) -> tuple[int, ...]:
+    """The axes along which the parameters of a container may stack layers, () without one.
+
+    There is one. An innermost container may have more, such as those of a pipeline's repeats and
+    stages: it has them as long as norms show layers.
+    """
+    axes = ()
+    while not axes or is_innermost and _has_stacked_norms(paths, shapes):
+        axis = _axis_of_layers(paths, shapes, layout)
+        if axis is None:
+            break
+        axes = (*axes, axis)
+        shapes = [_without(shape, axis) for shape in shapes]
+    return axes
+
+
+def _has_stacked_norms(paths: list[str], shapes: list[Shape]) -> bool:
+    """Whether there are norms, whose scales are vectors in one layer, that have several axes."""
+    norms = [s for path, s in zip(paths, shapes, strict=True) if _SCALE_OF_NORM.search(path)]
+    return min(map(len, norms), default=0) > 1
 
 
 def _axis_of_layers(paths: list[str], shapes: list[Shape], layout: Layout) -> int | None:
@@ -79,7 +109,8 @@ def _axis_of_layers(paths: list[str], shapes: list[Shape], layout: Layout) -> in
         all(len(shape) > axis for shape in shapes) and len({shape[axis] for shape in shapes}) == 1
         for axis in (0, 1)
     )
-    first = first and not all(len(shape) > 3 and shape[0] == shape[1] for shape in shapes)
+    has_window = all(len(shape) > 3 and shape[0] == shape[1] for shape in shapes)
+    first = first and (not has_window or _has_stacked_norms(paths, shapes))
     biased = _biased(paths, shapes)
     widths = {size for shape in shapes if len(shape) > 2 for size in _without(shape, 1)}
     norms = any(
@@ -106,7 +137,7 @@ def _biased(paths: list[str], shapes: list[Shape]) -> list[tuple[Shape, Shape]]:
 
 
 def _kind_of_container(
-    paths: list[str], shapes: list[Shape], axis_of_layers: int | None
+    container: str, paths: list[str], shapes: list[Shape], axes_of_layers: tuple[int, ...]
 ) -> _ContainerKind:
     """Whether the parameters of a container, with paths that begin below it, are a stack.
 
@@ -121,10 +152,13 @@ def _kind_of_container(
     -   Numbers below: every name right below the container ends in a number, as in `Block_0`.
     -   More than matrices: some parameter has three axes or more. If none has, the size that
         matrices have in common may be the width of a layer.
+    -   A container with a name such as `moe_layers` has separate modules, unless norms show layers.
     """
+    if not re.search(rf"(^|/){CONTAINER}$", container) and not _has_stacked_norms(paths, shapes):
+        return _ContainerKind.SEPARATE
     numbers_below = all(re.match(r"/\w+_\d+/", path) for path in paths)
     more_than_matrices = max(map(len, shapes)) > 2
-    match axis_of_layers is not None, numbers_below, more_than_matrices:
+    match axes_of_layers != (), numbers_below, more_than_matrices:
         case True, False, _:
             return _ContainerKind.STACK
         case True, True, True:
@@ -138,11 +172,11 @@ def _kind_of_container(
 
 
 def _inside(
-    kind: _ContainerKind, outer_axes: tuple[int, ...], axis: int | None, is_vector: bool
+    kind: _ContainerKind, outer_axes: tuple[int, ...], axes: tuple[int, ...], is_vector: bool
 ) -> Layers:
     """The layers of a parameter in a container, below others that have `outer_axes` for layers."""
-    if kind is _ContainerKind.STACK and axis is not None:
-        return Layers((*outer_axes, axis), is_vector=is_vector)
+    if kind is _ContainerKind.STACK:
+        return Layers((*outer_axes, *axes), is_vector=is_vector)
     if kind is _ContainerKind.SEPARATE:
         return Layers(outer_axes)
     return Layers(is_known=False)

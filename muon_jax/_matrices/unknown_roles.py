@@ -27,8 +27,8 @@ class UnknownParameter(NamedTuple):
     unknown: Unknown
 
     def with_view(self, view: View | None | Unknown) -> Self:
-        """The parameter with this proposal, if it is one."""
-        proposal = "None" if isinstance(view, Unknown) else str(view)
+        """The parameter with this view as the proposal, or with what an answer proposes."""
+        proposal = view.proposal if isinstance(view, Unknown) else str(view)
         return self._replace(unknown=dataclasses.replace(self.unknown, proposal=proposal))
 
 

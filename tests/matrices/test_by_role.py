@@ -253,6 +253,11 @@ PATCHES = ("convolution", ((-4, -3, -2), -1))
         ("freqs_cis", (32, 4), ("position", None)),
         ("layers/0/mlp/linear", (16, 8), ("matrix", MATRICES)),
         ("attn/qkv_einsum/w", (3, 2, 8, 4), ("einsum to heads", (-2, (-3, -1)))),
+        ("decoder/input_embedder/model_projection/kernel", (8, 16), ("matrix", MATRICES)),
+        ("blocks/0/gated_norm/w_down", (8, 4), ("matrix", MATRICES)),
+        ("lm_head/dense/kernel", (8, 10), ("head", None)),
+        ("GRUCell_0/hn/kernel", (8, 8), ("matrix", MATRICES)),
+        ("moe_layers/norm/scale", (3, 8), ("norm", None)),
     ],
 )
 def test_roles(name, shape, expected):
@@ -305,6 +310,10 @@ def test_roles(name, shape, expected):
         ("attn/query_key_value/kernel", (8, 32)),  # of fewer heads for keys
         ("mlp/fused_dense/kernel", (8, 64)),  # of how many?
         ("mlp/gating_einsum", (2, 8, 16)),  # (2, in, out) or (2, out, in)
+        ("DecoderLSTMCell_0/Dense_0/kernel", (8, 10)),
+        ("blocks/0/attn/in_proj_ba/kernel", (8, 4)),  # of two projections
+        ("vocab_transform/kernel", (8, 8)),
+        ("moe_layers/up", (3, 8, 16)),
     ],
 )
 def test_what_is_ambiguous_raises_with_the_remedy(name, shape):
@@ -400,6 +409,31 @@ def test_a_stack_has_its_layers_first_in_all_of_its_parameters():
         by_role(shapes({"layers": second}))
     rules = {"^layers/": MuonDimensionNumbers(0, 2)}
     assert by_role(shapes({"layers": second}), rules)["layers"]["up"]["kernel"] == (0, 2)
+
+
+UP = {"kernel": (2, 3, 8, 16)}
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        # Norms show layers below a name that stacks may have, and further axes of layers.
+        ({"moe_layers": {"up": {"kernel": (3, 8, 16)}, "norm": {"scale": (3, 8)}}}, (-2, -1)),
+        ({"moe_layers": {"up": {"kernel": (8, 16)}, "norm": {"scale": (8,)}}}, (-2, -1)),
+        ({"layers": {"up": UP, "norm": {"scale": (2, 3, 8)}}}, (-2, -1)),
+        ({"layers": {"up": UP, "norm": {"weight": (2, 3, 8)}}}, (-2, -1)),
+        ({"layers": {"up": UP, "mixer": {"d": (2, 3, 8)}}}, None),
+        ({"layers": {"up": UP, "norm": {"scale": (2, 3, 8)}, "a": (2, 3)}}, (-2, -1)),
+    ],
+)
+def test_norms_show_layers(tree, expected):
+    tree = shapes(tree)
+    if expected is None:
+        with pytest.raises(ValueError, match="role of layers/.*layers/up/kernel"):
+            by_role(tree)
+    else:
+        (container,) = by_role(tree).values()
+        assert container["up"]["kernel"] == expected
 
 
 @pytest.mark.parametrize("container", ["blocks", "stack", "layers", "h"])

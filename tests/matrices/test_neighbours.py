@@ -1,10 +1,11 @@
 """What parameters tell of those beside them, in trees of published models."""
 
+import helpers
 import model_shapes
 import pytest
 from model_shapes import shapes
 
-from muon_jax import MuonDimensionNumbers, Split, by_role, describe
+from muon_jax import MuonDimensionNumbers, Split, Unfold, by_role, describe
 from muon_jax._matrices.by_role import routes
 from muon_jax._matrices.shapes import Unknown
 from muon_jax._matrices.views import MATRICES
@@ -52,6 +53,14 @@ def test_layers_between_layers_are_hidden():
     ]
 
 
+EXPERTS = {"m/experts/up": (4, 8, 6), "m/experts/down": (4, 6, 8)}
+NUMBERED_EXPERTS = {f"m/experts/{i}/up/kernel": (8, 6) for i in range(2)}
+TO_HEADS, FROM_HEADS = "projection to heads", "projection from heads"
+ATTENTION = [TO_HEADS, TO_HEADS, TO_HEADS, FROM_HEADS]
+K_V_O = {f"a/{name}_proj/kernel": (8, 4) for name in "kv"} | {"a/o_proj/kernel": (8, 8)}
+OF_HEAD = ["head", "vector"]
+
+
 @pytest.mark.parametrize(
     ("named", "expected"),
     [
@@ -73,10 +82,66 @@ def test_layers_between_layers_are_hidden():
             ["experts"] * 3,
         ),
         ({"ffn/w_in": (4, 8, 32), "ffn/w_out": (3, 32, 8)}, ["unknown"] * 2),
+        ({"b/wi_0": (4, 8, 6), "b/wi_1": (4, 8, 6), "b/wo": (4, 6, 8)}, ["experts"] * 3),
+        (
+            {"mlp/wi/kernel": (8, 2, 6), "mlp/wo/kernel": (6, 8)},
+            ["einsum of gate and up", FROM_HEADS],
+        ),
+        ({"mlp/wi/kernel": (8, 2, 6), "mlp/wo/kernel": (7, 8)}, ["unknown", FROM_HEADS]),
+        ({"b/adapter/up": (4, 8, 6), "b/adapter/down": (4, 6, 8)}, ["adapter"] * 2),
+        # A gate to as many outputs as there are experts.
+        ({"m/gate/kernel": (8, 4), **EXPERTS}, ["router", "experts", "experts"]),
+        ({"m/gate/kernel": (8, 3), **EXPERTS}, ["unknown", "experts", "experts"]),
+        ({"m/gate/kernel": (8, 2), **NUMBERED_EXPERTS}, ["router", "experts", "experts"]),
+        ({"m/gate/kernel": (8, 3), **NUMBERED_EXPERTS}, ["unknown", "experts", "experts"]),
+        # Heads of one layer, of two, and of one beside tied weights.
+        ({"head/mlp/fc1/kernel": (8, 8), "head/norm/scale": (8,)}, ["head", "vector"]),
+        ({"head/fc1/kernel": (8, 8), "head/fc2/kernel": (8, 5)}, ["unknown"] * 2),
+        ({"head/fc1/kernel": (8, 8), "head/fc2/kernel": (8, 1)}, ["head"] * 2),
+        ({"lm_head/dense/kernel": (8, 8), "lm_head/bias": (50,)}, ["unknown", "vector"]),
+        ({"cls/predictions/decoder/kernel": (8, 50), "cls/predictions/bias": (50,)}, OF_HEAD),
+        # q that makes a gate as well: k and v tell that it should be as wide as what o takes.
+        ({"a/q_proj/kernel": (8, 16), **K_V_O}, ["unknown", TO_HEADS, TO_HEADS, FROM_HEADS]),
+        ({"a/wq": (8, 16), "a/wk": (8, 4), "a/wv": (8, 2), "a/wo": (8, 8)}, ATTENTION),
+        ({"a/wq": (8, 8), "a/wk": (8, 4), "a/wv": (8, 4), "a/wo": (8, 8)}, ATTENTION),
+        ({"a/wq": (8, 16), "a/wo": (8, 8)}, [TO_HEADS, FROM_HEADS]),
     ],
 )
 def test_what_takes_the_result_tells(named, expected):
     assert [route.role for route in routes([*named.items()], {})] == expected
+
+
+def test_an_embedding_tells_a_width_in_each_layout():
+    named = {"embed/weight": (50, 8), "w_in": (32, 8), "w_out": (8, 32)}
+    roles = [route.role for route in routes([*named.items()], {}, "out_in")]
+    assert roles == ["embedding", "matrix", "matrix"]
+
+
+def test_gate_and_up_may_alternate_where_their_bias_is_an_array():
+    fused, bias = ("m/experts/gate_up_proj", (4, 8, 12)), ("m/experts/gate_up_proj_bias", (4, 12))
+    assert routes([fused], {})[0].view == Split(-1, (6, 6))
+    view = routes([fused, bias], {})[0].view
+    assert isinstance(view, Unknown)
+    assert eval(view.proposal) == Unfold(-1, (-1, 2), MuonDimensionNumbers(-3, -2))
+
+
+@pytest.mark.parametrize(
+    ("query", "layout", "view"),
+    [
+        ((8, 2, 8), "in_out", Split(-1, (4, 4), MuonDimensionNumbers(-3, (-2, -1)))),
+        ((2, 8, 8), "out_in", Split(-2, (4, 4), MuonDimensionNumbers(-1, (-3, -2)))),
+        ((8, 16), "in_out", None),
+    ],
+)
+def test_the_rule_for_a_query_with_a_gate_has_both(query, layout, view):
+    key = {3: {"in_out": (8, 1, 4), "out_in": (1, 4, 8)}[layout], 2: (8, 4)}[len(query)]
+    attention = {"query": query, "key": key, "value": key, "out": (8, 8)}
+    tree = shapes({"attention": {name: {"kernel": s} for name, s in attention.items()}})
+    with pytest.raises(ValueError, match="which makes twice what the output projection") as raised:
+        by_role(tree, layout=layout)
+    views = helpers.pasted(str(raised.value))
+    assert views.keywords["rules"] == {"^attention/query/kernel$": view}
+    assert views(tree)["attention"]["query"]["kernel"] == view
 
 
 @pytest.mark.parametrize(

@@ -152,17 +152,6 @@ def test_boxes_of_haliax_are_no_part_of_the_path():
     assert parameter.matrices == ((3, 8, 24),)
 
 
-def test_layers_along_axis_1():
-    below = "decoder/layers"
-    assert matrices_of(model_shapes.maxtext(), by_role) == {
-        **{f"{below}/self_attention/{k}/kernel": ((3, 8, 12),) for k in ("query", "key", "value")},
-        f"{below}/self_attention/out/kernel": ((3, 12, 8),),
-        f"{below}/mlp/wi_0/kernel": ((3, 8, 24),),
-        f"{below}/mlp/wi_1/kernel": ((3, 8, 24),),
-        f"{below}/mlp/wo/kernel": ((3, 24, 8),),
-    }
-
-
 @pytest.mark.parametrize(
     ("kernel", "bias", "layout", "expected"),
     [
@@ -244,6 +233,36 @@ def test_a_bias_decides_for_in_out_too(name, shape):
     named = [(f"b/{name}/weight", shape), (f"b/{name}/bias", shape[-1:])]
     assert isinstance(routes(named, {})[0].view, MuonDimensionNumbers)
     assert isinstance(routes(named[:1], {})[0].view, Unknown)
+
+
+TABLE = ("embed/embedding", (50, 64))
+
+
+@pytest.mark.parametrize(
+    ("named", "is_known"),
+    [
+        ([("b/mlp/fc1/weight", (64, 16))], True),  # narrow, but it takes what the embedding gives
+        ([("b/mlp/fc1/weight", (16, 64))], False),
+        ([("b/mlp/fc2/weight", (16, 64))], True),
+        ([("b/experts/up/weight", (4, 16, 64))], False),
+        ([("b/attn/q_proj/kernel", (96, 64))], False),
+        ([("b/attn/k_proj/kernel", (96, 64))], True),  # of another stream, perhaps
+        ([("b/attn/q_proj/kernel", (96, 64)), ("b/norm/scale", (96,))], True),
+        ([("b/mlp/fc1/kernel", (96, 64)), ("b/mlp/fc1/bias", (64,))], True),
+        ([("b/mlp/gate_up/kernel", (96, 64))], False),
+        ([("b/mlp/wo/kernel", (64, 96))], False),
+    ],
+)
+def test_the_width_of_the_embedding_tells_the_order(named, is_known):
+    view = routes([*named, TABLE], {})[0].view
+    assert isinstance(view, Unknown) != is_known
+    assert isinstance(routes(named, {})[0].view, Unknown) <= named[0][0].endswith("weight")
+
+
+def test_a_bias_of_experts_with_one_output_tells_nothing():
+    named = [("critic/Dense_1/kernel", (2, 256, 1)), ("critic/Dense_1/bias", (2, 1))]
+    view = routes(named, {})[0].view
+    assert isinstance(view, Unknown) and not view.is_of_layout
 
 
 def test_layouts_are_two():
