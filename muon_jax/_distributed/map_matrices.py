@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._coefficients import Iterations, map_by_iteration
@@ -17,6 +18,7 @@ from muon_jax._distributed.on_shards import by_device
 from muon_jax._distributed.plan import Leaf
 from muon_jax._distributed.planning import Limits, make_plan, units_of
 from muon_jax._distributed.sharding import (
+    Mesh,
     Placed,
     Shardings,
     locate,
@@ -65,6 +67,8 @@ def _map_leaves(
     place, leaves = locate(tree, shardings), jax.tree.leaves(tree)
     if place.kind == AxisType.Auto and not asks_how_to_partition(place.mesh):
         place = _stated_alone(place, shardings)
+    if place.kind is None and _may_be_sharded(place.mesh, leaves):
+        place = place._replace(kind=AxisType.Auto)
     if place.kind is None:
         return jax.tree.leaves(_map_unsharded(iterations, views, tree, limits))
     is_empty = [not x.size for x in leaves]
@@ -76,6 +80,15 @@ def _map_leaves(
     full = [x for x, empty in zip(leaves, is_empty, strict=True) if not empty]
     results = iter(_map_sharded(iterations, views, full, place, limits) if full else [])
     return [x if empty else next(results) for x, empty in zip(leaves, is_empty, strict=True)]
+
+
+def _may_be_sharded(mesh: Mesh, leaves: Sequence[jax.Array]) -> bool:
+    """Whether the compiler may know of a mesh that nothing tells of while the update is traced.
+
+    `jit(in_shardings=…)`, `jit(out_shardings=…)` and a legacy `with mesh:` tell the compiler alone.
+    """
+    is_traced = any(isinstance(x, Tracer) for x in leaves)
+    return mesh.empty and is_traced and jax.device_count() > 1 and asks_how_to_partition(mesh)
 
 
 def _stated_alone(place: Placed, shardings: Shardings) -> Placed:
@@ -171,13 +184,18 @@ def _map_sharded(
         run = functools.partial(run_stacked, units=units, mesh=place.mesh, limits=limits)
         return jax.jit(run)(iterations.distinct, arrays=leaves)
 
+    def unsharded(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        bound = dataclasses.replace(iterations, distinct=bind(arrays))
+        return _map_unsharded(bound, lambda _: [unit.view for unit in units], [*leaves], limits)
+
     def of_stacks(stacks: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
         views = [stacked_view(unit.view) for unit in units]
         bound = dataclasses.replace(iterations, distinct=bind(arrays))
         return map_matrices(bound, lambda _: views, [*stacks], None, limits)
 
     settings = repr((bind([None] * len(arrays)), units, limits))
-    return run_when_partitioned(planned, of_stacks, leaves, arrays, settings)
+    mapped = None if place.mesh.empty else of_stacks
+    return run_when_partitioned(planned, unsharded, mapped, leaves, arrays, settings)
 
 
 def _varying_like(unit: Leaf, x: jax.Array) -> Leaf:
