@@ -22,6 +22,7 @@ from muon_jax._distributed.sharding import (
     Placed,
     Shardings,
     locate,
+    meshes_of,
     shardings_of_leaves,
     spec_of,
 )
@@ -56,8 +57,35 @@ def map_matrices(
         NotImplementedError: some mesh axes are manual, others are not.
     """
     leaves, treedef = jax.tree.flatten(tree)
+    if len(meshes_of(leaves)) > 1:
+        return _map_by_mesh(iterations, views, tree, shardings, limits)
     with traced_for(leaves):
         return treedef.unflatten(_map_leaves(iterations, views, tree, shardings, limits))
+
+
+def _map_by_mesh(
+    iterations: Iterations, views: Views, tree: Any, shardings: Shardings, limits: Limits
+) -> Any:
+    """`map_matrices` of the parameters on each mesh, one mesh after the other."""
+    leaves, treedef = jax.tree.flatten(tree)
+    stated = shardings(tree) if callable(shardings) else shardings
+    meshes = meshes_of(leaves)
+    where = [meshes.index(*meshes_of([x]) or meshes[:1]) for x in leaves]
+    results: dict[int, jax.Array] = {}
+    for number, mesh in enumerate(meshes):
+        if stated is None and AxisType.Auto in mesh.axis_types and asks_how_to_partition(mesh):
+            raise ValueError(
+                f"parameters are on {len(meshes)} meshes, of which {dict(mesh.shape)} has automatic"
+                " axes, whose shardings JAX tells in programs of one mesh alone: pass shardings=,"
+                " the PartitionSpec of each parameter, or call optimizer.init outside jit, on"
+                " parameters that are sharded"
+            )
+        own = [i for i, n in enumerate(where) if n == number]
+        part = treedef.unflatten(x if i in own else None for i, x in enumerate(leaves))
+        of_mesh = iterations.of_some(own)
+        done = map_matrices(of_mesh, views, part, stated, limits)
+        results |= zip(own, jax.tree.leaves(done), strict=True)
+    return treedef.unflatten(results[i] for i in range(len(leaves)))
 
 
 def _map_leaves(
@@ -74,9 +102,7 @@ def _map_leaves(
     is_empty = [not x.size for x in leaves]
     if any(is_empty):  # arrays without elements are results already
         place = _without_empty(place, is_empty)
-        pairs = zip(iterations.of_leaves, is_empty, strict=True)
-        of_full = tuple(i for i, empty in pairs if not empty)
-        iterations = dataclasses.replace(iterations, of_leaves=of_full)
+        iterations = iterations.of_some([i for i, empty in enumerate(is_empty) if not empty])
     full = [x for x, empty in zip(leaves, is_empty, strict=True) if not empty]
     results = iter(_map_sharded(iterations, views, full, place, limits) if full else [])
     return [x if empty else next(results) for x, empty in zip(leaves, is_empty, strict=True)]
