@@ -40,7 +40,12 @@ def test_only_jit_knows_the_mesh():
         helpers.assert_close(jax.jit(optimizer.update)(grads, state)[0], expected)  # on one device
 
 
-@pytest.mark.parametrize("told", ["in_shardings", "out_shardings", "legacy"])
+@pytest.mark.parametrize(
+    "told",
+    helpers.mostly_nightly(
+        ["in_shardings", "out_shardings", "legacy"], ["in_shardings"], ["legacy"]
+    ),
+)
 def test_shardings_of_which_only_the_compiler_knows(told):
     """The parameters are on no mesh, and nothing is stated."""
     grads = helpers.random_tree({"a": (16, 32), "b": (32, 64)}, 0)
@@ -66,8 +71,8 @@ def norm_of_update(x, eps):
 @pytest.mark.parametrize(
     ("transform", "in_axes"),
     [
-        pytest.param(lambda f: f, (None, None), marks=helpers.nightly),
-        (jax.grad, (0, None)),
+        (lambda f: f, (None, None)),
+        pytest.param(jax.grad, (0, None), marks=helpers.slow),
         pytest.param(lambda f: f, (None, 0), marks=helpers.slow),
     ],
 )
@@ -87,6 +92,14 @@ def test_a_program_of_one_device_does_not_change(monkeypatch, transform, in_axes
     found = program()
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert program() == found
+
+
+@helpers.slow
+def test_derivatives_on_automatic_axes():
+    (x,) = helpers.random_tree({"x": (16, 32)}, 0).values()
+    sharded = jax.device_put(x, NamedSharding(mesh_of(AxisType.Auto), SPEC))
+    derivative = jax.jit(jax.grad(norm_of_update))
+    np.testing.assert_allclose(derivative(sharded, 1e-8), derivative(x, 1e-8), atol=1e-5)
 
 
 def test_what_is_stated_is_what_the_type_says():
