@@ -39,10 +39,14 @@ def map_matrices(
     | mesh axes | who knows the shardings      | where the plan runs                           |
     | --------- | ---------------------------- | --------------------------------------------- |
     | none      | nothing is sharded           | there is no plan                              |
+    | not known | the compiler, of a program   | in an operation that the compiler partitions  |
+    |           | of several devices           |                                               |
     | manual    | `shardings`                  | here: arrays are shards                       |
     | explicit  | the types, or `shardings`    | in a shard_map                                |
     | automatic | the compiler                 | in an operation that the compiler partitions  |
     | automatic | nobody, on TPUs              | there is no plan: XLA partitions stacks       |
+
+    Parameters on several meshes have one plan for each mesh.
 
     Args:
         iterations: of the tree, whose leaves may be traced.
@@ -70,9 +74,9 @@ def _map_by_mesh(
     leaves, treedef = jax.tree.flatten(tree)
     stated = shardings(tree) if callable(shardings) else shardings
     meshes = meshes_of(leaves)
-    where = [meshes.index(*meshes_of([x]) or meshes[:1]) for x in leaves]
+    where = [(meshes_of([x]) or meshes)[0] for x in leaves]
     results: dict[int, jax.Array] = {}
-    for number, mesh in enumerate(meshes):
+    for mesh in meshes:
         if stated is None and AxisType.Auto in mesh.axis_types and asks_how_to_partition(mesh):
             raise ValueError(
                 f"parameters are on {len(meshes)} meshes, of which {dict(mesh.shape)} has automatic"
@@ -80,10 +84,9 @@ def _map_by_mesh(
                 " the PartitionSpec of each parameter, or call optimizer.init outside jit, on"
                 " parameters that are sharded"
             )
-        own = [i for i, n in enumerate(where) if n == number]
+        own = [i for i, of_leaf in enumerate(where) if of_leaf == mesh]
         part = treedef.unflatten(x if i in own else None for i, x in enumerate(leaves))
-        of_mesh = iterations.of_some(own)
-        done = map_matrices(of_mesh, views, part, stated, limits)
+        done = map_matrices(iterations.of_some(own), views, part, stated, limits)
         results |= zip(own, jax.tree.leaves(done), strict=True)
     return treedef.unflatten(results[i] for i in range(len(leaves)))
 
