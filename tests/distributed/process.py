@@ -1,4 +1,4 @@
-"""One process of a run over eight CPU devices or two GPUs: training, metrics and checkpoints.
+"""One process of a run over four CPU devices or two GPUs: training, metrics and checkpoints.
 
     python process.py FOLDER --process 1 --processes 2 --coordinator localhost:1234 --axes Auto
 
@@ -19,8 +19,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import metrics, muon, with_metrics
 
-STEPS = 4
-SHAPES = {**{f"square {i}": (16, 16) for i in range(3)}, "wide": (16, 24), "bias": (16,)}
+STEPS = 3
+SHAPES = {**{f"matrix {i}": (16, 24) for i in range(5)}, "bias": (16,)}
 
 
 def drawn(step: int, sharding: NamedSharding) -> dict[str, jax.Array]:
@@ -37,19 +37,22 @@ def train(options: argparse.Namespace) -> tuple[dict[str, jax.Array], Any]:
     """Returns parameters and state after all steps."""
     mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), (AxisType[options.axes],))
     sharding, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), ()))
-    optimizer = with_metrics(muon(0.1, normuon_b2=0.9)) if options.checkpoints else muon(0.1)
+    optimizer = muon(0.1, ns_steps=2, normuon_b2=0.9 if options.checkpoints else None)
+    if options.checkpoints:
+        optimizer = with_metrics(optimizer)
     params = drawn(0, sharding)
-    state = jax.tree.map(  # some of the state is on no mesh yet
-        lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, everywhere),
-        optimizer.init(params),
+    of_state = jax.tree.map(
+        lambda x: sharding if x.shape in SHAPES.values() else everywhere,
+        jax.eval_shape(optimizer.init, params),
     )
+    state = jax.jit(optimizer.init, out_shardings=of_state)(params)
 
     def step(params, state, gradients):
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
     now = params, state
-    jitted = jax.jit(step, out_shardings=jax.tree.map(lambda x: x.sharding, now))
+    jitted = jax.jit(step, out_shardings=(sharding, of_state))
     if not options.checkpoints:
         for number in range(1, STEPS + 1):
             now = jitted(*now, drawn(number, sharding))
@@ -81,7 +84,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path)
     parser.add_argument("--killed-after", type=int)
     options = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", 8 // options.processes)
+    jax.config.update("jax_num_cpu_devices", 4 // options.processes)
     if options.processes > 1:
         jax.distributed.initialize(options.coordinator, options.processes, options.process)
     params, state = train(options)
