@@ -2,8 +2,8 @@
 
     python process.py FOLDER --process 1 --processes 2 --coordinator localhost:1234 --axes Auto
 
-Writes the shards of the parameters that its devices have into FOLDER, a file each. With --checkpoints
-the optimizer is NorMuon with metrics, and the run goes on from its last checkpoint.
+Writes the shards of the parameters that its devices have into FOLDER, a file each. With
+--checkpoints the optimizer is NorMuon with metrics, and the run goes on from its last checkpoint.
 """
 
 import argparse

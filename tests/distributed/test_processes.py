@@ -37,14 +37,15 @@ def started(platform, folder, count, *arguments, killed_after=None):
         # Else each process times candidates, and may choose another.
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0",
     }
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
     runs = []
     for index in range(count):
         command = [sys.executable, str(SCRIPT), str(folder), "--coordinator", address]
         command += ["--process", str(index), "--processes", str(count), *arguments]
         if killed_after and index == count - 1:
             command += ["--killed-after", str(killed_after)]
-        if count > 1 and platform == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = str(index)
+        visible = gpus if count == 1 else gpus[index : index + 1]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         runs.append(subprocess.Popen(command, env=environment, text=True, **pipes))
     return runs
