@@ -58,10 +58,11 @@ class SeenShardings:
         if shardings is not None or not leaves or self._latest is None:
             return shardings
         meshes = {*meshes_of(leaves)} or {mesh_of(leaves).abstract_mesh}
-        kinds = {kind for mesh in meshes for kind in mesh.axis_types}
+        kinds = [{*mesh.axis_types} for mesh in meshes]
+        is_known = {AxisType.Auto} in kinds and all(len(of_mesh) == 1 for of_mesh in kinds)
         asked = len(meshes) == 1 and all(map(asks_how_to_partition, meshes))
         found = (meshes, treedef, [x.shape for x in leaves])
-        if AxisType.Auto not in kinds or asked or found != self._latest[:3]:
+        if not is_known or asked or found != self._latest[:3]:
             return None
         types = (jax.typeof(x).sharding for x in leaves)
         pairs = zip(types, self._latest.specs, strict=True)
