@@ -3,13 +3,15 @@
     python examples/gpt.py                                   # small: minutes on two CPU cores
     python examples/gpt.py --size 128m --ns-coeffs balanced  # one large GPU
     python examples/gpt.py --size 128m --mesh fsdp=2,tensor=2 --checkpoint checkpoints
+    python examples/gpt.py --mesh fsdp=8 --coordinator host0:1234 --processes 2 --process 0  # or 1
     python examples/gpt_report.py runs/*/metrics.csv         # curves of several runs in one PNG
 
 The text is what every machine has, Python's standard library without its tests: some 12 million
 bytes, of which every tenth file is held out. A token is a byte, so that losses are nats per byte.
 Whatever the optimizer, step n of a seed sees the same bytes, and `by_role` gives the same
 parameters to Muon: the stacked matrices of all layers, `(layers, rows, columns)`. A run that is
-killed goes on from its last checkpoint, on a CPU bit for bit.
+killed goes on from its last checkpoint, on a CPU bit for bit. Each of several processes computes a
+part of every batch, and the first of them prints and writes metrics.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -210,9 +213,12 @@ def train(options: argparse.Namespace, mesh: Mesh) -> None:
     optimizer_seconds = seconds_of_optimizer(apply_gradients, state)
 
     tokens, seconds = options.batch * options.context, []  # seconds per step, by interval
+    is_first = jax.process_index() == 0
     with (
-        Metrics(options.output, start, options.tensorboard) as metrics,
-        tqdm(total=options.steps, initial=start, unit="step") as progress,
+        Metrics(options.output, start, options.tensorboard)
+        if is_first
+        else nullcontext() as metrics,
+        tqdm(total=options.steps, initial=start, unit="step", disable=not is_first) as progress,
     ):
         for done in range(start + options.log_every, options.steps + 1, options.log_every):
             began, losses = time.perf_counter(), []
@@ -224,7 +230,8 @@ def train(options: argparse.Namespace, mesh: Mesh) -> None:
             seconds.append(interval / options.log_every)
             if done % options.eval_every == 0 or done == options.steps:
                 row["held_out_loss"] = float(evaluate(state.params, batches))
-            metrics.write(done, interval, row)
+            if metrics:
+                metrics.write(done, interval, row)
             if checkpoints and (done % options.checkpoint_every == 0 or done == options.steps):
                 items = {
                     "state": ocp.args.StandardSave(state),
@@ -238,6 +245,8 @@ def train(options: argparse.Namespace, mesh: Mesh) -> None:
             )
     if checkpoints:
         checkpoints.close()
+    if not metrics:
+        return
     device = mesh.devices.flat[0]
     title = f"{options.optimizer}, {mesh.size} × {device.device_kind}, {options.dtype}"
     plot([metrics.path], options.output / "curves.png", title)

@@ -33,11 +33,37 @@ def mesh_sizes(text: str) -> dict[str, int]:
     return {axis: int(given.get(axis, 1)) for axis in AXES}
 
 
+def join_processes(arguments: Sequence[str] | None) -> argparse.ArgumentParser:
+    """Joins the processes that the flags name, if any, before devices are asked for anything.
+
+    Returns a parser of the flags.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add("--coordinator", metavar="HOST:PORT", help="of process 0, for several processes")
+    add("--processes", type=int, help="how many there are, each started with the same flags")
+    add("--process", type=int, help="which of them this is, from 0")
+    options, _ = parser.parse_known_args(arguments)
+    given = (options.coordinator, options.processes, options.process)
+    if given == (None,) * 3:
+        return parser
+    if None in given:
+        parser.error("--coordinator, --processes and --process go together: pass all three or none")
+    if not 0 <= options.process < options.processes:
+        parser.error(f"--process {options.process} must be in 0 … {options.processes - 1}")
+    jax.distributed.initialize(*given)
+    return parser
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the flags, fills in what they leave out and refuses what cannot run."""
+    processes = join_processes(arguments)
     on_gpu = jax.default_backend() == "gpu"
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description="Pretrains a GPT.", formatter_class=formatter)
+    parser = argparse.ArgumentParser(
+        description="Pretrains a GPT.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        parents=[processes],
+    )
     add = parser.add_argument
     add("--optimizer", choices=LEARNING_RATES["small"], default="muon")
     add("--preset", help="of muon, a name in muon_jax.PRESETS")
@@ -96,6 +122,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
                 f"--{name} {getattr(options, name)} must be a multiple of {divisor}, for the mesh"
                 f" {options.mesh}"
             )
+    if jax.process_count() > 1 and data * fsdp * tensor != jax.device_count():
+        parser.error(
+            f"--mesh {options.mesh} must have all {jax.device_count()} devices of the"
+            f" {jax.process_count()} processes"
+        )
     if data * fsdp * tensor > jax.device_count():
         parser.error(
             f"--mesh {options.mesh} needs {data * fsdp * tensor} devices, there are"

@@ -31,6 +31,10 @@ class Iterations:
     names: tuple[str, ...]
     of_leaves: tuple[int, ...]
 
+    def of_some(self, leaves: Sequence[int]) -> "Iterations":
+        """Returns the iterations of a tree that has these leaves alone."""
+        return dataclasses.replace(self, of_leaves=tuple(self.of_leaves[i] for i in leaves))
+
 
 def iterations_by_path(
     ns_coeffs: NSCoeffs | CoeffsByPath, *steps_and_eps: Any, **attributes: Any

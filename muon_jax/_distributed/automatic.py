@@ -29,27 +29,46 @@ type Planned = Callable[[Sequence[jax.Array], Sequence[jax.Array]], list[jax.Arr
 
 def run_when_partitioned(
     planned: Callable[[Sequence[PartitionSpec], Mapping[str, int]], Planned],
-    of_stacks: Planned,
+    unsharded: Planned,
+    of_stacks: Planned | None,
     leaves: Sequence[jax.Array],
     arrays: Sequence[jax.Array],
     settings: str,
 ) -> list[jax.Array]:
     """Returns the results of the plan for the shardings that the compiler has arrived at.
 
-    Under `vmap` there are two cases. Where `arrays` are not mapped, all leaves become stacks, and
-    `of_stacks` runs once. Else there is one run after the other.
+    | the program             | runs                                                          |
+    | ----------------------- | ------------------------------------------------------------- |
+    | is of several devices   | the plan                                                      |
+    | is of one device        | `unsharded`                                                   |
+    | takes a derivative      | `unsharded`, which XLA partitions                             |
+    | maps leaves by `vmap`   | `of_stacks` once; without it `unsharded`, mapped              |
+    | maps arrays by `vmap`   | one run after the other; without `of_stacks` as for leaves    |
 
     JAX's cache of compiled programs knows operations of this kind by their operands alone. So a
     digest of all that decides what is compiled is an operand.
 
     Args:
         planned: makes the plan for specs on a mesh.
-        of_stacks: runs on leaves with one more axis in front.
+        unsharded: runs on arrays that are not sharded.
+        of_stacks: runs on leaves with one more axis in front; None where no mesh is known.
         leaves: whole arrays.
         arrays: of the iteration.
         settings: what else decides what is compiled, beside the library and JAX's settings.
     """
-    operation = _operation(planned)
+    precision = jax.config.jax_default_matmul_precision
+    digest = np.uint32(zlib.crc32(repr((sources.digest(), precision, settings)).encode()))
+    mapped = _with_vmap(_operation(planned, unsharded), unsharded, of_stacks)
+    run = jax.custom_jvp(lambda leaves, arrays: mapped(leaves, arrays, digest))
+    run.defjvp(lambda primals, tangents: jax.jvp(unsharded, primals, tangents))
+    # Within `jit`, for the digest to be a constant of the program where an update is not jitted.
+    return jax.jit(run)(leaves, arrays)
+
+
+def _with_vmap(
+    operation: Callable[..., list[jax.Array]], unsharded: Planned, of_stacks: Planned | None
+) -> Callable[..., list[jax.Array]]:
+    """The operation with the rule for `vmap` of `run_when_partitioned`."""
     run = jax.custom_batching.custom_vmap(operation)
 
     @run.def_vmap
@@ -61,8 +80,10 @@ def run_when_partitioned(
         digest: jax.Array,
     ) -> tuple[list[jax.Array], list[bool]]:
         mapped_leaves, mapped_arrays, _ = in_batched
-        if any(mapped_arrays):
-            in_axes = jax.tree.map(lambda mapped: 0 if mapped else None, tuple(in_batched))
+        in_axes = jax.tree.map(lambda mapped: 0 if mapped else None, tuple(in_batched))
+        if of_stacks is None:
+            results = jax.vmap(unsharded, in_axes[:2])(leaves, arrays)
+        elif any(mapped_arrays):
             sequential = jax.custom_batching.sequential_vmap(operation)
             results = jax.vmap(sequential, in_axes)(leaves, arrays, digest)
         else:
@@ -73,14 +94,11 @@ def run_when_partitioned(
             results = of_stacks(stacks, arrays)
         return results, [True] * len(results)
 
-    precision = jax.config.jax_default_matmul_precision
-    digest = np.uint32(zlib.crc32(repr((sources.digest(), precision, settings)).encode()))
-    # Within `jit`, for the digest to be a constant of the program where an update is not jitted.
-    return jax.jit(lambda leaves, arrays: run(leaves, arrays, digest))(leaves, arrays)
+    return run
 
 
 def _operation(
-    planned: Callable[[Sequence[PartitionSpec], Mapping[str, int]], Planned],
+    planned: Callable[[Sequence[PartitionSpec], Mapping[str, int]], Planned], unsharded: Planned
 ) -> Callable[..., list[jax.Array]]:
     """The operation `(leaves, arrays, digest) -> results` that the compiler partitions."""
 
@@ -88,7 +106,7 @@ def _operation(
     def operation(
         leaves: Sequence[jax.Array], arrays: Sequence[jax.Array], _: jax.Array
     ) -> list[jax.Array]:
-        return planned([PartitionSpec()] * len(leaves), {})(leaves, arrays)
+        return unsharded(leaves, arrays)
 
     @standard_promotion()
     def partition(mesh: jax.sharding.Mesh, operands: Any, results: Any) -> tuple[Any, ...]:

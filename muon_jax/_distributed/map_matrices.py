@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._coefficients import Iterations, map_by_iteration
@@ -18,9 +19,11 @@ from muon_jax._distributed.on_shards import by_device
 from muon_jax._distributed.plan import Leaf
 from muon_jax._distributed.planning import Limits, make_plan, units_of
 from muon_jax._distributed.sharding import (
+    Mesh,
     Placed,
     Shardings,
     locate,
+    meshes_of,
     shardings_of_leaves,
     spec_of,
 )
@@ -37,10 +40,14 @@ def map_matrices(
     | mesh axes | who knows the shardings      | where the plan runs                           |
     | --------- | ---------------------------- | --------------------------------------------- |
     | none      | nothing is sharded           | there is no plan                              |
+    | not known | the compiler, of a program   | in an operation that the compiler partitions  |
+    |           | of several devices           |                                               |
     | manual    | `shardings`                  | here: arrays are shards                       |
     | explicit  | the types, or `shardings`    | in a shard_map                                |
     | automatic | the compiler                 | in an operation that the compiler partitions  |
     | automatic | nobody, on TPUs              | there is no plan: XLA partitions stacks       |
+
+    Parameters on several meshes have one plan for each mesh.
 
     Args:
         iterations: of the tree, whose leaves may be traced.
@@ -55,8 +62,34 @@ def map_matrices(
         NotImplementedError: some mesh axes are manual, others are not.
     """
     leaves, treedef = jax.tree.flatten(tree)
+    if len(meshes_of(leaves)) > 1:
+        return _map_by_mesh(iterations, views, tree, shardings, limits)
     with traced_for(leaves):
         return treedef.unflatten(_map_leaves(iterations, views, tree, shardings, limits))
+
+
+def _map_by_mesh(
+    iterations: Iterations, views: Views, tree: Any, shardings: Shardings, limits: Limits
+) -> Any:
+    """`map_matrices` of the parameters on each mesh, one mesh after the other."""
+    leaves, treedef = jax.tree.flatten(tree)
+    stated = shardings(tree) if callable(shardings) else shardings
+    meshes = meshes_of(leaves)
+    where = [(meshes_of([x]) or meshes)[0] for x in leaves]
+    results: dict[int, jax.Array] = {}
+    for mesh in meshes:
+        if stated is None and AxisType.Auto in mesh.axis_types and asks_how_to_partition(mesh):
+            raise ValueError(
+                f"parameters are on {len(meshes)} meshes, of which {dict(mesh.shape)} has automatic"
+                " axes, whose shardings JAX tells in programs of one mesh alone: pass shardings=,"
+                " the PartitionSpec of each parameter, or call optimizer.init outside jit, on"
+                " parameters that are sharded"
+            )
+        own = [i for i, of_leaf in enumerate(where) if of_leaf == mesh]
+        part = treedef.unflatten(x if i in own else None for i, x in enumerate(leaves))
+        done = map_matrices(iterations.of_some(own), views, part, stated, limits)
+        results |= zip(own, jax.tree.leaves(done), strict=True)
+    return treedef.unflatten(results[i] for i in range(len(leaves)))
 
 
 def _map_leaves(
@@ -68,17 +101,26 @@ def _map_leaves(
         place = _stated_alone(place, shardings)
         if place.kind != AxisType.Explicit:
             _check_needs_no_sharding(place, limits)
+    if place.kind is None and _may_be_sharded(place.mesh, leaves):
+        place = place._replace(kind=AxisType.Auto)
     if place.kind is None:
         return jax.tree.leaves(_map_unsharded(iterations, views, tree, limits))
     is_empty = [not x.size for x in leaves]
     if any(is_empty):  # arrays without elements are results already
         place = _without_empty(place, is_empty)
-        pairs = zip(iterations.of_leaves, is_empty, strict=True)
-        of_full = tuple(i for i, empty in pairs if not empty)
-        iterations = dataclasses.replace(iterations, of_leaves=of_full)
+        iterations = iterations.of_some([i for i, empty in enumerate(is_empty) if not empty])
     full = [x for x, empty in zip(leaves, is_empty, strict=True) if not empty]
     results = iter(_map_sharded(iterations, views, full, place, limits) if full else [])
     return [x if empty else next(results) for x, empty in zip(leaves, is_empty, strict=True)]
+
+
+def _may_be_sharded(mesh: Mesh, leaves: Sequence[jax.Array]) -> bool:
+    """Whether the compiler may know of a mesh that nothing tells of while the update is traced.
+
+    `jit(in_shardings=…)`, `jit(out_shardings=…)` and a legacy `with mesh:` tell the compiler alone.
+    """
+    is_traced = any(isinstance(x, Tracer) for x in leaves)
+    return mesh.empty and is_traced and jax.device_count() > 1 and asks_how_to_partition(mesh)
 
 
 def _stated_alone(place: Placed, shardings: Shardings) -> Placed:
@@ -183,13 +225,18 @@ def _map_sharded(
         run = functools.partial(run_stacked, units=units, mesh=place.mesh, limits=limits)
         return jax.jit(run)(iterations.distinct, arrays=leaves)
 
+    def unsharded(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        bound = dataclasses.replace(iterations, distinct=bind(arrays))
+        return _map_unsharded(bound, lambda _: [unit.view for unit in units], [*leaves], limits)
+
     def of_stacks(stacks: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
         views = [stacked_view(unit.view) for unit in units]
         bound = dataclasses.replace(iterations, distinct=bind(arrays))
         return map_matrices(bound, lambda _: views, [*stacks], None, limits)
 
     settings = repr((bind([None] * len(arrays)), units, limits))
-    return run_when_partitioned(planned, of_stacks, leaves, arrays, settings)
+    mapped = None if place.mesh.empty else of_stacks
+    return run_when_partitioned(planned, unsharded, mapped, leaves, arrays, settings)
 
 
 def _varying_like(unit: Leaf, x: jax.Array) -> Leaf:

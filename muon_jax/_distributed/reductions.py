@@ -10,9 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from muon_jax._distributed.sharding import Shardings, locate, mesh_axes_by_dim
+from muon_jax._distributed.sharding import (
+    Shardings,
+    is_in_shard_map,
+    locate,
+    mesh_axes_by_dim,
+)
 from muon_jax._matrices.axes import MatrixAxes, matrix_axes
 from muon_jax._matrices.views import Split, Unfold, View, Views, axis_of, views_of_leaves
 from muon_jax._numerics import norm_of_any_size
@@ -114,14 +119,15 @@ def matrices_of_tree(
         NotImplementedError: a view takes an axis apart elsewhere than its sharding does, or some
             mesh axes are manual, others are not.
     """
-    mesh, _, specs, whole = locate(tree, shardings)
     leaves, treedef = jax.tree.flatten(tree)
-    is_local = AxisType.Manual in mesh.axis_types and shardings is not None
-    if not is_local:  # along automatic axes XLA takes any view
-        specs = [jax.typeof(x).sharding.spec for x in leaves]
+    whole, types = tree, [jax.typeof(x).sharding for x in leaves]
+    placed = [(of_type.spec, of_type.mesh) for of_type in types]  # XLA takes any view of others
+    if is_local := is_in_shard_map():
+        mesh, _, specs, whole = locate(tree, shardings)
+        placed = [(spec, mesh) for spec in specs] or placed
     wholes, viewed = jax.tree.leaves(whole), views_of_leaves(views, whole)
     found, joins = [], []
-    for x, (name, view), spec, shape in zip(leaves, viewed, specs, wholes, strict=True):
+    for x, (name, view), (spec, mesh), shape in zip(leaves, viewed, placed, wholes, strict=True):
         with errors_naming(name, shape.shape):
             entries = mesh_axes_by_dim(spec, x.ndim, mesh.shape)
             pieces = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]

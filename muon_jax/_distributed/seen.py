@@ -11,13 +11,13 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._distributed.devices import asks_how_to_partition
-from muon_jax._distributed.sharding import Shardings, mesh_of
+from muon_jax._distributed.sharding import Shardings, mesh_of, meshes_of
 
 
 class _Seen(NamedTuple):
-    """A tree of arrays outside `jit`: their mesh, the tree's structure, shapes and specs."""
+    """A tree of arrays outside `jit`: their meshes, the tree's structure, shapes and specs."""
 
-    mesh: AbstractMesh
+    meshes: set[AbstractMesh]
     treedef: Any
     shapes: list[tuple[int, ...]]
     specs: list[PartitionSpec]
@@ -30,9 +30,9 @@ class SeenShardings:
         self._latest: _Seen | None = None
 
     def see(self, tree: Any) -> None:
-        """Remembers the shardings of the arrays, if all of them have one, on one mesh.
+        """Remembers the shardings of the arrays, if all of them have one, on any meshes.
 
-        An array on a single device, such as one that was never put on the mesh, counts as
+        An array on a single device, such as one that was never put on a mesh, counts as
         replicated.
         """
         leaves, treedef = jax.tree.flatten(tree)
@@ -41,24 +41,31 @@ class SeenShardings:
         shardings = [getattr(x, "sharding", None) for x in leaves]
         named = [s if isinstance(s, NamedSharding) else None for s in shardings]
         meshes = {s.mesh.abstract_mesh for s in named if s}
-        on_one = (
+        on_mesh = (
             n or s is None or len(s.device_set) == 1 for n, s in zip(named, shardings, strict=True)
         )
-        if len(meshes) == 1 and all(on_one):
+        if meshes and all(on_mesh):
             specs = [s.spec if s else PartitionSpec() for s in named]
-            self._latest = _Seen(meshes.pop(), treedef, [x.shape for x in leaves], specs)
+            self._latest = _Seen(meshes, treedef, [x.shape for x in leaves], specs)
 
     def known(self, tree: Any, shardings: Shardings) -> Shardings:
         """Returns `shardings`, or in place of None what was seen of such a tree.
 
-        It stays None where the compiler asks how to partition an operation, or types tell.
+        It stays None where types tell. It also stays None where the compiler asks how to partition
+        an operation, which it does in programs of one mesh.
         """
         leaves, treedef = jax.tree.flatten(tree)
         if shardings is not None or not leaves or self._latest is None:
             return shardings
-        mesh = mesh_of(leaves).abstract_mesh
-        is_automatic = all(kind == AxisType.Auto for kind in mesh.axis_types)
-        found = (mesh, treedef, [x.shape for x in leaves])
-        if not is_automatic or asks_how_to_partition(mesh) or found != self._latest[:3]:
+        meshes = {*meshes_of(leaves)} or {mesh_of(leaves).abstract_mesh}
+        kinds = [{*mesh.axis_types} for mesh in meshes]
+        is_known = {AxisType.Auto} in kinds and all(len(of_mesh) == 1 for of_mesh in kinds)
+        asked = len(meshes) == 1 and all(map(asks_how_to_partition, meshes))
+        found = (meshes, treedef, [x.shape for x in leaves])
+        if not is_known or asked or found != self._latest[:3]:
             return None
-        return treedef.unflatten(self._latest.specs)
+        types = (jax.typeof(x).sharding for x in leaves)
+        pairs = zip(types, self._latest.specs, strict=True)
+        return treedef.unflatten(
+            own.spec if AxisType.Explicit in own.mesh.axis_types else seen for own, seen in pairs
+        )

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._trees import broadcast_prefix
 
-type Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+type Mesh = jax.sharding.Mesh | AbstractMesh
 # A prefix of the parameters' tree. Its leaves are PartitionSpec, NamedSharding, or None for a
 # parameter that is not sharded.
 type ShardingTree = Any
@@ -166,6 +166,12 @@ def mesh_of(leaves: Sequence[jax.Array]) -> Mesh:
     """Returns the mesh of the arrays, or else the mesh in force."""
     meshes = [jax.typeof(x).sharding.mesh for x in leaves] + [jax.sharding.get_abstract_mesh()]
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+
+
+def meshes_of(leaves: Sequence[jax.Array]) -> list[AbstractMesh]:
+    """Returns the meshes that the types of the arrays name, each once."""
+    meshes = (jax.typeof(x).sharding.mesh.abstract_mesh for x in leaves)
+    return [*dict.fromkeys(mesh for mesh in meshes if not mesh.empty)]
 
 
 def _is_sharding(node: Any) -> bool:

@@ -14,7 +14,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._checks import checks_arguments
 from muon_jax._distributed.reductions import Matrices, matrices_of_tree, stack
-from muon_jax._distributed.sharding import Placed, Shardings, check_shardings, locate
+from muon_jax._distributed.sharding import (
+    Placed,
+    Shardings,
+    check_shardings,
+    locate,
+    meshes_of,
+)
 from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import norm_of_any_size, wide
@@ -155,6 +161,7 @@ def _measure_update(
         )
     mu = map_momenta(dequantize, found[0].mu)
     gradients, updates = (_masked_like(mu, tree) for tree in (gradients, updates))
+    _check_meshes(jax.tree.leaves(gradients))
     placed = locate(gradients, shardings)
     _check_unsharded(gradients, placed.whole)
     measure = functools.partial(
@@ -237,6 +244,16 @@ def _masked_like(mu: optax.Updates, tree: optax.Updates) -> optax.Updates:
 
     tree = fill_missing(tree, mu)
     return jax.tree.map(lambda m, x: m if is_masked(m) else x, mu, tree, is_leaf=is_masked)
+
+
+def _check_meshes(leaves: Sequence[jax.Array]) -> None:
+    """Raises NotImplementedError where leaves are on several meshes, one of them with types."""
+    meshes = meshes_of(leaves)
+    if len(meshes) > 1 and any(AxisType.Explicit in mesh.axis_types for mesh in meshes):
+        raise NotImplementedError(
+            f"with_metrics on {len(meshes)} meshes, of which one has explicit axes: wrap an"
+            " optimizer for the parameters of each mesh (optax.partition), or use automatic axes"
+        )
 
 
 def _check_unsharded(tree: optax.Updates, whole: Any) -> None:

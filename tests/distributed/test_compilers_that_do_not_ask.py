@@ -123,6 +123,15 @@ def test_what_was_seen_of_another_tree_or_mesh_counts_for_nothing():
         lowered(optimizer, grads, state_of(optimizer, grads))
 
 
+def test_what_was_seen_on_a_mesh_of_mixed_axes_counts_for_nothing():
+    """The types tell a part of it."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), (AxisType.Auto, AxisType.Explicit))
+    grads = {"w": jax.device_put(jnp.ones((16, 16)), NamedSharding(mesh, PartitionSpec("x")))}
+    optimizer = scale_by_muon(ns_steps=1)
+    with pytest.raises(ValueError, match="cannot be known.*pass shardings="):
+        jax.eval_shape(optimizer.update, grads, optimizer.init(grads))
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_shardings_that_only_jit_knows(named):
     """A NamedSharding has the mesh; with a PartitionSpec alone XLA is left to itself."""

@@ -1,6 +1,9 @@
 """What is stated of shardings, what types say, and what only the compiler knows."""
 
+import contextlib
 import functools
+import re
+import warnings
 
 import chex
 import helpers
@@ -35,6 +38,68 @@ def test_only_jit_knows_the_mesh():
             assert collectives(compiled) == {"all-to-all": 2}
         helpers.assert_close(compiled(jax.device_put(grads, sharding), state)[0], expected)
         helpers.assert_close(jax.jit(optimizer.update)(grads, state)[0], expected)  # on one device
+
+
+@pytest.mark.parametrize(
+    "told",
+    helpers.mostly_nightly(
+        ["in_shardings", "out_shardings", "legacy"], ["in_shardings"], ["legacy"]
+    ),
+)
+def test_shardings_of_which_only_the_compiler_knows(told):
+    """The parameters are on no mesh, and nothing is stated."""
+    grads = helpers.random_tree({"a": (16, 32), "b": (32, 64)}, 0)
+    sharding = NamedSharding(mesh_of(AxisType.Auto), SPEC)
+    optimizer = scale_by_muon(ns_steps=2, ns_dtype="float32")
+    state = optimizer.init(grads)
+    keywords = {told: sharding} if told == "out_shardings" else {"in_shardings": (sharding, None)}
+    update = jax.jit(lambda grads, state: optimizer.update(grads, state)[0], **keywords)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        with sharding.mesh if told == "legacy" else contextlib.nullcontext():
+            compiled = update.lower(grads, state).compile()
+    assert collectives(compiled) == {"all-to-all": 2}
+    grads = jax.device_put(grads, compiled.input_shardings[0][0])
+    helpers.assert_close(compiled(grads, state), helpers.on_one_device(grads))
+
+
+def norm_of_update(x, eps):
+    optimizer = scale_by_muon(ns_steps=1, ns_dtype="float32", eps=eps)
+    updates, _ = optimizer.update({"a": x, "b": x.T}, optimizer.init({"a": x, "b": x.T}))
+    return jnp.linalg.norm(updates["a"]) + jnp.sum(updates["b"] ** 3)
+
+
+@pytest.mark.parametrize(
+    ("transform", "in_axes"),
+    [
+        (lambda f: f, (None, None)),
+        pytest.param(jax.grad, (0, None), marks=helpers.slow),
+        pytest.param(lambda f: f, (None, 0), marks=helpers.slow),
+    ],
+)
+def test_a_program_of_one_device_does_not_change(monkeypatch, transform, in_axes):
+    """Derivatives and `vmap` included, although the process has eight devices."""
+    x, eps = helpers.random_tree({"x": (2, 4, 6), "eps": (2,)}, 0).values()
+    arguments = [a if axis == 0 else a[0] for a, axis in zip((x, eps), in_axes, strict=True)]
+
+    def program():
+        function = transform(norm_of_update)
+        if in_axes != (None, None):
+            function = jax.vmap(function, in_axes)
+        text = jax.jit(function).lower(*arguments).compile().as_text() or ""
+        lines = text[text.index("\n\n%") :].splitlines()  # in an order that XLA chooses
+        return sorted(re.sub(r", metadata=\{.*?\}|%[\w.-]+", "", line) for line in lines)
+
+    found = program()
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert program() == found
+
+
+@helpers.slow
+def test_derivatives_on_automatic_axes():
+    (x,) = helpers.random_tree({"x": (16, 32)}, 0).values()
+    sharded = jax.device_put(x, NamedSharding(mesh_of(AxisType.Auto), SPEC))
+    derivative = jax.jit(jax.grad(norm_of_update))
+    np.testing.assert_allclose(derivative(sharded, 1e-8), derivative(x, 1e-8), atol=1e-5)
 
 
 def test_what_is_stated_is_what_the_type_says():

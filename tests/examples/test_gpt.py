@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -96,6 +97,37 @@ def test_killed_it_goes_on_bit_for_bit(straight, tmp_path):
     expected, _ = saved(straight[0] / "checkpoints")
     assert step == STEPS
     jax.tree.map(np.testing.assert_array_equal, leaves, expected)
+
+
+@pytest.mark.nightly
+def test_two_processes_have_the_losses_of_one(tmp_path):
+    """Batches and parameters are divided over both; one of them prints and writes metrics."""
+    arguments = "--depth 1 --steps 10 --eval-every 10 --mesh data=2,fsdp=2 --output".split()
+    run(tmp_path / "one", *arguments[:-1])
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    arguments += [str(tmp_path / "two"), "--coordinator", address, "--processes", "2", "--process"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, gpt.__file__, *TINY, *arguments, str(index)],
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+                "JAX_NUM_CPU_DEVICES": "2",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    printed = [process.communicate(timeout=200) for process in processes]
+    for process, (_, errors) in zip(processes, printed, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    assert ["held-out loss" in output for output, _ in printed] == [True, False]
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -192,6 +224,11 @@ def test_rows_after_a_checkpoint_come_once(tmp_path):
         ("--width 30", "--width 30 must be a multiple of 2 × --heads 2"),
         ("--eval-every 7", "--eval-every 7 must be a multiple of --log-every 5"),
         ("--steps 0", "--steps must be at least 1"),
+        ("--processes 2", "--coordinator, --processes and --process go together"),
+        (
+            "--coordinator localhost:1 --processes 2 --process 2",
+            "--process 2 must be in 0 … 1",
+        ),
         ("--optimizer adamw --ns-coeffs fast", "--ns-coeffs is an argument of Muon, not of adamw"),
         ("--optimizer adamw --mu-dtype int8", "--mu-dtype is for muon, not for adamw"),
         ("--optimizer optax --per-head", "--per-head is for muon, not for optax"),

@@ -1,0 +1,96 @@
+"""Parameters on two meshes over the same devices in one program: a plan for each mesh."""
+
+import chex
+import helpers
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from muon_jax import MuonDimensionNumbers, muon, scale_by_muon, with_metrics
+from muon_jax.benchmarks._times.sharded import collectives
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SHAPES = {"dense": (16, 32), "experts": (4, 16, 32), "bias": (16,), "last": (32, 16)}
+SPECS = {
+    "dense": PartitionSpec("fsdp"),
+    "experts": PartitionSpec("expert", None, "tensor"),
+    "bias": PartitionSpec(),
+    "last": PartitionSpec("fsdp"),
+}
+VIEWS = {**dict.fromkeys(SHAPES, MuonDimensionNumbers(-2, -1)), "bias": None}
+
+
+def parameters(dense_type, expert_type):
+    """On ("expert", "tensor"), and all others on ("fsdp",)."""
+    fsdp = jax.make_mesh((8,), ("fsdp",), (dense_type,))
+    experts = jax.make_mesh((4, 2), ("expert", "tensor"), (expert_type,) * 2)
+    meshes = {name: experts if name == "experts" else fsdp for name in SHAPES}
+    shardings = {name: NamedSharding(meshes[name], spec) for name, spec in SPECS.items()}
+    return jax.device_put(helpers.random_tree(SHAPES, 0), shardings)
+
+
+def of_muon(**kwargs):
+    return muon(0.1, ns_steps=2, ns_dtype="float32", muon_weight_dimension_numbers=VIEWS, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("dense_type", "expert_type", "kwargs"),
+    [
+        (AUTO, EXPLICIT, {}),
+        pytest.param(AUTO, AUTO, {}, marks=helpers.slow),
+        pytest.param(EXPLICIT, AUTO, {}, marks=helpers.nightly),
+        pytest.param(EXPLICIT, EXPLICIT, {}, marks=helpers.nightly),
+        pytest.param(EXPLICIT, EXPLICIT, {"normuon_b2": 0.9}, marks=helpers.slow),
+        pytest.param(AUTO, EXPLICIT, {"shardings": SPECS}, marks=helpers.nightly),
+    ],
+)
+def test_each_mesh_has_a_plan(dense_type, expert_type, kwargs):
+    optimizer, params = of_muon(**kwargs), parameters(dense_type, expert_type)
+    state = optimizer.init(params)
+    compiled = jax.jit(optimizer.update).lower(params, state, params).compile()
+    sums = {"all-reduce": 2} if kwargs.get("normuon_b2") else {}  # of neurons, one for each mesh
+    assert collectives(compiled) == {"all-to-all": 2 * 2, **sums}
+    updates, _ = compiled(params, state, params)
+    one = jax.tree.map(jnp.asarray, jax.device_get(params))
+    expected, _ = optimizer.update(one, optimizer.init(one), one)
+    chex.assert_trees_all_close(jax.device_get(updates), expected, atol=1e-6)
+    for name, x in params.items():
+        assert updates[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
+
+
+@helpers.slow
+def test_two_optimizers_with_a_mesh_each():
+    """JAX refuses an operation that the compiler partitions in a program of two meshes."""
+    params = parameters(AUTO, AUTO)
+    params = {name: params[name] for name in ("dense", "experts")}
+    labels = {name: name for name in params}
+    kwargs = {"ns_steps": 1, "distributed_gram": False}
+    kwargs["weight_dimension_numbers"] = MuonDimensionNumbers(-2, -1)
+
+    def lowered(**stated):
+        own = {name: scale_by_muon(**kwargs, **stated.get(name, {})) for name in params}
+        optimizer = optax.partition(own, labels)
+        return jax.jit(optimizer.update).lower(params, optimizer.init(params))
+
+    with pytest.raises(ValueError, match="mesh should be the same"):
+        lowered()
+    compiled = lowered(**{name: {"shardings": SPECS[name]} for name in params}).compile()
+    assert collectives(compiled) == {"all-to-all": 2 * 2}
+
+
+def test_what_nobody_knows_on_two_meshes_is_refused():
+    params = {name: parameters(EXPLICIT, AUTO)[name] for name in ("dense", "experts")}
+    optimizer = scale_by_muon(weight_dimension_numbers=MuonDimensionNumbers(-2, -1))
+    state = optimizer.init(jax.device_get(params))
+    with pytest.raises(ValueError, match=r"2 meshes, of which \{'expert': 4.*pass shardings="):
+        jax.eval_shape(optimizer.update, params, state)
+
+
+def test_metrics_of_two_meshes_are_not_mixed():
+    params = {name: parameters(EXPLICIT, AUTO)[name] for name in ("dense", "experts")}
+    kwargs = {"weight_dimension_numbers": MuonDimensionNumbers(-2, -1)}
+    measured = with_metrics(scale_by_muon(**kwargs), **kwargs)
+    with pytest.raises(NotImplementedError, match="2 meshes.*optax.partition"):
+        measured.init(params)
