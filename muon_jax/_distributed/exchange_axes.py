@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from muon_jax._checks import OUTSIDE, words_of
+from muon_jax._distributed.sharding import check_axes
 
 type Words = str | tuple[str, ...]
 # One word, or two, for all mesh axes, or for each of some axes.
@@ -81,15 +82,9 @@ class ExchangeAxes:
         return found._replace(sharded=None) if is_exchanged else found
 
     def check_names(self, mesh: Mapping[str, int]) -> None:
-        """Raises ValueError where an axis is none of the mesh's; a mesh without axes has all."""
-        stated = {"exchange_axes": self.names or (), "outside": [axis for axis, _ in self.named]}
-        for argument, axes in stated.items():
-            unknown = [axis for axis in axes if axis not in mesh]
-            if mesh and unknown:
-                raise ValueError(
-                    f"{argument} must name axes of the mesh, got {unknown[0]!r}, which the mesh"
-                    f" {dict(mesh)} lacks: name some of {[*mesh]}"
-                )
+        """Raises ValueError where an axis is none of the mesh's."""
+        check_axes("exchange_axes", self.names or (), mesh)
+        check_axes("outside", dict(self.named), mesh)
 
 
 def _choice(words: Words) -> Choice:

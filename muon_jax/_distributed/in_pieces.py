@@ -12,7 +12,6 @@ columns does not matter: G and Q follow the order of the rows, whatever it is.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import jax
@@ -113,10 +112,10 @@ def estimate(bucket: Bucket, form: Form) -> Estimate:
     return cost_in_pieces(
         form.products,
         (chunk.count, m, n),
-        bucket.owners,
+        bucket.axes,
         form.dtype.itemsize,
         [
-            (stop - start, math.prod(mesh[name] for name in _short_axes(leaf)))
+            (stop - start, tuple((name, mesh[name]) for name in _short_axes(leaf)))
             for leaf, start, stop in chunk.parts
         ],
     )
