@@ -5,11 +5,12 @@ all, and its own. It sends over each axis, in the order of the table,
 
     B(1 - 1/s₁), (B/s₁)(1 - 1/s₂), (B/(s₁s₂))(1 - 1/s₃), …,   together B(1 - 1/(s₁s₂…)).
 
-| collective                 | order         | the reason                                           |
-| -------------------------- | ------------- | ---------------------------------------------------- |
-| all-to-all                 | slowest first | a part goes to one device, over the slowest link     |
-|                            |               | between the two                                      |
-| reduce-scatter, all-gather | fastest first | devices of a fast axis share what crosses a slow one |
+| collective                 | order         | the reason                                      |
+| -------------------------- | ------------- | ----------------------------------------------- |
+| all-to-all                 | slowest first | a part goes to one device, over the slowest     |
+|                            |               | link between the two                            |
+| reduce-scatter, all-gather | fastest first | devices of a fast axis share what they exchange |
+|                            |               | over a slow one                                 |
 
 Of axes of one bandwidth, the first of the mesh is the slowest. The time is the largest latency of
 the axes, and the bytes over the bandwidth of each axis, one after the other.
