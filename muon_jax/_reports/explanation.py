@@ -130,7 +130,7 @@ class Explanation:
         if self.links:
             lines.append(
                 f"computation: {self.imbalance:.2f} times the mean of the owners,"
-                f" {self.repeated_microseconds:.0f} µs if every device did all"
+                f" {self.repeated_microseconds:.0f} µs if each of them did all"
             )
         for name, sent in self.links.items():
             lines.append(f"over {name}: {sent.bytes / 1e6:.1f} MB, {sent.microseconds:.0f} µs")

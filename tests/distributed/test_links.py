@@ -101,7 +101,7 @@ def test_counts_that_do_not_divide(count, owners, each):
     alone = explained((count, 4096, 4096), {"x": owners}, ())
     assert said.repeated_microseconds == alone.compute_microseconds
     saved = alone.compute_microseconds / said.compute_microseconds
-    assert saved == pytest.approx(count / each, rel=0.02)
+    assert saved == pytest.approx(count / each, rel=0.1)
     assert alone.imbalance == 1 and not alone.links
     assert f"computation: {each / mean:.2f} times the mean of the owners" in str(said)
 
