@@ -122,7 +122,7 @@ class _ByMeshAxis:
 
 
 # What happens over mesh axes that matrices are not exchanged over: to replicas, to sharded ones.
-OUTSIDE = {"replicas": ("repeat", "split"), "sharded": ("raise", "gram", "block")}
+OUTSIDE = {"replicas": ("repeat", "split", "faster"), "sharded": ("raise", "gram", "block")}
 
 
 def words_of(value: Any) -> tuple[Any, ...]:

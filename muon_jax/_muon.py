@@ -173,9 +173,9 @@ def muon(
         mu_rounding: of Muon's momentum, `"nearest"`, `"stochastic"` or None, see `scale_by_muon`.
         distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
         exchange_axes: the mesh axes that matrices are exchanged over, see `scale_by_muon`.
-        outside: what happens over other mesh axes: replicas `"repeat"` or `"split"` the work,
-            sharded matrices `"raise"`, stay in pieces by `"gram"`, or are orthogonalized `"block"`
-            by block, see `scale_by_muon`. The s of a block is that of its own shape.
+        outside: what happens over other mesh axes: replicas `"repeat"` or `"split"` the work, or
+            what is `"faster"`; sharded matrices `"raise"`, stay in pieces by `"gram"`, or are their
+            `"block"`s, see `scale_by_muon`. The s of a block is that of its own shape.
         bandwidth: bytes per second of each mesh axis, for the cost model, see `scale_by_muon`.
         latency: seconds that a collective over each mesh axis takes besides, see `scale_by_muon`.
 

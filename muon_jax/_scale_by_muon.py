@@ -162,7 +162,8 @@ def scale_by_muon(
             - Replicas, devices along an axis that does not shard a parameter, `"repeat"` the work.
               Or they `"split"` the units of parameters of one shape and sharding, and gather the
               updates in one all-gather over such axes, with the same bits. They also split over
-              axes that are named in `exchange_axes`, where those do not shard the parameter.
+              axes that are named in `exchange_axes`, where those do not shard the parameter. Or all
+              do what a model of the times finds `"faster"` of the two, for all parameters together.
             - Matrices that an axis shards `"raise"` an error. Or they stay in pieces by `"gram"`,
               as under `distributed_gram=True`: XXᵀ is summed over all axes that shard X. It is of
               the side that no axis outside shards, and of the shorter one where there is none.
@@ -170,8 +171,8 @@ def scale_by_muon(
               along such axes have of a matrix is a matrix of its own.
         bandwidth: bytes per second that each device sends over a mesh axis, by its name, such as
             `{"data": 50e9, "tensor": 450e9}`: for the model of the times by which
-            `distributed_gram=None` chooses. It changes results by that choice alone. An axis that
-            is left out has what was measured on NVLink.
+            `distributed_gram=None` and `outside="faster"` choose. It changes results by that choice
+            alone. An axis that is left out has what was measured on NVLink.
         latency: seconds that a collective over a mesh axis takes besides, by its name.
         scale_of_blocks: the scale by the shape of a matrix that a later transformation, such as
             `scale_by_shape`, multiplies updates by. The update of a block is multiplied by the

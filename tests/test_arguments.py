@@ -101,7 +101,7 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
         (
             of_muon(outside=("split", "gram", "block")),
             Value,
-            r"outside must have one of \('repeat', 'split'\) at most .*: leave out one word",
+            r"outside must have one of \('repeat', .*'faster'\) at most .*: leave out one word",
         ),
         (of_muon(outside={3: "split"}), Type, r"outside must have words by the names of mesh axes"),
         (of_muon(outside={"x": "blocks"}), Value, r"outside\['x'\] must be one of"),

@@ -99,7 +99,15 @@ ARGUMENTS = {
     "distributed_gram": ([False, None], NO_FLAG),
     "exchange_axes": (["x", ("x", "y"), (), None], [3, ("x", 3), ["x"], {"x": "y"}, True]),
     "outside": (
-        ["repeat", "split", ("split", "raise"), (), {"x": "split"}, {"y": ("repeat", "raise")}],
+        [
+            "repeat",
+            "split",
+            "faster",
+            ("split", "raise"),
+            (),
+            {"x": "split"},
+            {"y": ("repeat", "raise")},
+        ],
         [None, 3, "blocks", ("split", "repeat"), ("split", 3), {3: "split"}, {"x": {"y": "split"}}],
     ),
     "bandwidth": (

@@ -56,7 +56,9 @@ def _chunks(kinds: Sequence[Sequence[Leaf]], owners: int) -> list[Chunk]:
         leaves = sorted(leaves, key=lambda leaf: leaf.layout)
         chunk = Chunk(tuple((leaf, 0, leaf.units) for leaf in leaves), 0, 0)
         chunks.append(dataclasses.replace(chunk, slots=-(-chunk.count // owners)))
-    remainders = [(c.count % owners, c.parts[0][0].nanoseconds) for c in chunks]
+    # Costs are in whole ns, whose sums are exact.
+    costs = (round(1e3 * chunk.parts[0][0].microseconds(1)) for chunk in chunks)
+    remainders = [(c.count % owners, cost) for c, cost in zip(chunks, costs, strict=True)]
     firsts = _first_owners(remainders, owners)
     return [dataclasses.replace(c, first=first) for c, first in zip(chunks, firsts, strict=True)]
 

@@ -16,11 +16,12 @@ class Choice(NamedTuple):
     """What happens over a mesh axis.
 
     Attributes:
-        replicas: whether devices that have equal matrices repeat or split the work.
+        replicas: whether devices that have equal matrices repeat or split the work, or do what a
+            model of the times finds faster.
         sharded: what becomes of matrices that the axis shards; None where they are exchanged.
     """
 
-    replicas: Literal["repeat", "split"] = "repeat"
+    replicas: Literal["repeat", "split", "faster"] = "repeat"
     sharded: Literal["raise", "gram", "block"] | None = "raise"
 
 
@@ -80,6 +81,15 @@ class ExchangeAxes:
         found = dict(self.named).get(axis, self.others)
         is_exchanged = self.names is None or axis in self.names
         return found._replace(sharded=None) if is_exchanged else found
+
+    def decided(self, word: Literal["repeat", "split"]) -> "ExchangeAxes":
+        """Returns the same with this word in place of `"faster"`."""
+
+        def of_choice(choice: Choice) -> Choice:
+            return choice._replace(replicas=word) if choice.replicas == "faster" else choice
+
+        named = tuple((axis, of_choice(choice)) for axis, choice in self.named)
+        return dataclasses.replace(self, named=named, others=of_choice(self.others))
 
     def check_names(self, mesh: Mapping[str, int]) -> None:
         """Raises ValueError where an axis is none of the mesh's."""

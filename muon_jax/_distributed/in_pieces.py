@@ -104,10 +104,12 @@ def why_not_in_pieces(leaf: Leaf) -> str | None:
     return f"its view, {leaf.view}, is of matrices that are parts of an axis"
 
 
-def estimate(bucket: Bucket, form: Form) -> Estimate:
-    """Returns what the bucket costs where its matrices stay in pieces."""
+def estimate(bucket: Bucket) -> Estimate:
+    """Returns what the bucket costs where its matrices stay in pieces, as they can."""
     (chunk,) = bucket.chunks
-    m, n = chunk.parts[0][0].shape_in_pieces
+    leaf = chunk.parts[0][0]
+    form, (m, n) = leaf.form_in_pieces, leaf.shape_in_pieces
+    assert isinstance(form, Form)
     mesh = dict(bucket.axes)
     return cost_in_pieces(
         form.products,

@@ -88,11 +88,10 @@ class Leaf:
         """Shapes `(batch, m, n)` of the matrices of a unit, m ≤ n."""
         return tuple((b, min(rows, cols), max(rows, cols)) for b, rows, cols in self.stacks)
 
-    @property
-    def nanoseconds(self) -> int:
-        """A model's time for a unit, in whole numbers, whose sums are exact."""
-        forms = zip(self.forms, self.matrices, strict=True)
-        return round(1e3 * sum(form.products.microseconds(shape) for form, shape in forms))
+    def microseconds(self, count: int) -> float:
+        """Returns a model's time for so many whole units, orthogonalized together."""
+        pairs = zip(self.forms, self.matrices, strict=True)
+        return sum(form.products.microseconds((count * b, m, n)) for form, (b, m, n) in pairs)
 
     @property
     def kind(self) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from muon_jax._distributed.links import Links
 from muon_jax._distributed.outside import placed_within
 from muon_jax._distributed.placement import leaf_of
 from muon_jax._distributed.plan import Bucket, Leaf, Plan, Share
+from muon_jax._distributed.plan_cost import microseconds_of
 from muon_jax._distributed.shares import shares_of
 from muon_jax._iteration.form import Form
 from muon_jax._iteration.iteration import Iteration
@@ -110,6 +111,9 @@ def make_plan(
     | True               | it can                                                           |
     | None               | it can, no device has a replica, and a model finds it faster     |
 
+    Where replicas shall do what is faster, it is the faster of the plans in which all of them
+    repeat the work, and split it.
+
     Args:
         units: the parameters.
         specs: of each parameter.
@@ -133,6 +137,11 @@ def make_plan(
             and _is_faster_in_pieces(bucket, limits.links)
         )
 
+    if limits.exchange_axes != limits.exchange_axes.decided("repeat"):
+        words = map(limits.exchange_axes.decided, ("repeat", "split"))
+        stated = (limits._replace(exchange_axes=exchange_axes) for exchange_axes in words)
+        plans = [make_plan(units, specs, mesh, each, iterations) for each in stated]
+        return min(plans, key=lambda plan: microseconds_of(plan, limits.links))
     limits.exchange_axes.check_names(mesh)
     limits.links.check_names(mesh)
     leaves = [
@@ -193,6 +202,4 @@ def _is_faster_in_pieces(bucket: Bucket, links: Links) -> bool:
     leaf = chunk.parts[0][0]
     ((_, m, n),), (form,) = leaf.matrices, leaf.forms
     whole = by_owners(form.products, (m, n), bucket.axes, bucket.dtype.itemsize)
-    assert isinstance(leaf.form_in_pieces, Form)
-    in_pieces = estimate(bucket, leaf.form_in_pieces)
-    return in_pieces.microseconds(links) < whole.microseconds(links)
+    return estimate(bucket).microseconds(links) < whole.microseconds(links)

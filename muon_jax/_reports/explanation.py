@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from muon_jax._distributed.cost import Estimate
 from muon_jax._distributed.in_pieces import estimate
-from muon_jax._distributed.links import Collective, Links, Sent
+from muon_jax._distributed.links import Links, Sent
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan, Share
+from muon_jax._distributed.plan_cost import collectives_of
 from muon_jax._distributed.shares import gathered_together
 from muon_jax._iteration.form import Form
 from muon_jax._reports.table import table
@@ -168,15 +168,9 @@ class _Row(NamedTuple):
             each=each,
             megabytes=num_bytes / 1e6,
             dtype=self.dtype.name,
-            microseconds=_microseconds(self.leaf, each),
-            repeated_microseconds=_microseconds(self.leaf, count),
+            microseconds=self.leaf.microseconds(each),
+            repeated_microseconds=self.leaf.microseconds(count),
         )
-
-
-def _microseconds(leaf: Leaf, count: int) -> float:
-    """A model's time for so many whole units."""
-    pairs = zip(leaf.forms, leaf.matrices, strict=True)
-    return sum(form.products.microseconds((count * b, m, n)) for form, (b, m, n) in pairs)
 
 
 def explained(plan: Plan, names: Sequence[str], links: Links) -> Explanation:
@@ -199,10 +193,8 @@ def explained(plan: Plan, names: Sequence[str], links: Links) -> Explanation:
         row = _Row(leaf, (), dtype, names[leaf.iteration])
         count, num_bytes = _of_replicas([(leaf, 0, leaf.units)], shares)
         add(row, count, leaf.units, num_bytes)
-    collectives: list[Collective] = []
     for bucket in plan.buckets:
         sent = [_sent(bucket, chunk) for chunk in bucket.chunks]
-        collectives += 2 * [Collective(bucket.bytes, bucket.axes)]
         for chunk, num_bytes in zip(bucket.chunks, sent, strict=True):
             leaf = chunk.parts[0][0]
             row = _Row(leaf, bucket.axes, bucket.dtype, names[leaf.iteration])
@@ -211,17 +203,12 @@ def explained(plan: Plan, names: Sequence[str], links: Links) -> Explanation:
     groups = [row.group(*numbers) for row, *numbers in rows.values()]
     sums = 0
     for bucket in plan.grams:
-        group, cost, num_sums = _group_in_pieces(bucket, names, shares)
+        group, num_sums = _group_in_pieces(bucket, names, shares)
         groups.append(group)
-        collectives += cost.collectives
         sums += num_sums
-    gathers = gathered_together(plan.shares)
-    for together in gathers:
-        num_bytes = sum(s.bytes_of(s.stack.units) * s.replicas for s in together)
-        collectives.append(Collective(num_bytes, together[0].axes, shares=True))
     by_axis: dict[str, Sent] = {}
     for name, (num_bytes, time) in itertools.chain.from_iterable(
-        links.sent(collective).items() for collective in collectives
+        links.sent(collective).items() for collective in collectives_of(plan)
     ):
         before = by_axis.get(name, Sent(0.0, 0.0))
         by_axis[name] = Sent(before.bytes + num_bytes, before.microseconds + time)
@@ -231,7 +218,7 @@ def explained(plan: Plan, names: Sequence[str], links: Links) -> Explanation:
         sums=sums,
         compute_microseconds=sum(group.microseconds for group in groups),
         exchange_microseconds=sum(sent.microseconds for sent in by_axis.values()),
-        gathers=len(gathers),
+        gathers=len(gathered_together(plan.shares)),
         links=by_axis,
         is_measured=links == Links(),
     )
@@ -261,13 +248,13 @@ def _of_replicas(
 
 def _group_in_pieces(
     bucket: Bucket, names: Sequence[str], shares: Mapping[int, Share]
-) -> tuple[ExplainedGroup, Estimate, int]:
-    """The group of matrices that stay in pieces, its cost, and how many sums it has."""
+) -> tuple[ExplainedGroup, int]:
+    """The group of matrices that stay in pieces, and how many sums it has."""
     (chunk,) = bucket.chunks
     leaf = chunk.parts[0][0]
     form = leaf.form_in_pieces
     assert isinstance(form, Form)
-    cost = estimate(bucket, form)
+    cost = estimate(bucket)
     count, gathered = _of_replicas(chunk.parts, shares)
     group = ExplainedGroup(
         matrices=leaf.matrices,
@@ -279,9 +266,9 @@ def _group_in_pieces(
         megabytes=(sum(collective.sent_bytes for collective in cost.collectives) + gathered) / 1e6,
         dtype=form.dtype.name,
         microseconds=cost.compute,
-        repeated_microseconds=_microseconds(leaf, count),
+        repeated_microseconds=leaf.microseconds(count),
     )
-    return group, cost, form.products.grams
+    return group, form.products.grams
 
 
 def _mode(leaf: Leaf, mode: str) -> str:

@@ -3,6 +3,7 @@
 import fractions
 import itertools
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,44 @@ SLOW, QUICK = {"x": 1e9}, {"x": 1e12}
 def test_owners_or_pieces(shape, kwargs, mode):
     (group,) = explained(shape, {"x": 8}, (None, None, "x"), **kwargs).groups
     assert group.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "mode"),
+    [
+        ({}, "split over replica; exchange over x"),
+        ({"bandwidth": {"replica": 1e8}}, "exchange over x"),
+        ({"latency": {"replica": 1.0}}, "exchange over x"),
+        ({"bandwidth": {"x": 1e8}}, "split over replica; exchange over x"),
+        ({"outside": {"x": "faster"}}, "exchange over x"),
+    ],
+    ids=str,
+)
+def test_replicas_do_what_is_faster(kwargs, mode):
+    sizes, shape = {"replica": 2, "x": 8}, (64, 2048, 2048)
+    said = explained(shape, sizes, (None, "x"), **{"outside": "faster", **kwargs})
+    (group,) = said.groups
+    assert group.mode == mode
+    word = "split" if mode.startswith("split") else "repeat"
+    assert explained(shape, sizes, (None, "x"), **{**kwargs, "outside": word}) == said
+
+
+@helpers.slow
+@pytest.mark.parametrize(
+    ("latency", "gathers"), [({"replica": 0, "x": 0}, {"all-gather": 1}), ({"replica": 1}, {})]
+)
+def test_replicas_that_do_what_is_faster_have_the_bits_of_others(latency, gathers):
+    mesh = jax.make_mesh((2, 4), ("replica", "x"), (AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
+    gradient = np.random.default_rng(0).standard_normal((8, 16, 32), np.float32)
+    grads = {"w": jax.device_put(gradient, sharding)}
+    kwargs = {"weight_dimension_numbers": {"w": MuonDimensionNumbers(-2, -1)}}
+    _, expected = helpers.compiled_update(grads, **kwargs)
+    compiled, updates = helpers.compiled_update(
+        grads, outside="faster", latency=latency, bandwidth={"replica": 1e12}, **kwargs
+    )
+    assert collectives(compiled) == {"all-to-all": 2, **gathers}
+    chex.assert_trees_all_equal(updates, expected)
 
 
 def test_what_explain_shows_is_what_runs():
