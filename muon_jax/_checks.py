@@ -103,8 +103,26 @@ def _check_mesh_axis(name: str, value: Any) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class _ByMeshAxis:
+    """A dict of numbers by the names of mesh axes."""
+
+    number: Number
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raises unless `value` is such a dict."""
+        if not isinstance(value, Mapping) or not all(isinstance(axis, str) for axis in value):
+            raise TypeError(
+                f"{name} must be a dict of numbers by the names of mesh axes, got {shown(value)}:"
+                f" pass {name}={{'data': {self.number.example}}}, for example"
+            )
+        for axis, each in value.items():
+            check_static(f"{name}[{axis!r}]", each)
+            self.number(f"{name}[{axis!r}]", each)
+
+
 # What happens over mesh axes that matrices are not exchanged over: to replicas, to sharded ones.
-OUTSIDE = {"replicas": ("repeat", "split"), "sharded": ("raise", "gram", "block")}
+OUTSIDE = {"replicas": ("repeat", "split", "faster"), "sharded": ("raise", "gram", "block")}
 
 
 def words_of(value: Any) -> tuple[Any, ...]:
@@ -159,6 +177,8 @@ _DECLARED: dict[str, Check] = {
     "max_group_bytes": _check_group_bytes,
     "exchange_axes": _check_mesh_axis,
     "outside": _check_outside,
+    "bandwidth": _ByMeshAxis(Number("(0, inf)", 50e9)),
+    "latency": _ByMeshAxis(Number("[0, inf)", 2e-5)),
     "dtype": FloatDType(or_auto=True),
     "ns_dtype": FloatDType(or_auto=True),
     "mu_dtype": FloatDType(least_bits=16, or_int8=True),

@@ -10,9 +10,8 @@ Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
 3.  `ns_coeffs` takes more names than optax's `"standard"` and `"dion"`. `scale_by_muon` takes the
     same names as `muon`. optax documents a name `"muon"`, which it rejects.
 4.  A gradient of zeros gives a matrix an update of zeros in every dtype. optax gives NaN in
-    float16. AdamW also gives NaN there, because its eps of 1e-8 is 0 in float16: see `adam_eps`. A
-    gradient of magnitude 1e30 gives the same update as one of magnitude 1. optax gives zero,
-    because its norm overflows.
+    float16, as AdamW does: its eps of 1e-8 is 0 there, see `adam_eps`. A gradient of magnitude 1e30
+    gives the same update as one of magnitude 1. optax gives zero: its norm overflows.
 5.  `preconditioning="spectral"` works in bfloat16 and float16 (optax: no SVD in those dtypes).
 6.  `eps` applies to `preconditioning="aol"` and `"schatten"` too. optax drops it there.
 7.  `"schatten"` takes complex parameters through XXᴴ (optax: XXᵀ).
@@ -21,12 +20,11 @@ Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
 9.  Updates have the dtype of the gradients and `mu` keeps its own dtype, whatever is promoted
     between. In optax a float32 `mu` makes bfloat16 gradients into float32 updates.
 10. Errors name the parameter and say what to do.
-11. None in the place of a gradient counts as zeros, and the state is as ever. `update` then needs
-    the parameters. optax raises.
+11. None for a gradient counts as zeros. `update` then needs the parameters. optax raises.
 12. Other published Muons have a name, `preset`. The arguments that presets set are there, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -107,6 +105,8 @@ def muon(
     distributed_gram: bool | None = None,
     exchange_axes: str | tuple[str, ...] | None = None,
     outside: Outside = ("repeat", "raise"),
+    bandwidth: Mapping[str, float] | None = None,
+    latency: Mapping[str, float] | None = None,
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
 
@@ -121,8 +121,7 @@ def muon(
         ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
         beta: decay rate of Muon's momentum.
         eps: added to the norm that the momentum is divided by, and to AdamW's denominator.
-        weight_decay: λ, a number or a schedule, multiplied by the learning rate
-            (`weight_decay_form`); on matrices. None is 0.
+        weight_decay: λ of matrices, a number or a schedule, see `weight_decay_form`. None is 0.
         weight_decay_mask: tree of booleans (or a callable that makes one): which matrices decay.
         mu_dtype: dtype of the momentum and of AdamW's first moment, also `"int8"`, which for AdamW
             stands for bfloat16; None for the parameters', or for AdamW later, what optax promotes
@@ -146,10 +145,8 @@ def muon(
             s = r·√max(fan_in, fan_out), where r = 0.2 matches the root mean square of AdamW's
             updates, so that one learning rate suits both (`Liu et al.
             <https://arxiv.org/abs/2502.16982>`_).
-        preset: a name in `muon_jax.PRESETS`, whose arguments stand for those that the call leaves
-            out: `"keller"`, `"torch"`, `"moonlight"`, `"optax"`, `"dion"`, `"gram"`, `"levanter"`,
-            `"turbo"`, `"fused_muon"`, `"moe_fp16"`, `"megatron"`, `"nanogpt"`, `"kimi_k3"`,
-            `"glm5"` or `"muonh"`. It sets weight decay, not the learning rate.
+        preset: a name in `muon_jax.PRESETS`, such as `"moonlight"`, whose arguments stand for those
+            that the call leaves out. It sets weight decay, not the learning rate.
         momentum: `"bias_corrected"`, `"ema"` or `"heavy_ball"`, see `scale_by_muon`.
         eps_mode: `"add"` or `"max"`, see `scale_by_muon`.
         shape_scale: s where `consistent_rms` is None: `"clipped_ratio"` is the above, `"ratio"` is
@@ -161,9 +158,8 @@ def muon(
             those with W·O ≥ 0 (`Chen et al. <https://arxiv.org/abs/2510.12402>`_).
         fixed_norms: whether each matrix of Muon's keeps its Frobenius norm (MuonH). The update of W
             is then η·‖W‖/‖O‖ long, and s has no effect, see `scale_to_param_norm`.
-        adamh: a regular expression for paths. Matrices (rank 2) that AdamW has, whose paths it
-            matches, keep their norms as well (AdamH). They have `learning_rate` and no weight
-            decay.
+        adamh: a regular expression. Matrices (rank 2) of AdamW whose paths it matches keep their
+            norms as well (AdamH). They have `learning_rate` and no weight decay.
         normuon_b2: decay rate of NorMuon's second moments, see `scale_by_normuon`; None for none.
         normuon_averaged: `"fan_in"` or `"shorter"`, see `scale_by_normuon`.
         adam_eps: added to AdamW's denominator; None for `eps`.
@@ -177,9 +173,11 @@ def muon(
         mu_rounding: of Muon's momentum, `"nearest"`, `"stochastic"` or None, see `scale_by_muon`.
         distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
         exchange_axes: the mesh axes that matrices are exchanged over, see `scale_by_muon`.
-        outside: what happens over other mesh axes: replicas `"repeat"` or `"split"` the work,
-            sharded matrices `"raise"`, stay in pieces by `"gram"`, or are orthogonalized `"block"`
-            by block, see `scale_by_muon`. The s of a block is that of its own shape.
+        outside: what happens over other mesh axes: replicas `"repeat"` or `"split"` the work, or
+            what is `"faster"`; sharded matrices `"raise"`, stay in pieces by `"gram"`, or are their
+            `"block"`s, see `scale_by_muon`. The s of a block is that of its own shape.
+        bandwidth: bytes per second of each mesh axis, for the cost model, see `scale_by_muon`.
+        latency: seconds that a collective over each mesh axis takes besides, see `scale_by_muon`.
 
     Raises:
         TypeError: there is no such argument; an argument that is a number or a boolean got another
@@ -245,6 +243,8 @@ def muon(
             distributed_gram=distributed_gram,
             exchange_axes=exchange_axes,
             outside=outside,
+            bandwidth=bandwidth,
+            latency=latency,
             scale_of_blocks=shape_scale if consistent_rms is None else "longer_side",
         )
         if normuon_b2 is not None:
@@ -272,7 +272,6 @@ def muon(
         optimizers: dict[Any, Any] = {"muon": on_matrices, "adam": on_the_rest}
         if adamh is not None:
             optimizers["adamh"] = on_spheres(adam, learning_rate, shardings)
-
         return optax.multi_transform(
             optimizers, lambda params: labels_of(params, views, adamh, ns_coeffs)
         )

@@ -1,5 +1,6 @@
 """`scale_by_muon`: momentum, orthogonalized matrix by matrix, in groups of one shape."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import optax
 from muon_jax._checks import checks_arguments
 from muon_jax._coefficients import CoeffsByPath, iterations_by_path
 from muon_jax._distributed.exchange_axes import ExchangeAxes, Outside
+from muon_jax._distributed.links import Links
 from muon_jax._distributed.map_matrices import map_matrices
 from muon_jax._distributed.on_shards import inner_products
 from muon_jax._distributed.planning import Limits
@@ -63,6 +65,8 @@ def scale_by_muon(
     distributed_gram: bool | None = None,
     exchange_axes: str | tuple[str, ...] | None = None,
     outside: Outside = ("repeat", "raise"),
+    bandwidth: Mapping[str, float] | None = None,
+    latency: Mapping[str, float] | None = None,
     scale_of_blocks: ScaleOfBlocks = "none",
 ) -> optax.GradientTransformation:
     """Replaces each gradient by the orthogonalized momentum of its parameter.
@@ -158,12 +162,18 @@ def scale_by_muon(
             - Replicas, devices along an axis that does not shard a parameter, `"repeat"` the work.
               Or they `"split"` the units of parameters of one shape and sharding, and gather the
               updates in one all-gather over such axes, with the same bits. They also split over
-              axes that are named in `exchange_axes`, where those do not shard the parameter.
+              axes that are named in `exchange_axes`, where those do not shard the parameter. Or all
+              do what a model of the times finds `"faster"` of the two, for all parameters together.
             - Matrices that an axis shards `"raise"` an error. Or they stay in pieces by `"gram"`,
               as under `distributed_gram=True`: XXᵀ is summed over all axes that shard X. It is of
               the side that no axis outside shards, and of the shorter one where there is none.
               Or they are orthogonalized `"block"` by block: what devices with equal coordinates
               along such axes have of a matrix is a matrix of its own.
+        bandwidth: bytes per second that each device sends over a mesh axis, by its name, such as
+            `{"data": 50e9, "tensor": 450e9}`: for the model of the times by which
+            `distributed_gram=None` and `outside="faster"` choose. It changes results by that choice
+            alone. An axis that is left out has what was measured on NVLink.
+        latency: seconds that a collective over a mesh axis takes besides, by its name.
         scale_of_blocks: the scale by the shape of a matrix that a later transformation, such as
             `scale_by_shape`, multiplies updates by. The update of a block is multiplied by the
             scale of the block over the scale of its matrix, so that it has in the end its own:
@@ -180,9 +190,9 @@ def scale_by_muon(
             momentum in another dtype; a parameter is no matrix of floats; gradients do not fit
             the parameters; `ns_dtype` is one that the composed schedule is unsafe in; `shardings`
             is missing or wrong; `distributed_gram` is True, matrices are sharded, and none of them
-            can stay in pieces; `exchange_axes` or `outside` names an axis that the mesh lacks; a
-            mesh axis shards matrices that must not be exchanged over it, or that cannot be pieces
-            or blocks; or `adaptive` comes with `"gram"` or `"block"`.
+            can stay in pieces; `exchange_axes`, `outside`, `bandwidth` or `latency` names an axis
+            that the mesh lacks; a mesh axis shards matrices that must not be exchanged over it, or
+            that cannot be pieces or blocks; or `adaptive` comes with `"gram"` or `"block"`.
         NotImplementedError: the named implementation cannot run here.
     """
     check_views(weight_dimension_numbers)
@@ -200,7 +210,8 @@ def scale_by_muon(
     exchanged = ExchangeAxes.of_arguments(exchange_axes, outside)
     if adaptive:
         exchanged.check_sums("adaptive=True")
-    limits = Limits(max_group_bytes, distributed_gram, exchanged, scale_of_blocks)
+    links = Links.of_arguments(bandwidth, latency)
+    limits = Limits(max_group_bytes, distributed_gram, exchanged, scale_of_blocks, links)
     seen = SeenShardings()
     dtype = computed_dtype(mu_dtype)
     # `storing_mu` rounds to 8 bits.

@@ -101,7 +101,7 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
         (
             of_muon(outside=("split", "gram", "block")),
             Value,
-            r"outside must have one of \('repeat', 'split'\) at most .*: leave out one word",
+            r"outside must have one of \('repeat', .*'faster'\) at most .*: leave out one word",
         ),
         (of_muon(outside={3: "split"}), Type, r"outside must have words by the names of mesh axes"),
         (of_muon(outside={"x": "blocks"}), Value, r"outside\['x'\] must be one of"),
@@ -127,6 +127,14 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
                 "fixed_norms=True": {"fixed_norms": True},
             }.items()
         ),
+        (
+            of_muon(bandwidth=50e9),
+            Type,
+            r"bandwidth must be a dict of numbers by the names of mesh",
+        ),
+        (of_muon(latency={3: 1e-5}), Type, r"latency must be .* pass latency=\{'data': 2e-05\}"),
+        (of_muon(bandwidth={"x": 0}), Value, r"bandwidth\['x'\] must be in \(0, inf\), got 0"),
+        (of_muon(latency={"x": "1"}), Type, r"latency\['x'\] must be one real number, got '1'"),
         # Numbers.
         (
             of_muon(learning_rate=float("nan")),

@@ -99,8 +99,24 @@ ARGUMENTS = {
     "distributed_gram": ([False, None], NO_FLAG),
     "exchange_axes": (["x", ("x", "y"), (), None], [3, ("x", 3), ["x"], {"x": "y"}, True]),
     "outside": (
-        ["repeat", "split", ("split", "raise"), (), {"x": "split"}, {"y": ("repeat", "raise")}],
+        [
+            "repeat",
+            "split",
+            "faster",
+            ("split", "raise"),
+            (),
+            {"x": "split"},
+            {"y": ("repeat", "raise")},
+        ],
         [None, 3, "blocks", ("split", "repeat"), ("split", 3), {3: "split"}, {"x": {"y": "split"}}],
+    ),
+    "bandwidth": (
+        [{"x": 50e9}, {"x": 1, "y": np.float64(2)}, {}, None],
+        [3, "x", [1.0], {3: 1.0}, {"x": 0}, {"x": "fast"}, {"x": float("inf")}],
+    ),
+    "latency": (
+        [{"x": 2e-5}, {"x": 0, "y": 1e-6}, {}, None],
+        [3, ("x",), {3: 1.0}, {"x": -1e-6}, {"x": None}, {"x": jnp.array(1e-5)}],
     ),
     "scale_of_blocks": NAME("clipped_ratio", "longer_side", "none", "ratio"),
     "preconditioning": NAME("frobenius"),

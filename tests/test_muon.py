@@ -116,6 +116,8 @@ OF_THE_ITERATION = [
     "distributed_gram",
     "exchange_axes",
     "outside",
+    "bandwidth",
+    "latency",
 ]
 NEW = {
     "muon": [

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan
 from muon_jax._iteration.grouping import even
 
@@ -48,14 +50,41 @@ def deal(
 
 
 def _chunks(kinds: Sequence[Sequence[Leaf]], owners: int) -> list[Chunk]:
-    """Each kind as one chunk; its units begin on the owner after the last kind's last unit."""
-    chunks, first = [], 0
+    """Each kind as one chunk, with its remainder where other kinds have the least."""
+    chunks = []
     for leaves in kinds:
         leaves = sorted(leaves, key=lambda leaf: leaf.layout)
-        chunk = Chunk(tuple((leaf, 0, leaf.units) for leaf in leaves), 0, first)
+        chunk = Chunk(tuple((leaf, 0, leaf.units) for leaf in leaves), 0, 0)
         chunks.append(dataclasses.replace(chunk, slots=-(-chunk.count // owners)))
-        first = (first + chunk.count) % owners
-    return chunks
+    # Costs are in whole ns, whose sums are exact.
+    costs = (round(1e3 * chunk.parts[0][0].microseconds(1)) for chunk in chunks)
+    remainders = [(c.count % owners, cost) for c, cost in zip(chunks, costs, strict=True)]
+    firsts = _first_owners(remainders, owners)
+    return [dataclasses.replace(c, first=first) for c, first in zip(chunks, firsts, strict=True)]
+
+
+def _first_owners(remainders: Sequence[tuple[int, int]], owners: int) -> list[int]:
+    """Returns the first owner of each remainder.
+
+    Remainders of the most costly units are dealt first. Each goes to neighbours of whom the one
+    with the most work has the least; of equal places to the one with the least work in all, and
+    then to the next after the last remainder. So units of equal cost go to the owners in turn.
+
+    Args:
+        remainders: pairs of the number of units and the cost of each.
+        owners: how many owners there are.
+    """
+    loads, firsts, end = np.zeros(owners, np.int64), [0] * len(remainders), 0
+    for i in sorted(range(len(remainders)), key=lambda i: -remainders[i][1]):
+        count, cost = remainders[i]
+        if not count:
+            continue
+        order = (end + np.arange(owners + count - 1)) % owners
+        places = np.lib.stride_tricks.sliding_window_view(loads[order], count)
+        firsts[i] = int(order[np.lexsort((places.sum(1), places.max(1)))[0]])
+        loads[(firsts[i] + np.arange(count)) % owners] += cost
+        end = (firsts[i] + count) % owners
+    return firsts
 
 
 def _slice(chunk: Chunk, first_slot: int, last_slot: int, owners: int) -> Chunk:

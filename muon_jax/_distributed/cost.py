@@ -4,20 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from muon_jax._distributed.links import Collective, Links, MeshAxes
 from muon_jax._iteration.cost import Products
-
-# Bytes per µs, and the µs of a launch. Measured on four H200s with NVLink, from the time of one
-# update in which each device exchanged 302 MB.
-_EXCHANGE_BYTES, _EXCHANGE_LAUNCH = 250e3, 20.0
-
-
-def exchange_microseconds(num_bytes: float) -> float:
-    """Returns a model's time for a collective among H200s of one host.
-
-    Args:
-        num_bytes: what each device sends.
-    """
-    return _EXCHANGE_LAUNCH + num_bytes / _EXCHANGE_BYTES
 
 
 class Estimate(NamedTuple):
@@ -25,37 +13,38 @@ class Estimate(NamedTuple):
 
     Attributes:
         compute: µs of products.
-        sent: the bytes of each collective.
+        collectives: one after the other.
     """
 
     compute: float
-    sent: tuple[float, ...]
+    collectives: tuple[Collective, ...]
 
-    @property
-    def microseconds(self) -> float:
-        """The time of products and collectives, one after the other."""
-        return self.compute + sum(map(exchange_microseconds, self.sent))
+    def microseconds(self, links: Links) -> float:
+        """Returns the time of products and collectives, one after the other."""
+        return self.compute + sum(map(links.microseconds, self.collectives))
 
 
-def by_owners(products: Products, shape: tuple[int, int], owners: int, itemsize: int) -> Estimate:
+def by_owners(
+    products: Products, shape: tuple[int, int], axes: MeshAxes, itemsize: int
+) -> Estimate:
     """Returns the cost of at most one (m, n) matrix for each owner, exchanged whole.
 
     Args:
         products: of the form that the matrices are orthogonalized in.
         shape: `(m, n)`.
-        owners: the number of devices.
+        axes: names and sizes of the mesh axes that the owners are along.
         itemsize: of the dtype on the wire.
     """
-    sent = math.prod(shape) * itemsize * (1 - 1 / owners)
-    return Estimate(products.microseconds(shape), (sent, sent))
+    exchange = Collective(math.prod(shape) * itemsize, axes)
+    return Estimate(products.microseconds(shape), (exchange, exchange))
 
 
 def cost_in_pieces(
     products: Products,
     shape: tuple[int, int, int],
-    owners: int,
+    axes: MeshAxes,
     itemsize: int,
-    cuts: Sequence[tuple[int, int]],
+    cuts: Sequence[tuple[int, MeshAxes]],
 ) -> Estimate:
     """Returns the cost of the gram form on pieces of matrices, `shape` being (count, m, n).
 
@@ -67,20 +56,24 @@ def cost_in_pieces(
     Args:
         products: of the gram form.
         shape: `(count, m, n)`, count ≤ owners.
-        owners: the number of devices.
+        axes: names and sizes of the mesh axes that the owners are along.
         itemsize: of the products' dtype.
-        cuts: pairs `(k, c)`: k of the matrices are cut in c parts along their short axis.
+        cuts: pairs of a number of matrices, and of the mesh axes that shard their short axis.
     """
     count, m, n = shape
+    owners = math.prod(size for _, size in axes)
     with_x = products._replace(squares=0, mixed=0)
     others = products._replace(grams=0, applications=0)
     cut = -(-n // owners)
-    part = 1 - 1 / owners
     total, q = m * m * max(itemsize, 4), m * m * itemsize
-    sizes = (2 * total,) if count == 1 else (count * total, total, q, count * q)
-    one_round = tuple(size * part for size in sizes)
-    moves = tuple(k * m * cut * itemsize * (1 - 1 / c) for k, c in cuts if c > 1)
+    sums = (Collective(2 * total, axes, shares=True),)
+    if count > 1:
+        to_owners, from_owners = Collective(total, axes), Collective(q, axes)
+        summed, gathered = (Collective(count * size, axes, shares=True) for size in (total, q))
+        sums = (summed, to_owners, from_owners, gathered)
+    moves = tuple(Collective(k * m * cut * itemsize, short) for k, short in cuts if short)
+    largest_entries = Collective(0.0, axes, shares=True)
     return Estimate(
         with_x.microseconds((count, m, cut)) + others.microseconds((1, m, m)),
-        (0.0, *products.grams * one_round, *moves, *moves),  # the first finds the largest entries
+        (largest_entries, *products.grams * sums, *moves, *moves),
     )

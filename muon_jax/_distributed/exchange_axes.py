@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from muon_jax._checks import OUTSIDE, words_of
+from muon_jax._distributed.sharding import check_axes
 
 type Words = str | tuple[str, ...]
 # One word, or two, for all mesh axes, or for each of some axes.
@@ -15,11 +16,12 @@ class Choice(NamedTuple):
     """What happens over a mesh axis.
 
     Attributes:
-        replicas: whether devices that have equal matrices repeat or split the work.
+        replicas: whether devices that have equal matrices repeat or split the work, or do what a
+            model of the times finds faster.
         sharded: what becomes of matrices that the axis shards; None where they are exchanged.
     """
 
-    replicas: Literal["repeat", "split"] = "repeat"
+    replicas: Literal["repeat", "split", "faster"] = "repeat"
     sharded: Literal["raise", "gram", "block"] | None = "raise"
 
 
@@ -80,16 +82,19 @@ class ExchangeAxes:
         is_exchanged = self.names is None or axis in self.names
         return found._replace(sharded=None) if is_exchanged else found
 
+    def decided(self, word: Literal["repeat", "split"]) -> "ExchangeAxes":
+        """Returns the same with this word in place of `"faster"`."""
+
+        def of_choice(choice: Choice) -> Choice:
+            return choice._replace(replicas=word) if choice.replicas == "faster" else choice
+
+        named = tuple((axis, of_choice(choice)) for axis, choice in self.named)
+        return dataclasses.replace(self, named=named, others=of_choice(self.others))
+
     def check_names(self, mesh: Mapping[str, int]) -> None:
-        """Raises ValueError where an axis is none of the mesh's; a mesh without axes has all."""
-        stated = {"exchange_axes": self.names or (), "outside": [axis for axis, _ in self.named]}
-        for argument, axes in stated.items():
-            unknown = [axis for axis in axes if axis not in mesh]
-            if mesh and unknown:
-                raise ValueError(
-                    f"{argument} must name axes of the mesh, got {unknown[0]!r}, which the mesh"
-                    f" {dict(mesh)} lacks: name some of {[*mesh]}"
-                )
+        """Raises ValueError where an axis is none of the mesh's."""
+        check_axes("exchange_axes", self.names or (), mesh)
+        check_axes("outside", dict(self.named), mesh)
 
 
 def _choice(words: Words) -> Choice:

@@ -12,7 +12,6 @@ columns does not matter: G and Q follow the order of the rows, whatever it is.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import jax
@@ -105,18 +104,20 @@ def why_not_in_pieces(leaf: Leaf) -> str | None:
     return f"its view, {leaf.view}, is of matrices that are parts of an axis"
 
 
-def estimate(bucket: Bucket, form: Form) -> Estimate:
-    """Returns what the bucket costs where its matrices stay in pieces."""
+def estimate(bucket: Bucket) -> Estimate:
+    """Returns what the bucket costs where its matrices stay in pieces, as they can."""
     (chunk,) = bucket.chunks
-    m, n = chunk.parts[0][0].shape_in_pieces
+    leaf = chunk.parts[0][0]
+    form, (m, n) = leaf.form_in_pieces, leaf.shape_in_pieces
+    assert isinstance(form, Form)
     mesh = dict(bucket.axes)
     return cost_in_pieces(
         form.products,
         (chunk.count, m, n),
-        bucket.owners,
+        bucket.axes,
         form.dtype.itemsize,
         [
-            (stop - start, math.prod(mesh[name] for name in _short_axes(leaf)))
+            (stop - start, tuple((name, mesh[name]) for name in _short_axes(leaf)))
             for leaf, start, stop in chunk.parts
         ],
     )

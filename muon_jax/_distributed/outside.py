@@ -6,6 +6,7 @@ With D the mesh axes that shard the matrices of a parameter, and R those that do
 | ------------------------ | ---------- | -------------------------------------------------- |
 | in R                     | `"repeat"` | what it is; each replica does the work             |
 | in R                     | `"split"`  | units that replicas split                          |
+| in R                     | `"faster"` | one of these two, as `make_plan` decides           |
 | in D, exchanged over     |            | what it is                                         |
 | in D, not exchanged over | `"raise"`  | an error                                           |
 | in D, not exchanged over | `"block"`  | blocks, each a matrix that the rest of D shards    |

@@ -9,7 +9,7 @@ A *unit* is one element of the batch axes of a parameter, with all of its matric
         unit q  ->  owner (first + q) mod O,  slot q div O,
 
     at most ⌈N/O⌉ of the N units of a kind. Units of a kind have equal matrices and one iteration,
-    whatever their layout. `first` goes on from kind to kind, so that remainders are spread.
+    whatever their layout. `first` is chosen by cost, so that remainders are spread.
 -   All kinds with equal D share one exchange. Exchanges are cut into buckets bounded in bytes, so
     that one bucket is on the wire while another is computed.
 -   Kinds that are better left in pieces (`in_pieces`) have buckets of their own, of at most O
@@ -87,6 +87,11 @@ class Leaf:
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
         """Shapes `(batch, m, n)` of the matrices of a unit, m ≤ n."""
         return tuple((b, min(rows, cols), max(rows, cols)) for b, rows, cols in self.stacks)
+
+    def microseconds(self, count: int) -> float:
+        """Returns a model's time for so many whole units, orthogonalized together."""
+        pairs = zip(self.forms, self.matrices, strict=True)
+        return sum(form.products.microseconds((count * b, m, n)) for form, (b, m, n) in pairs)
 
     @property
     def kind(self) -> tuple[Any, ...]:

@@ -15,9 +15,11 @@ from muon_jax._distributed.buckets import deal
 from muon_jax._distributed.cost import by_owners
 from muon_jax._distributed.exchange_axes import ExchangeAxes
 from muon_jax._distributed.in_pieces import estimate, why_not_in_pieces
+from muon_jax._distributed.links import Links
 from muon_jax._distributed.outside import placed_within
 from muon_jax._distributed.placement import leaf_of
 from muon_jax._distributed.plan import Bucket, Leaf, Plan, Share
+from muon_jax._distributed.plan_cost import microseconds_of
 from muon_jax._distributed.shares import shares_of
 from muon_jax._iteration.form import Form
 from muon_jax._iteration.iteration import Iteration
@@ -37,12 +39,14 @@ class Limits(NamedTuple):
         distributed_gram: whether sharded matrices stay in pieces; None for a cost model's choice.
         exchange_axes: which matrices are exchanged over, and what happens over others.
         scale_of_blocks: the scale of updates that blocks have in place of their matrices.
+        links: between the devices, for the cost model.
     """
 
     max_group_bytes: int | None = None
     distributed_gram: bool | None = None
     exchange_axes: ExchangeAxes = ExchangeAxes()
     scale_of_blocks: ScaleOfBlocks = "none"
+    links: Links = Links()
 
 
 def max_bucket_bytes(limits: Limits) -> int:
@@ -107,6 +111,9 @@ def make_plan(
     | True               | it can                                                           |
     | None               | it can, no device has a replica, and a model finds it faster     |
 
+    Where replicas shall do what is faster, it is the faster of the plans in which all of them
+    repeat the work, and split it.
+
     Args:
         units: the parameters.
         specs: of each parameter.
@@ -115,8 +122,8 @@ def make_plan(
         iterations: with which the units were made.
 
     Raises:
-        ValueError: no sharded matrix can stay in pieces, as `distributed_gram=True` asks; or as
-            `placed_within`.
+        ValueError: no sharded matrix can stay in pieces, as `distributed_gram=True` asks; the mesh
+            lacks an axis that `limits` name; or as `placed_within`.
     """
 
     def stays(bucket: Bucket) -> bool:
@@ -127,10 +134,16 @@ def make_plan(
             return False
         return bool(limits.distributed_gram) or (
             not any(leaf.is_replicated for leaf in _leaves_of(bucket))
-            and _is_faster_in_pieces(bucket)
+            and _is_faster_in_pieces(bucket, limits.links)
         )
 
+    if limits.exchange_axes != limits.exchange_axes.decided("repeat"):
+        words = map(limits.exchange_axes.decided, ("repeat", "split"))
+        stated = (limits._replace(exchange_axes=exchange_axes) for exchange_axes in words)
+        plans = [make_plan(units, specs, mesh, each, iterations) for each in stated]
+        return min(plans, key=lambda plan: microseconds_of(plan, limits.links))
     limits.exchange_axes.check_names(mesh)
+    limits.links.check_names(mesh)
     leaves = [
         placed_within(leaf, spec, mesh, limits.exchange_axes, limits.scale_of_blocks)
         for leaf, spec in zip(units, specs, strict=True)
@@ -181,13 +194,12 @@ def _hindrances(bucket: Bucket) -> list[tuple[str, str]]:
     return [(name, reason) for name, reason in found if isinstance(reason, str)]
 
 
-def _is_faster_in_pieces(bucket: Bucket) -> bool:
+def _is_faster_in_pieces(bucket: Bucket, links: Links) -> bool:
     """Whether matrices, fewer than the devices, are orthogonalized faster in pieces than whole."""
     (chunk,) = bucket.chunks
     if chunk.count >= bucket.owners:
         return False
     leaf = chunk.parts[0][0]
     ((_, m, n),), (form,) = leaf.matrices, leaf.forms
-    whole = by_owners(form.products, (m, n), bucket.owners, bucket.dtype.itemsize)
-    assert isinstance(leaf.form_in_pieces, Form)
-    return estimate(bucket, leaf.form_in_pieces).microseconds < whole.microseconds
+    whole = by_owners(form.products, (m, n), bucket.axes, bucket.dtype.itemsize)
+    return estimate(bucket).microseconds(links) < whole.microseconds(links)

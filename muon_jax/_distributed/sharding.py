@@ -10,7 +10,7 @@
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +54,16 @@ def axes_of_spec(spec: PartitionSpec) -> tuple[str, ...]:
 def spec_of(sharding: PartitionSpec | NamedSharding) -> PartitionSpec:
     """Returns the PartitionSpec that a sharding is or has."""
     return sharding.spec if isinstance(sharding, NamedSharding) else sharding
+
+
+def check_axes(argument: str, axes: Iterable[str], mesh: Mapping[str, int]) -> None:
+    """Raises ValueError where an axis is none of the mesh's; a mesh without axes has all."""
+    unknown = [axis for axis in axes if axis not in mesh]
+    if mesh and unknown:
+        raise ValueError(
+            f"{argument} must name axes of the mesh, got {unknown[0]!r}, which the mesh"
+            f" {dict(mesh)} lacks: name some of {[*mesh]}"
+        )
 
 
 def mesh_axes_by_dim(

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._distributed.exchange_axes import ExchangeAxes
+from muon_jax._distributed.links import Links
 from muon_jax._distributed.planning import Limits, make_plan, units_of
 from muon_jax._distributed.sharding import (
     Mesh,
@@ -58,9 +59,10 @@ def explain(
     iterations = iterations_of_muon(given, matrices)
     units = units_of(lambda _: views, matrices, iterations)
     exchange_axes = ExchangeAxes.of_arguments(given["exchange_axes"], given["outside"])
-    limits = Limits(given["max_group_bytes"], given["distributed_gram"], exchange_axes)
+    links = Links.of_arguments(given["bandwidth"], given["latency"])
+    limits = Limits(given["max_group_bytes"], given["distributed_gram"], exchange_axes, links=links)
     plan = make_plan(units, specs, mesh.shape, limits, iterations.distinct)
-    explanation = explained(plan, iterations.names)
+    explanation = explained(plan, iterations.names, links)
     print(explanation)
     return explanation
 

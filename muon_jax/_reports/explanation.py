@@ -1,13 +1,15 @@
 """What `explain` returns: a plan as rows of a table."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from muon_jax._distributed.cost import exchange_microseconds
 from muon_jax._distributed.in_pieces import estimate
+from muon_jax._distributed.links import Links, Sent
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan, Share
+from muon_jax._distributed.plan_cost import collectives_of
 from muon_jax._distributed.shares import gathered_together
 from muon_jax._iteration.form import Form
 from muon_jax._reports.table import table
@@ -43,6 +45,7 @@ class ExplainedGroup:
         megabytes: what each device sends to others, there and back, padding included.
         dtype: of what is sent.
         microseconds: a model's time of the computation, on an H200.
+        repeated_microseconds: the same if every device orthogonalized all `count`.
     """
 
     matrices: tuple[tuple[int, int, int], ...]
@@ -54,6 +57,7 @@ class ExplainedGroup:
     megabytes: float
     dtype: str
     microseconds: float
+    repeated_microseconds: float
 
     @property
     def padding(self) -> float:
@@ -72,9 +76,11 @@ class Explanation:
             for several matrices are a reduce-scatter and an all-to-all, and the result comes back
             by an all-to-all and an all-gather.
         compute_microseconds: a model's time of the iterations, on an H200.
-        exchange_microseconds: a model's time of all that is sent, on NVLink. Most exchanges overlap
-            with the iterations; sums do not.
+        exchange_microseconds: a model's time of all that is sent. Most exchanges overlap with the
+            iterations; sums do not.
         gathers: the number of all-gathers of updates, of which replicas make a share each.
+        links: by mesh axis the bytes that each device sends over it, and the µs of a model.
+        is_measured: whether the model has the measured bandwidth and latency of NVLink on all axes.
     """
 
     groups: tuple[ExplainedGroup, ...]
@@ -83,6 +89,19 @@ class Explanation:
     compute_microseconds: float
     exchange_microseconds: float
     gathers: int = 0
+    links: Mapping[str, Sent] = dataclasses.field(default_factory=dict)
+    is_measured: bool = True
+
+    @property
+    def imbalance(self) -> float:
+        """The computation of an owner, padding included, over the mean without padding."""
+        mean = sum(group.microseconds * (1 - group.padding) for group in self.groups)
+        return self.compute_microseconds / mean if mean else 1.0
+
+    @property
+    def repeated_microseconds(self) -> float:
+        """A model's time of the computation if every device orthogonalized all matrices."""
+        return sum(group.repeated_microseconds for group in self.groups)
 
     def __str__(self) -> str:
         rows = []
@@ -104,9 +123,18 @@ class Explanation:
         gathers *= self.gathers > 0
         total = (
             f"{2 * self.buckets} exchanges{sums}{gathers}, {self.exchange_microseconds:.0f} µs,"
-            f" beside {self.compute_microseconds:.0f} µs of computation (model of H200s on NVLink)"
+            f" beside {self.compute_microseconds:.0f} µs of computation"
+            f" (model of H200s {'on NVLink' if self.is_measured else 'on the stated links'})"
         )
-        return f"{table(_COLUMNS, rows)}\n{total}"
+        lines = [table(_COLUMNS, rows), total]
+        if self.links:
+            lines.append(
+                f"computation: {self.imbalance:.2f} times the mean of the owners,"
+                f" {self.repeated_microseconds:.0f} µs if each of them did all"
+            )
+        for name, sent in self.links.items():
+            lines.append(f"over {name}: {sent.bytes / 1e6:.1f} MB, {sent.microseconds:.0f} µs")
+        return "\n".join(lines)
 
 
 class _Row(NamedTuple):
@@ -131,8 +159,6 @@ class _Row(NamedTuple):
 
     def group(self, count: int, each: int, num_bytes: int) -> ExplainedGroup:
         """The row for so many matrices, of which each owner has `each`, and bytes sent."""
-        stacks = [(each * batch, m, n) for batch, m, n in self.leaf.matrices]
-        forms = zip(self.leaf.forms, stacks, strict=True)
         return ExplainedGroup(
             matrices=self.leaf.matrices,
             coefficients=self.coefficients,
@@ -142,16 +168,18 @@ class _Row(NamedTuple):
             each=each,
             megabytes=num_bytes / 1e6,
             dtype=self.dtype.name,
-            microseconds=sum(form.products.microseconds(stack) for form, stack in forms),
+            microseconds=self.leaf.microseconds(each),
+            repeated_microseconds=self.leaf.microseconds(count),
         )
 
 
-def explained(plan: Plan, names: Sequence[str]) -> Explanation:
+def explained(plan: Plan, names: Sequence[str], links: Links) -> Explanation:
     """Returns what the plan says.
 
     Args:
         plan: of the parameters.
         names: of the coefficients of each iteration.
+        links: between the devices.
     """
     rows: dict[Any, tuple[_Row, int, int, int]] = {}
     shares = {share.stack.index: share for share in plan.shares}
@@ -165,10 +193,8 @@ def explained(plan: Plan, names: Sequence[str]) -> Explanation:
         row = _Row(leaf, (), dtype, names[leaf.iteration])
         count, num_bytes = _of_replicas([(leaf, 0, leaf.units)], shares)
         add(row, count, leaf.units, num_bytes)
-    exchange = 0.0
     for bucket in plan.buckets:
         sent = [_sent(bucket, chunk) for chunk in bucket.chunks]
-        exchange += 2 * exchange_microseconds(sum(sent))
         for chunk, num_bytes in zip(bucket.chunks, sent, strict=True):
             leaf = chunk.parts[0][0]
             row = _Row(leaf, bucket.axes, bucket.dtype, names[leaf.iteration])
@@ -177,16 +203,25 @@ def explained(plan: Plan, names: Sequence[str]) -> Explanation:
     groups = [row.group(*numbers) for row, *numbers in rows.values()]
     sums = 0
     for bucket in plan.grams:
-        group, of_sums, num_sums = _group_in_pieces(bucket, names, shares)
+        group, num_sums = _group_in_pieces(bucket, names, shares)
         groups.append(group)
-        exchange += of_sums
         sums += num_sums
-    gathers = gathered_together(plan.shares)
-    for together in gathers:
-        sent = (s.bytes_of(s.stack.units) * (s.replicas - 1) for s in together)
-        exchange += exchange_microseconds(sum(sent))
-    time = sum(group.microseconds for group in groups)
-    return Explanation(tuple(groups), len(plan.buckets), sums, time, exchange, len(gathers))
+    by_axis: dict[str, Sent] = {}
+    for name, (num_bytes, time) in itertools.chain.from_iterable(
+        links.sent(collective).items() for collective in collectives_of(plan)
+    ):
+        before = by_axis.get(name, Sent(0.0, 0.0))
+        by_axis[name] = Sent(before.bytes + num_bytes, before.microseconds + time)
+    return Explanation(
+        groups=tuple(groups),
+        buckets=len(plan.buckets),
+        sums=sums,
+        compute_microseconds=sum(group.microseconds for group in groups),
+        exchange_microseconds=sum(sent.microseconds for sent in by_axis.values()),
+        gathers=len(gathered_together(plan.shares)),
+        links=by_axis,
+        is_measured=links == Links(),
+    )
 
 
 def _sent(bucket: Bucket, chunk: Chunk) -> int:
@@ -213,13 +248,13 @@ def _of_replicas(
 
 def _group_in_pieces(
     bucket: Bucket, names: Sequence[str], shares: Mapping[int, Share]
-) -> tuple[ExplainedGroup, float, int]:
-    """The group of matrices that stay in pieces, the µs of its exchanges, and its sums."""
+) -> tuple[ExplainedGroup, int]:
+    """The group of matrices that stay in pieces, and how many sums it has."""
     (chunk,) = bucket.chunks
     leaf = chunk.parts[0][0]
     form = leaf.form_in_pieces
     assert isinstance(form, Form)
-    cost = estimate(bucket, form)
+    cost = estimate(bucket)
     count, gathered = _of_replicas(chunk.parts, shares)
     group = ExplainedGroup(
         matrices=leaf.matrices,
@@ -228,11 +263,12 @@ def _group_in_pieces(
         count=count,
         owners=math.prod(size for _, size in leaf.split),
         each=chunk.count,
-        megabytes=(sum(cost.sent) + gathered) / 1e6,
+        megabytes=(sum(collective.sent_bytes for collective in cost.collectives) + gathered) / 1e6,
         dtype=form.dtype.name,
         microseconds=cost.compute,
+        repeated_microseconds=leaf.microseconds(count),
     )
-    return group, sum(map(exchange_microseconds, cost.sent)), form.products.grams
+    return group, form.products.grams
 
 
 def _mode(leaf: Leaf, mode: str) -> str:

@@ -293,6 +293,9 @@ def assert_a_random_layout_is_right(data):
     kwargs = {
         "max_group_bytes": data.draw(st.sampled_from([None, 1, 2**15])),
         "distributed_gram": data.draw(st.sampled_from([None, False])),
+        # As slow and as fast as it takes for small matrices to stay in pieces.
+        "bandwidth": {name: data.draw(st.sampled_from([1e4, 1e6, 1e12])) for name in sizes},
+        "latency": dict.fromkeys(sizes, data.draw(st.sampled_from([0, 1e-6, 1e-3]))),
     }
     grads, specs, views = placed(sizes, parameters, axis_type)
     expected = helpers.on_one_device(grads, weight_dimension_numbers=views)
@@ -300,9 +303,11 @@ def assert_a_random_layout_is_right(data):
     compiled, updates = helpers.compiled_update(
         grads, weight_dimension_numbers=views, shardings=shardings, **kwargs
     )
+    kinds = {*collectives(compiled)}
     if kwargs["distributed_gram"] is False:
-        assert {*collectives(compiled)} <= {"all-to-all"}
-    helpers.assert_close(updates, expected, atol=4e-6)
+        assert kinds <= {"all-to-all"}
+    # Matrices that stay in pieces have the gram form, whose rounding is another.
+    helpers.assert_close(updates, expected, atol=4e-6 if kinds <= {"all-to-all"} else 2e-5)
 
 
 @pytest.mark.gpu

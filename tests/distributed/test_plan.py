@@ -12,18 +12,22 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from muon_jax import MuonDimensionNumbers
-from muon_jax._distributed.buckets import deal
+from muon_jax._distributed.buckets import _first_owners, deal
 from muon_jax._distributed.placement import leaf_of, placed
+from muon_jax._iteration.iteration import Iteration
 from muon_jax._matrices.views import Split, Unfold, batch_axes
 
 MATRICES = MuonDimensionNumbers(-2, -1)
+ITERATION = Iteration.resolve("standard", 5, 1e-8, preconditioning="frobenius")
 
 
 def leaves_of(parameters, mesh):
     leaves = []
     for i, (shape, spec, view) in enumerate(parameters):
         x = jax.ShapeDtypeStruct(shape, jnp.float32)
-        leaves.append(placed(leaf_of(i, str(i), x, view), spec, mesh))
+        leaf = leaf_of(i, str(i), x, view)
+        forms = tuple(ITERATION.form((m, n), leaf.dtype) for _, m, n in leaf.matrices)
+        leaves.append(placed(dataclasses.replace(leaf, forms=forms), spec, mesh))
     return leaves
 
 
@@ -75,7 +79,7 @@ def test_every_unit_has_one_owner_and_every_owner_its_share(problem):
             kind[0] += chunk.count
             kind[1] += chunk.slots
             for q in range(chunk.count):
-                load[(chunk.first + q) % bucket.owners] += 1
+                load[(chunk.first + q) % bucket.owners] += leaf.microseconds(1)
             for leaf, start, stop in chunk.parts:
                 units.update((leaf.index, i) for i in range(start, stop))
         assert bucket.bytes <= limit or sum(chunk.slots for chunk in bucket.chunks) == 1
@@ -83,8 +87,9 @@ def test_every_unit_has_one_owner_and_every_owner_its_share(problem):
     assert units == collections.Counter(expected)
     for (axes, _), (count, slots) in kinds.items():
         assert slots == math.ceil(count / math.prod(size for _, size in axes))
+    most = max(leaf.microseconds(1) for leaf in leaves) + 0.1  # costs are rounded
     for load in loads.values():
-        assert max(load) - min(load) <= 1
+        assert max(load) <= sum(load) / len(load) + most
 
 
 def test_equal_shapes_of_all_layouts_share_owners():
@@ -135,12 +140,41 @@ def test_kinds_with_as_many_rows_have_buckets_of_as_many_matrices():
     assert slots == [{0: 6}, {1: 6}, {1: 6}, {0: 6}, {0: 6}, {0: 6}]
 
 
-def test_remainders_go_to_different_owners():
+def test_remainders_go_to_different_owners_the_costly_ones_first():
     mesh = {"x": 8}
-    shapes = [(16, 16), (16, 24), (16, 32), (24, 24)]
+    shapes = [(16, 16), (16, 2400), (16, 320), (1600, 1600)]
     leaves = leaves_of([(shape, PartitionSpec("x"), MATRICES) for shape in shapes], mesh)
     (bucket,) = plan_of(leaves, mesh, 2**30).buckets
-    assert [chunk.first for chunk in bucket.chunks] == [0, 1, 2, 3]
+    assert [chunk.first for chunk in bucket.chunks] == [3, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("remainders", "expected"),
+    [
+        ([(3, 5), (3, 5), (3, 5)], [0, 3, 2]),  # in turn
+        ([(2, 5), (0, 9), (2, 5)], [0, 0, 2]),
+        ([(1, 1), (1, 2), (3, 8)], [3, 3, 0]),  # two cheap ones beside one of three costly ones
+    ],
+)
+def test_first_owners(remainders, expected):
+    assert _first_owners(remainders, 4) == expected
+
+
+@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
+@hypothesis.given(
+    st.sampled_from([2, 3, 8, 64]),
+    st.lists(st.tuples(st.integers(0, 63), st.integers(1, 100)), min_size=1, max_size=12),
+    st.booleans(),
+)
+def test_no_owner_has_more_than_the_mean_and_one_unit(owners, remainders, is_equal):
+    remainders = [(count % owners, 7 if is_equal else cost) for count, cost in remainders]
+    loads = [0] * owners
+    for (count, cost), first in zip(remainders, _first_owners(remainders, owners), strict=True):
+        for q in range(count):
+            loads[(first + q) % owners] += cost
+    assert max(loads) <= sum(loads) / owners + max(cost for _, cost in remainders)
+    if is_equal:
+        assert max(loads) - min(loads) <= 7
 
 
 @pytest.mark.parametrize(

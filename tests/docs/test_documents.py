@@ -28,7 +28,7 @@ DOCUMENTS = {
     )
 }
 README = DOCUMENTS["README.md"]
-SLOW = ("numerics.md", "migration.md", "distributed.md")
+SLOW = ("numerics.md", "migration.md", "distributed.md", "layouts.md")
 
 
 @pytest.mark.parametrize(
