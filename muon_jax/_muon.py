@@ -48,8 +48,9 @@ from muon_jax._transforms.adamh import on_spheres
 from muon_jax._transforms.labels import labels_of
 from muon_jax._transforms.momentum import Momentum
 from muon_jax._transforms.normuon import Averaged, scale_by_normuon
-from muon_jax._transforms.param_norm import keep_param_norm, scale_to_param_norm
+from muon_jax._transforms.param_norm import check_no_scale, keep_param_norm, scale_to_param_norm
 from muon_jax._transforms.quantized import dtype_of_adam
+from muon_jax._transforms.rates import block_gain
 from muon_jax._transforms.rounding import Rounding
 from muon_jax._transforms.shape_scale import scale_by_shape
 from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
@@ -107,6 +108,8 @@ def muon(
     distributed_gram: bool | None = None,
     exchange_axes: str | tuple[str, ...] | None = None,
     outside: Outside = ("repeat", "raise"),
+    block_period: int | None = None,
+    block_learning_rate: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
 
@@ -127,8 +130,7 @@ def muon(
         mu_dtype: dtype of the momentum and of AdamW's first moment, also `"int8"`, which for AdamW
             stands for bfloat16; None for the parameters', or for AdamW later, what optax promotes
             that and the gradients' to.
-        nesterov: whether both sides use Nesterov momentum, so that AdamW is NAdamW, as in optax
-            (`adam_nesterov`).
+        nesterov: whether both sides use Nesterov momentum, as in optax; see `adam_nesterov`.
         adaptive: whether to multiply each update by its dual norm, see `scale_by_muon`.
         preconditioning: `"frobenius"`, `"spectral"`, `"aol"` or `"schatten"`, see `newton_schulz`.
         adam_b1: decay rate of AdamW's first moment.
@@ -142,28 +144,24 @@ def muon(
             parameters of rank 2, embeddings and output heads among them: name those None in a tree.
             A callable gets the parameters in `init` and the gradients in `update`, at times with
             those of AdamW masked out (`optax.MaskedNode`): let it decide leaf by leaf.
-        consistent_rms: None for s = √max(1, fan_out/fan_in); a number r for
-            s = r·√max(fan_in, fan_out), where r = 0.2 matches the root mean square of AdamW's
-            updates, so that one learning rate suits both (`Liu et al.
-            <https://arxiv.org/abs/2502.16982>`_).
+        consistent_rms: None for `shape_scale`, s = √max(1, fan_out/fan_in); a number r for s =
+            r·√max(fan_in, fan_out). Under r = 0.2 a learning rate suits AdamW, too, whose updates
+            have that root mean square (`Liu et al. <https://arxiv.org/abs/2502.16982>`_).
         preset: a name in `muon_jax.PRESETS`, whose arguments stand for those that the call leaves
             out: `"keller"`, `"torch"`, `"moonlight"`, `"optax"`, `"dion"`, `"gram"`, `"levanter"`,
             `"turbo"`, `"fused_muon"`, `"moe_fp16"`, `"megatron"`, `"nanogpt"`, `"kimi_k3"`,
             `"glm5"` or `"muonh"`. It sets weight decay, not the learning rate.
         momentum: `"bias_corrected"`, `"ema"` or `"heavy_ball"`, see `scale_by_muon`.
         eps_mode: `"add"` or `"max"`, see `scale_by_muon`.
-        shape_scale: s where `consistent_rms` is None: `"clipped_ratio"` is the above, `"ratio"` is
-            √(fan_out/fan_in), `"none"` is 1.
-        weight_decay_form: what decay adds to the update, on both sides: `"decoupled"` -ηλW,
-            `"independent"` -λW, `"palm"` -λη²W, `"scaled_palm"` -λη²·s·W; `"l2"` adds λW to the
-            gradient instead.
+        shape_scale: `"clipped_ratio"` is the above, `"ratio"` √(fan_out/fan_in), `"none"` s = 1.
+        weight_decay_form: what decay adds to updates of both sides: `"decoupled"` -ηλW,
+            `"independent"` -λW, `"palm"` -λη²W, `"scaled_palm"` -λη²·s·W; `"l2"` λW to gradients.
         cautious_weight_decay: whether both sides decay only entries that the update shrinks too,
             those with W·O ≥ 0 (`Chen et al. <https://arxiv.org/abs/2510.12402>`_).
         fixed_norms: whether each matrix of Muon's keeps its Frobenius norm (MuonH). The update of W
             is then η·‖W‖/‖O‖ long, and s has no effect, see `scale_to_param_norm`.
-        adamh: a regular expression for paths. Matrices (rank 2) that AdamW has, whose paths it
-            matches, keep their norms as well (AdamH). They have `learning_rate` and no weight
-            decay.
+        adamh: a regular expression. Matrices (rank 2) that AdamW has, whose paths it matches, keep
+            their norms as well (AdamH). They have `learning_rate` and no weight decay.
         normuon_b2: decay rate of NorMuon's second moments, see `scale_by_normuon`; None for none.
         normuon_averaged: `"fan_in"` or `"shorter"`, see `scale_by_normuon`.
         adam_eps: added to AdamW's denominator; None for `eps`.
@@ -177,9 +175,12 @@ def muon(
         mu_rounding: of Muon's momentum, `"nearest"`, `"stochastic"` or None, see `scale_by_muon`.
         distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
         exchange_axes: the mesh axes that matrices are exchanged over, see `scale_by_muon`.
-        outside: what happens over other mesh axes: replicas `"repeat"` or `"split"` the work,
-            sharded matrices `"raise"`, stay in pieces by `"gram"`, or are orthogonalized `"block"`
-            by block, see `scale_by_muon`. The s of a block is that of its own shape.
+        outside: what happens over other mesh axes: `"repeat"` or `"split"`; `"raise"`, `"gram"` or
+            `"block"`, see `scale_by_muon`. The s of a block is that of its own shape.
+        block_period: P, None for 1: every P-th step is of whole matrices. In others each device
+            orthogonalizes its own blocks, and exchanges nothing, see `scale_by_muon`.
+        block_learning_rate: η of such blocks, a number or a schedule; None for `learning_rate`,
+            which weight decay keeps, and matrices that no mesh axis shards.
 
     Raises:
         TypeError: there is no such argument; an argument that is a number or a boolean got another
@@ -195,14 +196,12 @@ def muon(
         Jordan et al., `Muon: an optimizer for hidden layers in neural networks
         <https://kellerjordan.github.io/posts/muon/>`_, 2024.
     """
-    if fixed_norms and (consistent_rms is not None or shape_scale == "ratio"):
-        raise ValueError(
-            "fixed_norms=True makes steps relative to the norms of matrices, whatever their scale:"
-            f" leave out consistent_rms={consistent_rms} and shape_scale={shape_scale!r}"
-        )
+    if fixed_norms:
+        check_no_scale(consistent_rms, shape_scale)
     exchanged = ExchangeAxes.of_arguments(exchange_axes, outside)
     if normuon_b2 is not None or fixed_norms:
-        exchanged.check_sums("fixed_norms=True" if fixed_norms else "normuon_b2")
+        exchanged.check_sums("fixed_norms=True" if fixed_norms else "normuon_b2", block_period)
+    gain = block_gain(learning_rate, block_learning_rate, block_period)
     adam = optax.scale_by_adam(
         b1=adam_b1,
         b2=adam_b2,
@@ -246,6 +245,8 @@ def muon(
             exchange_axes=exchange_axes,
             outside=outside,
             scale_of_blocks=shape_scale if consistent_rms is None else "longer_side",
+            block_period=block_period,
+            block_gain=gain,
         )
         if normuon_b2 is not None:
             normuon = scale_by_normuon(
@@ -272,7 +273,6 @@ def muon(
         optimizers: dict[Any, Any] = {"muon": on_matrices, "adam": on_the_rest}
         if adamh is not None:
             optimizers["adamh"] = on_spheres(adam, learning_rate, shardings)
-
         return optax.multi_transform(
             optimizers, lambda params: labels_of(params, views, adamh, ns_coeffs)
         )

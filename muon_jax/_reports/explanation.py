@@ -75,6 +75,7 @@ class Explanation:
         exchange_microseconds: a model's time of all that is sent, on NVLink. Most exchanges overlap
             with the iterations; sums do not.
         gathers: the number of all-gathers of updates, of which replicas make a share each.
+        block_period: P, of whose steps one is as above, and others exchange nothing.
     """
 
     groups: tuple[ExplainedGroup, ...]
@@ -83,6 +84,12 @@ class Explanation:
     compute_microseconds: float
     exchange_microseconds: float
     gathers: int = 0
+    block_period: int = 1
+
+    @property
+    def mean_megabytes(self) -> float:
+        """What each device sends to others in a step, in the mean over a period."""
+        return sum(group.megabytes for group in self.groups) / self.block_period
 
     def __str__(self) -> str:
         rows = []
@@ -106,6 +113,11 @@ class Explanation:
             f"{2 * self.buckets} exchanges{sums}{gathers}, {self.exchange_microseconds:.0f} µs,"
             f" beside {self.compute_microseconds:.0f} µs of computation (model of H200s on NVLink)"
         )
+        if self.block_period > 1:
+            total += (
+                f"\nSo is one step of {self.block_period}; the others exchange nothing: in the mean"
+                f" {self.mean_megabytes:.1f} MB a step"
+            )
         return f"{table(_COLUMNS, rows)}\n{total}"
 
 
