@@ -93,7 +93,7 @@ def _check_group_bytes(name: str, value: Any) -> None:
 
 def _check_block_period(name: str, value: Any) -> None:
     check_static(name, value)
-    Number("[1, inf)", 4, is_whole=True)(name, value)
+    Number(f"[1, {2**31 - 1}]", 4, is_whole=True)(name, value)  # as counts, int32
 
 
 def _check_implementation(name: str, value: Any) -> None:

@@ -38,7 +38,7 @@ def block_step(
     """Returns what step `count` = 0, 1, … is; None where all steps are of whole matrices."""
     if period is None or period == 1:
         return None
-    return BlockStep(count % period != 0, gain(count) if callable(gain) else gain)
+    return BlockStep(count % int(period) != 0, gain(count) if callable(gain) else gain)
 
 
 def limits_of_blocks(limits: Limits) -> Limits:

@@ -65,7 +65,8 @@ def map_matrices(
     Raises:
         ValueError: the sharding is not known, or does not fit the parameters, or no matrix can
             stay in pieces as `distributed_gram` says.
-        NotImplementedError: some mesh axes are manual, others are not.
+        NotImplementedError: some mesh axes are manual, others are not; or a step of blocks needs
+            shards where XLA alone knows them.
     """
     leaves, treedef = jax.tree.flatten(tree)
     if len(meshes_of(leaves)) > 1:
@@ -255,6 +256,14 @@ def _map_sharded(
         bound = dataclasses.replace(iterations, distinct=bind(arrays)[0])
         return _map_unsharded(bound, lambda _: [unit.view for unit in units], [*leaves], limits)
 
+    def by_xla(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        if step:
+            raise NotImplementedError(
+                "block_period= has no blocks under derivatives on automatic mesh axes, nor under"
+                " vmap of arrays on no mesh: use explicit mesh axes, or leave it out"
+            )
+        return unsharded(leaves, arrays)
+
     def of_stacks(stacks: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
         views = [stacked_view(unit.view) for unit in units]
         distinct, step = bind(arrays)
@@ -263,7 +272,7 @@ def _map_sharded(
 
     settings = repr((bind([None] * len(arrays)), units, limits))
     mapped = None if place.mesh.empty else of_stacks
-    return run_when_partitioned(planned, unsharded, mapped, leaves, arrays, settings)
+    return run_when_partitioned(planned, unsharded, by_xla, mapped, leaves, arrays, settings)
 
 
 def _varying_like(unit: Leaf, x: jax.Array) -> Leaf:

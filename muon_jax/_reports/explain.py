@@ -65,7 +65,7 @@ def explain(
     explanation = explained(plan, iterations.names)
     if period := given["block_period"]:
         make_plan(units, specs, mesh.shape, limits_of_blocks(limits), iterations.distinct)  # raises
-        explanation = dataclasses.replace(explanation, block_period=period)
+        explanation = dataclasses.replace(explanation, block_period=int(period))
     print(explanation)
     return explanation
 
