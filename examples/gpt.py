@@ -85,7 +85,7 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
             adam_weight_decay=0.0,
             muon_weight_dimension_numbers=per_head if options.per_head else by_role,
             **scale,
-            **{name: value for name, value in chosen.items() if value},
+            **{name: value for name, value in chosen.items() if value is not None},
         )
     return optax.chain(optax.clip_by_global_norm(1.0), optimizer)
 
