@@ -63,9 +63,10 @@ def explain(
     limits = Limits(given["max_group_bytes"], given["distributed_gram"], exchange_axes)
     plan = make_plan(units, specs, mesh.shape, limits, iterations.distinct)
     explanation = explained(plan, iterations.names)
-    if period := given["block_period"]:
+    period = int(given["block_period"] or 1)
+    if period > 1:
         make_plan(units, specs, mesh.shape, limits_of_blocks(limits), iterations.distinct)  # raises
-        explanation = dataclasses.replace(explanation, block_period=int(period))
+        explanation = dataclasses.replace(explanation, block_period=period)
     print(explanation)
     return explanation
 

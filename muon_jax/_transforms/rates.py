@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 
 
-def product_of_rates(*factors: optax.ScalarOrSchedule) -> Any:
+def product_of_rates(*factors: Any) -> optax.ScalarOrSchedule:
     """Returns the product, a schedule where a factor is a schedule."""
     if not any(map(callable, factors)):
-        return math.prod(factors)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return math.prod(factors)
     return lambda count: math.prod(_value_at(factor, count) for factor in factors)
 
 
