@@ -42,7 +42,7 @@ from muon_jax import PRESETS, by_role, muon
 # What decides the numbers of a run; a checkpoint goes on only under the same.
 RECORDED = (
     *("depth", "width", "heads", "context", "batch", "steps", "seed", "dtype", "attention"),
-    *("optimizer", "preset", "ns_coeffs", "mu_dtype", "per_head"),
+    *("optimizer", "preset", "ns_coeffs", "mu_dtype", "per_head", "block_period"),
     *("learning_rate", "weight_decay"),
 )
 
@@ -74,7 +74,8 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
     else:
         head_width = options.width // options.heads
         per_head = functools.partial(by_role, per_head=True, head_dim=head_width)
-        chosen = {name: getattr(options, name) for name in ("preset", "ns_coeffs", "mu_dtype")}
+        names = ("preset", "ns_coeffs", "mu_dtype", "block_period")
+        chosen = {name: getattr(options, name) for name in names}
         scale = {"weight_decay": decay, "consistent_rms": 0.2}
         if PRESETS.get(options.preset, {}).get("fixed_norms"):
             scale = {"adam_learning_rate": lambda step: 3 / 13 * schedule(step)}
@@ -85,7 +86,7 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
             adam_weight_decay=0.0,
             muon_weight_dimension_numbers=per_head if options.per_head else by_role,
             **scale,
-            **{name: value for name, value in chosen.items() if value},
+            **{name: value for name, value in chosen.items() if value is not None},
         )
     return optax.chain(optax.clip_by_global_norm(1.0), optimizer)
 

@@ -70,6 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ns-coeffs", help="of Muon's Newton-Schulz steps, such as balanced")
     add("--mu-dtype", help="of Muon's momentum, such as int8")
     add("--per-head", action="store_true", help="query, key and value are a matrix for each head")
+    add("--block-period", type=int, help="of muon: steps from one of whole matrices to the next")
     add("--learning-rate", type=float, help="peak; by default by optimizer and size")
     add("--weight-decay", type=float, default=0.1, help="of the layers' matrices")
     add("--size", choices=SIZES, default="small", help="sets the five below where they are not")
@@ -99,7 +100,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--ns-coeffs is an argument of Muon, not of adamw: leave it out")
     if options.tensorboard and not importlib.util.find_spec("tensorboardX"):
         parser.error("--tensorboard needs tensorboardX: pip install it, or leave the flag out")
-    for name in ("mu_dtype", "per_head"):
+    for name in ("mu_dtype", "per_head", "block_period"):
         if getattr(options, name) and options.optimizer != "muon":
             flag = name.replace("_", "-")
             parser.error(f"--{flag} is for muon, not for {options.optimizer}: leave it out")

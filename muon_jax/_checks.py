@@ -91,6 +91,11 @@ def _check_group_bytes(name: str, value: Any) -> None:
     Number("[0, inf)", 2**30, is_whole=True)(name, value)
 
 
+def _check_block_period(name: str, value: Any) -> None:
+    check_static(name, value)
+    Number(f"[1, {2**31 - 1}]", 4, is_whole=True)(name, value)  # as counts, int32
+
+
 def _check_implementation(name: str, value: Any) -> None:
     check_name(name, value, sorted(IMPLEMENTATIONS), or_none=True)
 
@@ -175,6 +180,9 @@ _DECLARED: dict[str, Check] = {
     "key_heads": Number("[1, inf)", 4, is_whole=True),
     "head_dim": Number("[1, inf)", 128, is_whole=True),
     "max_group_bytes": _check_group_bytes,
+    "block_period": _check_block_period,
+    "block_learning_rate": _RATE,
+    "block_gain": Number("[0, inf)", 1.0),
     "exchange_axes": _check_mesh_axis,
     "outside": _check_outside,
     "bandwidth": _ByMeshAxis(Number("(0, inf)", 50e9)),

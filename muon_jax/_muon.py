@@ -46,8 +46,9 @@ from muon_jax._transforms.adamh import on_spheres
 from muon_jax._transforms.labels import labels_of
 from muon_jax._transforms.momentum import Momentum
 from muon_jax._transforms.normuon import Averaged, scale_by_normuon
-from muon_jax._transforms.param_norm import keep_param_norm, scale_to_param_norm
+from muon_jax._transforms.param_norm import check_no_scale, keep_param_norm, scale_to_param_norm
 from muon_jax._transforms.quantized import dtype_of_adam
+from muon_jax._transforms.rates import block_gain
 from muon_jax._transforms.rounding import Rounding
 from muon_jax._transforms.shape_scale import scale_by_shape
 from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
@@ -107,6 +108,8 @@ def muon(
     outside: Outside = ("repeat", "raise"),
     bandwidth: Mapping[str, float] | None = None,
     latency: Mapping[str, float] | None = None,
+    block_period: int | None = None,
+    block_learning_rate: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
 
@@ -126,8 +129,7 @@ def muon(
         mu_dtype: dtype of the momentum and of AdamW's first moment, also `"int8"`, which for AdamW
             stands for bfloat16; None for the parameters', or for AdamW later, what optax promotes
             that and the gradients' to.
-        nesterov: whether both sides use Nesterov momentum, so that AdamW is NAdamW, as in optax
-            (`adam_nesterov`).
+        nesterov: whether both sides use Nesterov momentum, as in optax; see `adam_nesterov`.
         adaptive: whether to multiply each update by its dual norm, see `scale_by_muon`.
         preconditioning: `"frobenius"`, `"spectral"`, `"aol"` or `"schatten"`, see `newton_schulz`.
         adam_b1: decay rate of AdamW's first moment.
@@ -141,19 +143,16 @@ def muon(
             parameters of rank 2, embeddings and output heads among them: name those None in a tree.
             A callable gets the parameters in `init` and the gradients in `update`, at times with
             those of AdamW masked out (`optax.MaskedNode`): let it decide leaf by leaf.
-        consistent_rms: None for s = √max(1, fan_out/fan_in); a number r for
-            s = r·√max(fan_in, fan_out), where r = 0.2 matches the root mean square of AdamW's
-            updates, so that one learning rate suits both (`Liu et al.
-            <https://arxiv.org/abs/2502.16982>`_).
+        consistent_rms: None for `shape_scale`, s = √max(1, fan_out/fan_in); a number r for s =
+            r·√max(fan_in, fan_out). Under r = 0.2 a learning rate suits AdamW, too, whose updates
+            have that root mean square (`Liu et al. <https://arxiv.org/abs/2502.16982>`_).
         preset: a name in `muon_jax.PRESETS`, such as `"moonlight"`, whose arguments stand for those
             that the call leaves out. It sets weight decay, not the learning rate.
         momentum: `"bias_corrected"`, `"ema"` or `"heavy_ball"`, see `scale_by_muon`.
         eps_mode: `"add"` or `"max"`, see `scale_by_muon`.
-        shape_scale: s where `consistent_rms` is None: `"clipped_ratio"` is the above, `"ratio"` is
-            √(fan_out/fan_in), `"none"` is 1.
-        weight_decay_form: what decay adds to the update, on both sides: `"decoupled"` -ηλW,
-            `"independent"` -λW, `"palm"` -λη²W, `"scaled_palm"` -λη²·s·W; `"l2"` adds λW to the
-            gradient instead.
+        shape_scale: `"clipped_ratio"` is the above, `"ratio"` √(fan_out/fan_in), `"none"` s = 1.
+        weight_decay_form: what decay adds to updates of both sides: `"decoupled"` -ηλW,
+            `"independent"` -λW, `"palm"` -λη²W, `"scaled_palm"` -λη²·s·W; `"l2"` λW to gradients.
         cautious_weight_decay: whether both sides decay only entries that the update shrinks too,
             those with W·O ≥ 0 (`Chen et al. <https://arxiv.org/abs/2510.12402>`_).
         fixed_norms: whether each matrix of Muon's keeps its Frobenius norm (MuonH). The update of W
@@ -164,8 +163,7 @@ def muon(
         normuon_averaged: `"fan_in"` or `"shorter"`, see `scale_by_normuon`.
         adam_eps: added to AdamW's denominator; None for `eps`.
         adam_nesterov: whether AdamW uses Nesterov momentum; None for `nesterov`.
-        ns_dtype: dtype of the iteration's products; `"auto"` for what the coefficients need, None
-            for the momentum's, see `newton_schulz`.
+        ns_dtype: dtype of products, `"auto"`, or None for the momentum's, see `newton_schulz`.
         ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
         implementation: of the products, see `newton_schulz`.
         max_group_bytes: bound of what is orthogonalized together, see `scale_by_muon`.
@@ -173,11 +171,14 @@ def muon(
         mu_rounding: of Muon's momentum, `"nearest"`, `"stochastic"` or None, see `scale_by_muon`.
         distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
         exchange_axes: the mesh axes that matrices are exchanged over, see `scale_by_muon`.
-        outside: what happens over other mesh axes: replicas `"repeat"` or `"split"` the work, or
-            what is `"faster"`; sharded matrices `"raise"`, stay in pieces by `"gram"`, or are their
-            `"block"`s, see `scale_by_muon`. The s of a block is that of its own shape.
+        outside: what happens over other mesh axes, see `scale_by_muon`: `"repeat"`, `"split"` or
+            `"faster"`; `"raise"`, `"gram"` or `"block"`. A block has the s of its own shape.
         bandwidth: bytes per second of each mesh axis, for the cost model, see `scale_by_muon`.
         latency: seconds that a collective over each mesh axis takes besides, see `scale_by_muon`.
+        block_period: P, None for 1: every P-th step is of whole matrices. In others each device
+            orthogonalizes its own blocks, and exchanges nothing, see `scale_by_muon`.
+        block_learning_rate: η of such blocks, a number or a schedule; None for `learning_rate`,
+            which weight decay keeps, and matrices that no mesh axis shards.
 
     Raises:
         TypeError: there is no such argument; an argument that is a number or a boolean got another
@@ -193,14 +194,12 @@ def muon(
         Jordan et al., `Muon: an optimizer for hidden layers in neural networks
         <https://kellerjordan.github.io/posts/muon/>`_, 2024.
     """
-    if fixed_norms and (consistent_rms is not None or shape_scale == "ratio"):
-        raise ValueError(
-            "fixed_norms=True makes steps relative to the norms of matrices, whatever their scale:"
-            f" leave out consistent_rms={consistent_rms} and shape_scale={shape_scale!r}"
-        )
+    if fixed_norms:
+        check_no_scale(consistent_rms, shape_scale)
     exchanged = ExchangeAxes.of_arguments(exchange_axes, outside)
     if normuon_b2 is not None or fixed_norms:
-        exchanged.check_sums("fixed_norms=True" if fixed_norms else "normuon_b2")
+        exchanged.check_sums("fixed_norms=True" if fixed_norms else "normuon_b2", block_period)
+    gain = block_gain(learning_rate, block_learning_rate, block_period)
     adam = optax.scale_by_adam(
         b1=adam_b1,
         b2=adam_b2,
@@ -246,6 +245,8 @@ def muon(
             bandwidth=bandwidth,
             latency=latency,
             scale_of_blocks=shape_scale if consistent_rms is None else "longer_side",
+            block_period=block_period,
+            block_gain=gain,
         )
         if normuon_b2 is not None:
             normuon = scale_by_normuon(

@@ -9,6 +9,7 @@ import optax
 
 from muon_jax._checks import checks_arguments
 from muon_jax._coefficients import CoeffsByPath, iterations_by_path
+from muon_jax._distributed.block_steps import block_step
 from muon_jax._distributed.exchange_axes import ExchangeAxes, Outside
 from muon_jax._distributed.links import Links
 from muon_jax._distributed.map_matrices import map_matrices
@@ -68,6 +69,8 @@ def scale_by_muon(
     bandwidth: Mapping[str, float] | None = None,
     latency: Mapping[str, float] | None = None,
     scale_of_blocks: ScaleOfBlocks = "none",
+    block_period: int | None = None,
+    block_gain: optax.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformation:
     """Replaces each gradient by the orthogonalized momentum of its parameter.
 
@@ -179,6 +182,14 @@ def scale_by_muon(
             scale of the block over the scale of its matrix, so that it has in the end its own:
             `"clipped_ratio"`, `"ratio"` or `"none"` as `shape_scale` of `muon`, or `"longer_side"`
             for `consistent_rms`.
+        block_period: a period P (`MuonBP <https://arxiv.org/abs/2510.16981>`_). The step of every
+            P-th count 0, P, 2P, … is as without a period. In the steps between, each device
+            orthogonalizes its own block of a matrix, as under `exchange_axes=()` and
+            `outside="block"`, and nothing is exchanged. Pass None or 1 for no such steps. A matrix
+            that no mesh axis shards is its own block: its updates do not depend on P. The updates
+            of others depend on the mesh.
+        block_gain: what the updates of blocks are multiplied by in steps between, a number or a
+            schedule of the count; not those of matrices that are their own blocks.
 
     Raises:
         TypeError: an argument that is a number or a boolean got another type, such as a schedule.
@@ -192,7 +203,8 @@ def scale_by_muon(
             is missing or wrong; `distributed_gram` is True, matrices are sharded, and none of them
             can stay in pieces; `exchange_axes`, `outside`, `bandwidth` or `latency` names an axis
             that the mesh lacks; a mesh axis shards matrices that must not be exchanged over it, or
-            that cannot be pieces or blocks; or `adaptive` comes with `"gram"` or `"block"`.
+            that cannot be pieces or blocks; or `adaptive` comes with `"gram"`, `"block"` or
+            `block_period`.
         NotImplementedError: the named implementation cannot run here.
     """
     check_views(weight_dimension_numbers)
@@ -209,7 +221,7 @@ def scale_by_muon(
     )
     exchanged = ExchangeAxes.of_arguments(exchange_axes, outside)
     if adaptive:
-        exchanged.check_sums("adaptive=True")
+        exchanged.check_sums("adaptive=True", block_period)
     links = Links.of_arguments(bandwidth, latency)
     limits = Limits(max_group_bytes, distributed_gram, exchanged, scale_of_blocks, links)
     seen = SeenShardings()
@@ -243,7 +255,8 @@ def scale_by_muon(
         seen.see(u)
         known = seen.known(u, shardings)
         iterations = iterations_of(whole_tree(u, shardings))
-        orthogonal = map_matrices(iterations, weight_dimension_numbers, u, known, limits)
+        step = block_step(block_period, block_gain, state.count)
+        orthogonal = map_matrices(iterations, weight_dimension_numbers, u, known, limits, step)
         if adaptive:
             dual_norms = inner_products(u, orthogonal, shardings)
             orthogonal = jax.tree.map(jnp.multiply, dual_norms, orthogonal)

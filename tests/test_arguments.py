@@ -135,6 +135,25 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
         (of_muon(latency={3: 1e-5}), Type, r"latency must be .* pass latency=\{'data': 2e-05\}"),
         (of_muon(bandwidth={"x": 0}), Value, r"bandwidth\['x'\] must be in \(0, inf\), got 0"),
         (of_muon(latency={"x": "1"}), Type, r"latency\['x'\] must be one real number, got '1'"),
+        *(
+            (
+                of_muon(block_period=2, **{name: given}),
+                Value,
+                rf"{name}.* sums over .* block_period=2 .*: leave out {name}.*, or block_period",
+            )
+            for name, given in {"adaptive": True, "normuon_b2": 0.9, "fixed_norms": True}.items()
+        ),
+        (
+            of_muon(block_learning_rate=0.1),
+            Value,
+            r"block_learning_rate is .* block_period=None has none: pass block_period=4",
+        ),
+        (
+            of_muon(block_period=jnp.array(2)),
+            Value,
+            r"must be no array, got 2: .* static_args='block_period'",
+        ),
+        (of_muon(block_period=0), Value, r"must be an integer in \[1, .*\], got 0: pass .*=4"),
         # Numbers.
         (
             of_muon(learning_rate=float("nan")),

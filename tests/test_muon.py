@@ -134,8 +134,13 @@ NEW = {
         "adam_eps",
         "adam_nesterov",
         *OF_THE_ITERATION,
+        "block_period",
+        "block_learning_rate",
     ],
-    "scale_by_muon": ["momentum", "eps_mode", *OF_THE_ITERATION, "scale_of_blocks"],
+    "scale_by_muon": [
+        *("momentum", "eps_mode", *OF_THE_ITERATION),
+        *("scale_of_blocks", "block_period", "block_gain"),
+    ],
 }
 
 

@@ -30,6 +30,7 @@ type Planned = Callable[[Sequence[jax.Array], Sequence[jax.Array]], list[jax.Arr
 def run_when_partitioned(
     planned: Callable[[Sequence[PartitionSpec], Mapping[str, int]], Planned],
     unsharded: Planned,
+    by_xla: Planned,
     of_stacks: Planned | None,
     leaves: Sequence[jax.Array],
     arrays: Sequence[jax.Array],
@@ -41,8 +42,8 @@ def run_when_partitioned(
     | ----------------------- | ------------------------------------------------------------- |
     | is of several devices   | the plan                                                      |
     | is of one device        | `unsharded`                                                   |
-    | takes a derivative      | `unsharded`, which XLA partitions                             |
-    | maps leaves by `vmap`   | `of_stacks` once; without it `unsharded`, mapped              |
+    | takes a derivative      | `by_xla`                                                      |
+    | maps leaves by `vmap`   | `of_stacks` once; without it `by_xla`, mapped                 |
     | maps arrays by `vmap`   | one run after the other; without `of_stacks` as for leaves    |
 
     JAX's cache of compiled programs knows operations of this kind by their operands alone. So a
@@ -51,6 +52,7 @@ def run_when_partitioned(
     Args:
         planned: makes the plan for specs on a mesh.
         unsharded: runs on arrays that are not sharded.
+        by_xla: runs on whole arrays that XLA may have sharded.
         of_stacks: runs on leaves with one more axis in front; None where no mesh is known.
         leaves: whole arrays.
         arrays: of the iteration.
@@ -58,15 +60,15 @@ def run_when_partitioned(
     """
     precision = jax.config.jax_default_matmul_precision
     digest = np.uint32(zlib.crc32(repr((sources.digest(), precision, settings)).encode()))
-    mapped = _with_vmap(_operation(planned, unsharded), unsharded, of_stacks)
+    mapped = _with_vmap(_operation(planned, unsharded), by_xla, of_stacks)
     run = jax.custom_jvp(lambda leaves, arrays: mapped(leaves, arrays, digest))
-    run.defjvp(lambda primals, tangents: jax.jvp(unsharded, primals, tangents))
+    run.defjvp(lambda primals, tangents: jax.jvp(by_xla, primals, tangents))
     # Within `jit`, for the digest to be a constant of the program where an update is not jitted.
     return jax.jit(run)(leaves, arrays)
 
 
 def _with_vmap(
-    operation: Callable[..., list[jax.Array]], unsharded: Planned, of_stacks: Planned | None
+    operation: Callable[..., list[jax.Array]], by_xla: Planned, of_stacks: Planned | None
 ) -> Callable[..., list[jax.Array]]:
     """The operation with the rule for `vmap` of `run_when_partitioned`."""
     run = jax.custom_batching.custom_vmap(operation)
@@ -82,7 +84,7 @@ def _with_vmap(
         mapped_leaves, mapped_arrays, _ = in_batched
         in_axes = jax.tree.map(lambda mapped: 0 if mapped else None, tuple(in_batched))
         if of_stacks is None:
-            results = jax.vmap(unsharded, in_axes[:2])(leaves, arrays)
+            results = jax.vmap(by_xla, in_axes[:2])(leaves, arrays)
         elif any(mapped_arrays):
             sequential = jax.custom_batching.sequential_vmap(operation)
             results = jax.vmap(sequential, in_axes)(leaves, arrays, digest)

@@ -62,12 +62,19 @@ class ExchangeAxes:
                 )
         return found
 
-    def check_sums(self, argument: str) -> None:
-        """Raises ValueError where matrices may be sharded over axes outside.
+    def check_sums(self, argument: str, block_period: int | None) -> None:
+        """Raises ValueError where matrices may be sharded over axes outside, in some steps or all.
 
         Args:
             argument: of the optimizer, which makes it sum over all mesh axes that shard a matrix.
+            block_period: as for `scale_by_muon`.
         """
+        if block_period not in (None, 1):
+            raise ValueError(
+                f"{argument} sums over all mesh axes that shard a matrix, and under"
+                f" block_period={block_period} most steps exchange nothing: leave out {argument},"
+                " or block_period"
+            )
         for choice in (self.others, *(choice for _, choice in self.named)):
             if choice.sharded != "raise":
                 raise ValueError(

@@ -12,11 +12,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._coefficients import Iterations, map_by_iteration
 from muon_jax._distributed.automatic import Planned, run_when_partitioned
+from muon_jax._distributed.block_steps import BlockStep, limits_of_blocks, run_either
 from muon_jax._distributed.devices import asks_how_to_partition, platform_of, traced_for
 from muon_jax._distributed.exchange import run_plan
 from muon_jax._distributed.exchange_axes import ExchangeAxes
 from muon_jax._distributed.on_shards import by_device
-from muon_jax._distributed.plan import Leaf
+from muon_jax._distributed.plan import Leaf, Plan
 from muon_jax._distributed.planning import Limits, make_plan, units_of
 from muon_jax._distributed.sharding import (
     Mesh,
@@ -28,12 +29,16 @@ from muon_jax._distributed.sharding import (
     spec_of,
 )
 from muon_jax._distributed.stacked import run_stacked
-from muon_jax._iteration.iteration import Iteration
 from muon_jax._matrices.views import Views, stacked_view, stacks_of_tree
 
 
 def map_matrices(
-    iterations: Iterations, views: Views, tree: Any, shardings: Shardings, limits: Limits
+    iterations: Iterations,
+    views: Views,
+    tree: Any,
+    shardings: Shardings,
+    limits: Limits,
+    step: BlockStep | None = None,
 ) -> Any:
     """Returns the tree with its iterations applied to all matrices.
 
@@ -55,21 +60,28 @@ def map_matrices(
         tree: the arrays.
         shardings: as for `scale_by_muon`.
         limits: of groups and exchanges.
+        step: None for a step of whole matrices.
 
     Raises:
         ValueError: the sharding is not known, or does not fit the parameters, or no matrix can
             stay in pieces as `distributed_gram` says.
-        NotImplementedError: some mesh axes are manual, others are not.
+        NotImplementedError: some mesh axes are manual, others are not; or a step of blocks needs
+            shards where XLA alone knows them.
     """
     leaves, treedef = jax.tree.flatten(tree)
     if len(meshes_of(leaves)) > 1:
-        return _map_by_mesh(iterations, views, tree, shardings, limits)
+        return _map_by_mesh(iterations, views, tree, shardings, limits, step)
     with traced_for(leaves):
-        return treedef.unflatten(_map_leaves(iterations, views, tree, shardings, limits))
+        return treedef.unflatten(_map_leaves(iterations, views, tree, shardings, limits, step))
 
 
 def _map_by_mesh(
-    iterations: Iterations, views: Views, tree: Any, shardings: Shardings, limits: Limits
+    iterations: Iterations,
+    views: Views,
+    tree: Any,
+    shardings: Shardings,
+    limits: Limits,
+    step: BlockStep | None,
 ) -> Any:
     """`map_matrices` of the parameters on each mesh, one mesh after the other."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -87,20 +99,25 @@ def _map_by_mesh(
             )
         own = [i for i, of_leaf in enumerate(where) if of_leaf == mesh]
         part = treedef.unflatten(x if i in own else None for i, x in enumerate(leaves))
-        done = map_matrices(iterations.of_some(own), views, part, stated, limits)
+        done = map_matrices(iterations.of_some(own), views, part, stated, limits, step)
         results |= zip(own, jax.tree.leaves(done), strict=True)
     return treedef.unflatten(results[i] for i in range(len(leaves)))
 
 
 def _map_leaves(
-    iterations: Iterations, views: Views, tree: Any, shardings: Shardings, limits: Limits
+    iterations: Iterations,
+    views: Views,
+    tree: Any,
+    shardings: Shardings,
+    limits: Limits,
+    step: BlockStep | None,
 ) -> list[jax.Array]:
     """The leaves of `map_matrices`."""
     place, leaves = locate(tree, shardings), jax.tree.leaves(tree)
     if place.kind == AxisType.Auto and not asks_how_to_partition(place.mesh):
         place = _stated_alone(place, shardings)
         if place.kind != AxisType.Explicit:
-            _check_needs_no_sharding(place, limits)
+            _check_needs_no_sharding(place, limits, step)
     if place.kind is None and _may_be_sharded(place.mesh, leaves):
         place = place._replace(kind=AxisType.Auto)
     if place.kind is None:
@@ -110,7 +127,7 @@ def _map_leaves(
         place = _without_empty(place, is_empty)
         iterations = iterations.of_some([i for i, empty in enumerate(is_empty) if not empty])
     full = [x for x, empty in zip(leaves, is_empty, strict=True) if not empty]
-    results = iter(_map_sharded(iterations, views, full, place, limits) if full else [])
+    results = iter(_map_sharded(iterations, views, full, place, limits, step) if full else [])
     return [x if empty else next(results) for x, empty in zip(leaves, is_empty, strict=True)]
 
 
@@ -143,11 +160,13 @@ def _stated_alone(place: Placed, shardings: Shardings) -> Placed:
     return place._replace(kind=None)
 
 
-def _check_needs_no_sharding(place: Placed, limits: Limits) -> None:
+def _check_needs_no_sharding(place: Placed, limits: Limits, step: BlockStep | None) -> None:
     """Raises ValueError where the caller's arguments need shardings that nobody knows."""
     argument = None
     if limits.exchange_axes != ExchangeAxes():
         argument = "exchange_axes= or outside="
+    elif step:
+        argument = "block_period="
     elif limits.distributed_gram and place.kind is not None:
         argument = "distributed_gram=True"
     if argument and (place.kind is not None or jax.device_count() > 1):
@@ -194,16 +213,24 @@ def _map_sharded(
     leaves: Sequence[jax.Array],
     place: Placed,
     limits: Limits,
+    step: BlockStep | None,
 ) -> list[jax.Array]:
     """The results for these leaves, of `place.whole`, none of them empty."""
     units = units_of(views, place.whole, iterations)
-    arrays, bind = _arrays_of(iterations.distinct)
+    arrays, bind = _arrays_of((iterations.distinct, step))
 
     def planned(specs: Sequence[PartitionSpec], mesh: Mapping[str, int]) -> Planned:
-        plan = make_plan(units, specs, mesh, limits, iterations.distinct)
+        def plan_of(limits: Limits) -> Plan:
+            return make_plan(units, specs, mesh, limits, iterations.distinct)
+
+        whole = plan_of(limits)
+        blocks = plan_of(limits_of_blocks(limits)) if step else whole
 
         def run(shards: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-            return run_plan(plan, shards, bind(arrays), limits.max_group_bytes)
+            distinct, step = bind(arrays)
+            if step is None:
+                return run_plan(whole, shards, distinct, limits.max_group_bytes)
+            return run_either(step, whole, blocks, shards, distinct, limits.max_group_bytes)
 
         return run
 
@@ -226,17 +253,26 @@ def _map_sharded(
         return jax.jit(run)(iterations.distinct, arrays=leaves)
 
     def unsharded(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        bound = dataclasses.replace(iterations, distinct=bind(arrays))
+        bound = dataclasses.replace(iterations, distinct=bind(arrays)[0])
         return _map_unsharded(bound, lambda _: [unit.view for unit in units], [*leaves], limits)
+
+    def by_xla(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        if step:
+            raise NotImplementedError(
+                "block_period= has no blocks under derivatives on automatic mesh axes, nor under"
+                " vmap of arrays on no mesh: use explicit mesh axes, or leave it out"
+            )
+        return unsharded(leaves, arrays)
 
     def of_stacks(stacks: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
         views = [stacked_view(unit.view) for unit in units]
-        bound = dataclasses.replace(iterations, distinct=bind(arrays))
-        return map_matrices(bound, lambda _: views, [*stacks], None, limits)
+        distinct, step = bind(arrays)
+        bound = dataclasses.replace(iterations, distinct=distinct)
+        return map_matrices(bound, lambda _: views, [*stacks], None, limits, step)
 
     settings = repr((bind([None] * len(arrays)), units, limits))
     mapped = None if place.mesh.empty else of_stacks
-    return run_when_partitioned(planned, unsharded, mapped, leaves, arrays, settings)
+    return run_when_partitioned(planned, unsharded, by_xla, mapped, leaves, arrays, settings)
 
 
 def _varying_like(unit: Leaf, x: jax.Array) -> Leaf:
@@ -244,12 +280,12 @@ def _varying_like(unit: Leaf, x: jax.Array) -> Leaf:
     return dataclasses.replace(unit, varying=jax.typeof(x).manual_axis_type.varying)
 
 
-def _arrays_of(iterations: tuple[Iteration, ...]) -> tuple[list[jax.Array], Any]:
-    """The arrays in iterations, and a function of arrays that gives the iterations with them."""
-    leaves, treedef = jax.tree.flatten(iterations)
+def _arrays_of(tree: Any) -> tuple[list[jax.Array], Any]:
+    """The arrays in a tree, and a function of arrays that gives the tree with them."""
+    leaves, treedef = jax.tree.flatten(tree)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
-    def bind(arrays: Sequence[Any]) -> tuple[Iteration, ...]:
+    def bind(arrays: Sequence[Any]) -> Any:
         values = dict(zip(where, arrays, strict=True))
         return treedef.unflatten(values.get(i, leaf) for i, leaf in enumerate(leaves))
 

@@ -88,7 +88,7 @@ def _of_blocks(
         if cuts[i] > 1:
             raise ValueError(
                 f"its view {leaf.view} takes axis {i} apart, where {[*names]} cut blocks: shard"
-                " another axis over them, or name them in exchange_axes"
+                " another axis over them, or name them in exchange_axes, without block_period"
             )
     shape = [size // cut for size, cut in zip(leaf.parameter_shape, cuts, strict=True)]
     block = leaf_of(leaf.index, leaf.name, jax.ShapeDtypeStruct(shape, leaf.dtype), leaf.view)

@@ -1,11 +1,13 @@
 """`explain`: what `muon` will do with sharded parameters, as data and as a table."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from muon_jax._distributed.block_steps import limits_of_blocks
 from muon_jax._distributed.exchange_axes import ExchangeAxes
 from muon_jax._distributed.links import Links
 from muon_jax._distributed.planning import Limits, make_plan, units_of
@@ -63,6 +65,10 @@ def explain(
     limits = Limits(given["max_group_bytes"], given["distributed_gram"], exchange_axes, links=links)
     plan = make_plan(units, specs, mesh.shape, limits, iterations.distinct)
     explanation = explained(plan, iterations.names, links)
+    period = int(given["block_period"] or 1)
+    if period > 1:
+        make_plan(units, specs, mesh.shape, limits_of_blocks(limits), iterations.distinct)  # raises
+        explanation = dataclasses.replace(explanation, block_period=period)
     print(explanation)
     return explanation
 

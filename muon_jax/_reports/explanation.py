@@ -81,6 +81,7 @@ class Explanation:
         gathers: the number of all-gathers of updates, of which replicas make a share each.
         links: by mesh axis the bytes that each device sends over it, and the µs of a model.
         is_measured: whether the model has the measured bandwidth and latency of NVLink on all axes.
+        block_period: P, of whose steps one is as above, and others exchange nothing.
     """
 
     groups: tuple[ExplainedGroup, ...]
@@ -91,6 +92,7 @@ class Explanation:
     gathers: int = 0
     links: Mapping[str, Sent] = dataclasses.field(default_factory=dict)
     is_measured: bool = True
+    block_period: int = 1
 
     @property
     def imbalance(self) -> float:
@@ -102,6 +104,11 @@ class Explanation:
     def repeated_microseconds(self) -> float:
         """A model's time of the computation if every device orthogonalized all matrices."""
         return sum(group.repeated_microseconds for group in self.groups)
+
+    @property
+    def mean_megabytes(self) -> float:
+        """What each device sends to others in a step, in the mean over a period."""
+        return sum(group.megabytes for group in self.groups) / self.block_period
 
     def __str__(self) -> str:
         rows = []
@@ -134,6 +141,11 @@ class Explanation:
             )
         for name, sent in self.links.items():
             lines.append(f"over {name}: {sent.bytes / 1e6:.1f} MB, {sent.microseconds:.0f} µs")
+        if self.block_period > 1:
+            lines.append(
+                f"So is one step of {self.block_period}; the others exchange nothing: in the mean"
+                f" {self.mean_megabytes:.1f} MB a step"
+            )
         return "\n".join(lines)
 
 

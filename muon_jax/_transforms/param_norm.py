@@ -10,6 +10,7 @@ import optax
 from muon_jax._checks import checks_arguments
 from muon_jax._distributed.reductions import Matrices, matrices_of_tree
 from muon_jax._distributed.sharding import Shardings, check_shardings
+from muon_jax._matrices.shape_factors import ShapeScale
 from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, wide
@@ -89,6 +90,15 @@ def keep_param_norm(
         return jnp.where(norm == 0, 0, over(matrices.norm(p), norm) * (p + u) - p)
 
     return _map_with_params(back_to_norm, weight_dimension_numbers, shardings)
+
+
+def check_no_scale(consistent_rms: float | jax.Array | None, shape_scale: ShapeScale) -> None:
+    """Raises ValueError where `muon` has a scale by shapes, which `fixed_norms` gives no effect."""
+    if consistent_rms is not None or shape_scale == "ratio":
+        raise ValueError(
+            "fixed_norms=True makes steps relative to the norms of matrices, whatever their scale:"
+            f" leave out consistent_rms={consistent_rms} and shape_scale={shape_scale!r}"
+        )
 
 
 def _map_with_params(

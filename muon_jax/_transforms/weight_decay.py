@@ -1,6 +1,5 @@
 """Weight decay: its place in a chain, the factors of its rate, and the entries that it spares."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muon_jax._transforms.rates import product_of_rates
 from muon_jax._trees import broadcast_prefix
 from pallas_kernels._checks import check_flag
 
@@ -66,8 +66,8 @@ def chain_with_weight_decay(
             return nothing if mask is None else optax.masked(nothing, mask_of)
         return _add_decayed(rate, mask if mask is None else mask_of, cautious)
 
-    independent_decay = decay(_product_of_rates(-1, weight_decay), cautious=False)
-    palm_decay = decay(_product_of_rates(weight_decay, learning_rate))
+    independent_decay = decay(product_of_rates(-1, weight_decay), cautious=False)
+    palm_decay = decay(product_of_rates(weight_decay, learning_rate))
     descend = optax.scale_by_learning_rate(learning_rate)
     parts = {
         "decoupled": (direction, scale, decay(weight_decay), descend),
@@ -86,17 +86,6 @@ def _decays(path: tuple[Any, ...], node: Any) -> bool:
     """Whether parameters decay, by a leaf of the mask."""
     check_flag(f"weight_decay_mask{jax.tree_util.keystr(path)}", node)
     return bool(node)
-
-
-def _product_of_rates(*factors: Any) -> optax.ScalarOrSchedule:
-    """The product of numbers, or a schedule of the product where a factor is a schedule."""
-
-    def value_at(factor: Any, count: jax.typing.ArrayLike) -> Any:
-        return factor(count) if callable(factor) else factor
-
-    if not any(map(callable, factors)):
-        return math.prod(factors)
-    return lambda count: math.prod(value_at(factor, count) for factor in factors)
 
 
 def _add_decayed(

@@ -231,6 +231,7 @@ def test_rows_after_a_checkpoint_come_once(tmp_path):
         ),
         ("--optimizer adamw --ns-coeffs fast", "--ns-coeffs is an argument of Muon, not of adamw"),
         ("--optimizer adamw --mu-dtype int8", "--mu-dtype is for muon, not for adamw"),
+        ("--optimizer optax --block-period 4", "--block-period is for muon, not for optax"),
         ("--optimizer optax --per-head", "--per-head is for muon, not for optax"),
         ("--optimizer optax --preset keller", "--preset is an argument of muon, not of optax"),
     ],
