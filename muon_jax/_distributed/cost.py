@@ -50,6 +50,16 @@ def by_owners(products: Products, shape: tuple[int, int], owners: int, itemsize:
     return Estimate(products.microseconds(shape), (sent, sent))
 
 
+def count_of_teams(count: int, owners: int) -> int:
+    """Returns the least number of equal teams of `owners` devices, one for each of the matrices.
+
+    Args:
+        count: of matrices, at most `owners`.
+        owners: how many devices.
+    """
+    return next(teams for teams in range(count, owners + 1) if owners % teams == 0)
+
+
 def cost_in_pieces(
     products: Products,
     shape: tuple[int, int, int],
@@ -62,7 +72,8 @@ def cost_in_pieces(
     - Each device makes the products with X on n/owners columns, and the products on XXᵀ for one
       matrix.
     - A single Gram matrix is summed for all devices.
-    - Several Gram matrices are summed for their owners, and all devices need the owners' Q.
+    - Several Gram matrices are summed for their teams, a part for each device. A team gathers its
+      parts, and all devices gather the Q of all teams.
 
     Args:
         products: of the gram form.
@@ -77,8 +88,10 @@ def cost_in_pieces(
     cut = -(-n // owners)
     part = 1 - 1 / owners
     total, q = m * m * max(itemsize, 4), m * m * itemsize
-    sizes = (2 * total,) if count == 1 else (count * total, total, q, count * q)
-    one_round = tuple(size * part for size in sizes)
+    teams = count_of_teams(count, owners)
+    in_team = total * (1 - teams / owners)
+    several = (teams * total * part, in_team, teams * q * part)
+    one_round = (2 * total * part,) if count == 1 else several
     moves = tuple(k * m * cut * itemsize * (1 - 1 / c) for k, c in cuts if c > 1)
     return Estimate(
         with_x.microseconds((count, m, cut)) + others.microseconds((1, m, m)),
