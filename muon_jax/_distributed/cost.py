@@ -39,6 +39,16 @@ def by_owners(
     return Estimate(products.microseconds(shape), (exchange, exchange))
 
 
+def count_of_teams(count: int, owners: int) -> int:
+    """Returns the least number of equal teams of `owners` devices, one for each of the matrices.
+
+    Args:
+        count: of matrices, at most `owners`.
+        owners: how many devices.
+    """
+    return next(teams for teams in range(count, owners + 1) if owners % teams == 0)
+
+
 def cost_in_pieces(
     products: Products,
     shape: tuple[int, int, int],
@@ -51,7 +61,8 @@ def cost_in_pieces(
     - Each device makes the products with X on n/owners columns, and the products on XXᵀ for one
       matrix.
     - A single Gram matrix is summed for all devices.
-    - Several Gram matrices are summed for their owners, and all devices need the owners' Q.
+    - Several Gram matrices are summed for their teams, a part for each device. A team gathers its
+      parts, and all devices gather the Q of all teams.
 
     Args:
         products: of the gram form.
@@ -68,12 +79,23 @@ def cost_in_pieces(
     total, q = m * m * max(itemsize, 4), m * m * itemsize
     sums = (Collective(2 * total, axes, shares=True),)
     if count > 1:
-        to_owners, from_owners = Collective(total, axes), Collective(q, axes)
-        summed, gathered = (Collective(count * size, axes, shares=True) for size in (total, q))
-        sums = (summed, to_owners, from_owners, gathered)
+        teams = count_of_teams(count, owners)
+        summed, gathered = (Collective(teams * size, axes, shares=True) for size in (total, q))
+        in_team = Collective(total, _neighbours(axes, owners // teams), shares=True)
+        sums = (summed, in_team, gathered) if teams < owners else (summed, gathered)
     moves = tuple(Collective(k * m * cut * itemsize, short) for k, short in cuts if short)
     largest_entries = Collective(0.0, axes, shares=True)
     return Estimate(
         with_x.microseconds((count, m, cut)) + others.microseconds((1, m, m)),
         (largest_entries, *products.grams * sums, *moves, *moves),
     )
+
+
+def _neighbours(axes: MeshAxes, count: int) -> MeshAxes:
+    """The axes, with how many of `count` neighbours in the order of the mesh are along each."""
+    found: list[tuple[str, int]] = []
+    for name, size in reversed(axes):
+        along = min(size, count)
+        count = -(-count // along)
+        found.append((name, along))
+    return tuple(reversed(found))

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from muon_jax._distributed.cost import Estimate, cost_in_pieces
+from muon_jax._distributed.cost import Estimate, cost_in_pieces, count_of_teams
 from muon_jax._distributed.plan import Bucket, Leaf
 from muon_jax._iteration.form import Form
 from muon_jax._iteration.iteration import Iteration
@@ -35,11 +36,12 @@ class MatricesInPieces(WholeMatrices):
     | matrices                                  | who iterates on the Gram matrix              |
     | ----------------------------------------- | -------------------------------------------- |
     | one                                       | all devices, alike                           |
-    | several, at most as many as devices       | of each its owner alone                      |
+    | several, at most as many as devices       | of each its team of neighbours, alike        |
 
-    Of several matrices, each device sums a part of the rows of all Gram matrices, and sends it to
-    the owners. Sums are in float32. In 16 bits they are over pieces with what the rounding of the
-    pieces left. The order of a sum is the network's.
+    There are as few teams as matrices, or the next number that divides the devices. Each device
+    sums a part of the rows of its team's Gram matrix, and the team gathers the parts. Sums are in
+    float32. In 16 bits they are over pieces with what the rounding of the pieces left. The order of
+    a sum is the network's.
 
     Attributes:
         axes: the mesh axes that the devices are along.
@@ -59,7 +61,7 @@ class MatricesInPieces(WholeMatrices):
         residual: bool = False,
         symmetrize_output: bool = True,
     ) -> tuple[jax.Array, ...]:
-        """Returns `WholeMatrices.gram` of the owned matrix alone; symmetric in any case."""
+        """Returns `WholeMatrices.gram` of the team's matrix alone; symmetric in any case."""
         del symmetrize_output
         is_half = jnp.finfo(x.dtype).bits == 16
         parts = super().gram(x, alpha, residual=is_half, symmetrize_output=False)
@@ -68,10 +70,12 @@ class MatricesInPieces(WholeMatrices):
             total = jax.lax.psum(total, self.axes)
         else:
             m = x.shape[-2]
-            total = jnp.pad(total, [(0, 0), (0, -m % self.owners), (0, 0)])
-            rows = jax.lax.psum_scatter(total, self.axes, scatter_dimension=1, tiled=True)
-            rows = jnp.pad(rows, [(0, self.owners - self.count), (0, 0), (0, 0)])
-            total = jax.lax.all_to_all(rows, self.axes, 0, 1, tiled=True)[:, :m]
+            total = jnp.pad(total, [(0, self._teams - self.count), (0, 0), (0, 0)])
+            rows = jax.lax.psum_scatter(self._cut(total), self.axes, tiled=True)
+            if self._teams < self.owners:
+                teams = np.arange(self.owners).reshape(self._teams, -1).tolist()
+                rows = jax.lax.all_gather(rows, self.axes, axis_index_groups=teams, tiled=True)
+            total = rows.reshape(1, -1, m)[:, :m]
         # The two halves were summed in different orders. The lower half counts.
         total = jnp.tril(total) + jnp.tril(total, -1).mT.conj()
         rounded = total.astype(x.dtype)
@@ -81,20 +85,31 @@ class MatricesInPieces(WholeMatrices):
         return rounded, (total - rounded).astype(x.dtype)
 
     def spread(self, q: jax.Array) -> jax.Array:
-        """Returns the Q of all matrices, from their owners."""
+        """Returns the Q of all matrices, from their teams."""
         if self.count == 1:
             return q
-        m = q.shape[-2]
-        q = jnp.pad(q, [(0, 0), (0, -m % self.owners), (0, 0)])
-        rows = jax.lax.all_to_all(q, self.axes, 1, 0, tiled=True)[: self.count]
-        return jax.lax.all_gather(rows, self.axes, axis=1, tiled=True)[:, :m]
+        _, m, columns = q.shape
+        rows = self._cut(q)
+        member = jax.lax.axis_index(self.axes) % len(rows)
+        own = jax.lax.dynamic_slice_in_dim(rows, member, 1)
+        gathered = jax.lax.all_gather(own, self.axes, tiled=True)
+        return gathered.reshape(self._teams, -1, columns)[: self.count, :m]
 
     def own(self, values: jax.Array) -> jax.Array:
-        """Returns the value for the owned matrix, of values for all matrices; 0 without one."""
-        if self.count == 1:
-            return values
-        padded = jnp.pad(values, (0, self.owners - self.count))
-        return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(self.axes), 1)
+        """Returns the value for the team's matrix, of values for all matrices; 0 without one."""
+        padded = jnp.pad(values, (0, self._teams - self.count))
+        team = jax.lax.axis_index(self.axes) * self._teams // self.owners
+        return jax.lax.dynamic_slice_in_dim(padded, team, 1)
+
+    @property
+    def _teams(self) -> int:
+        return count_of_teams(self.count, self.owners)
+
+    def _cut(self, x: jax.Array) -> jax.Array:
+        """The rows of matrices `(matrix, m, n)` in parts `(part, rows, n)`, one for each member."""
+        members = self.owners // self._teams
+        x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % members), (0, 0)])
+        return x.reshape(len(x) * members, -1, x.shape[2])
 
 
 def why_not_in_pieces(leaf: Leaf) -> str | None:

@@ -73,8 +73,8 @@ class Explanation:
         groups: what is orthogonalized.
         buckets: the number of exchanges in each direction, of whole matrices.
         sums: the number of sums of Gram matrices. The sum for one matrix is an all-reduce. The sums
-            for several matrices are a reduce-scatter and an all-to-all, and the result comes back
-            by an all-to-all and an all-gather.
+            for several matrices are a reduce-scatter, and an all-gather in teams of devices that
+            share a matrix; one more all-gather brings the results to all devices.
         compute_microseconds: a model's time of the iterations, on an H200.
         exchange_microseconds: a model's time of all that is sent. Most exchanges overlap with the
             iterations; sums do not.

@@ -34,6 +34,7 @@ TREE = {
 def axes_of(instruction, sizes):
     """The mesh axes that the replica groups of a collective are along."""
     stated = re.search(r"replica_groups=(mesh\[.*?\] )?(\{+.*?\}+|\[.*?\]<=\S+?),? ", instruction)
+    assert stated, instruction
     is_named, text = stated.groups()
     if is_named:
         named = re.findall(r"'(\w+)'", text)
@@ -41,7 +42,9 @@ def axes_of(instruction, sizes):
     if text[0] == "{":
         groups = np.array([[*map(int, row.split(","))] for row in re.findall(r"[\d,]*\d", text)])
     else:
-        shape, dims, order = re.fullmatch(r"\[(.*?)\]<=\[(.*?)\](?:T\((.*)\))?", text).groups()
+        iota = re.fullmatch(r"\[(.*?)\]<=\[(.*?)\](?:T\((.*)\))?", text)
+        assert iota, text
+        shape, dims, order = iota.groups()
         groups = np.arange(math.prod(sizes.values())).reshape([*map(int, dims.split(","))])
         groups = groups.transpose([*map(int, order.split(","))]) if order else groups
         groups = groups.reshape([*map(int, shape.split(","))])
@@ -208,9 +211,13 @@ def test_sums_of_gram_matrices_alone_are_over_axes_outside(names, front_end):
         ("fsdp", "tp"),
         ("tp",),
     }
-    for line in compiled.as_text().splitlines():
-        if re.search(COLLECTIVE, line) and "tp" in axes_of(line, SIZES):
-            result = line.partition(" = ")[2].partition(re.search(COLLECTIVE, line)[0])[0]
+    text = compiled.as_text()
+    assert text
+    for line in text.splitlines():
+        collective = re.search(COLLECTIVE, line)
+        if collective and "tp" in axes_of(line, SIZES):
+            assert collective[1] in ("all-reduce", "reduce-scatter", "all-gather")
+            result = line.partition(" = ")[2].partition(collective[0])[0]
             sizes = re.findall(r"\[([\d,]*)\]", result)
             elements = sum(math.prod(map(int, filter(None, size.split(",")))) for size in sizes)
             assert elements <= 64 * 64, line  # a part of "wide" has 2·16·256/4
@@ -309,8 +316,10 @@ def assert_random_exchange_axes_are_right(data, sharded):
         return
     compiled, updates = update()
     for kind, axes in collectives_over(compiled, sizes):
-        if sharded == "block" and {*axes}.intersection(outside):
-            assert kind == "all-gather" and replicas != "repeat"
+        if {*axes}.intersection(outside):
+            assert kind != "all-to-all"
+            may_gather = kind == "all-gather" and replicas != "repeat"
+            assert sharded == "gram" or may_gather
     if sharded == "gram":
         helpers.assert_close(updates, on_one_device(grads, views, ns_method="gram"), atol=2e-5)
         return

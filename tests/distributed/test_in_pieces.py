@@ -77,8 +77,8 @@ def test_it_has_a_derivative():
 @pytest.mark.parametrize(
     "axis_type", helpers.mostly_nightly([AxisType.Explicit, AxisType.Auto], [AxisType.Auto])
 )
-def test_several_matrices_have_owners(axis_type):
-    """Three, of which one comes with its short axis divided."""
+def test_several_matrices_have_teams(axis_type):
+    """Three, of which one comes with its short axis divided: of four teams one has none."""
     both = ("x", "y")
     parameters = {"wide": ((2, 16, 104), (None, None, both)), "tall": ((104, 16), ("y", "x"))}
     grads = sharded(axis_type, (4, 2), **parameters)
@@ -87,11 +87,11 @@ def test_several_matrices_have_owners(axis_type):
     assert collectives(compiled) == {
         "all-reduce": 1,
         "reduce-scatter": 1,
-        "all-to-all": 2 + 2,
-        "all-gather": 1,
+        "all-to-all": 2,  # of the one
+        "all-gather": 2,
     }
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", compiled.as_text())
-    assert gathered == ["3,16,16"]
+    assert gathered == ["2,8,16", "8,8,16"]  # XXᵀ of a team, Q of all teams
     helpers.assert_close(updates, helpers.on_one_device(grads, ns_method="gram", **kwargs))
 
 
@@ -129,11 +129,11 @@ def test_inside_the_caller_s_shard_map(check_vma):
 @pytest.mark.parametrize(
     ("kwargs", "sums"),
     [
-        pytest.param({}, 2, marks=helpers.nightly),  # in float16 the five steps restart once
+        pytest.param({}, 3, marks=helpers.nightly),  # in float16 the five steps restart twice
         ({"ns_coeffs": "balanced"}, 1),  # one step, with the residual of XXᵀ
         pytest.param({"ns_coeffs": "fast"}, 1, marks=helpers.nightly),  # one step
         pytest.param({"ns_coeffs": "accurate"}, 2, marks=helpers.nightly),
-        pytest.param({"ns_coeffs": "aol", "preconditioning": "aol"}, 2, marks=helpers.nightly),
+        pytest.param({"ns_coeffs": "aol", "preconditioning": "aol"}, 3, marks=helpers.nightly),
     ],
 )
 def test_half_precision_of_any_scale(kwargs, sums):
@@ -146,7 +146,7 @@ def test_half_precision_of_any_scale(kwargs, sums):
     counts = collectives(compiled)
     assert counts["reduce-scatter"] == sums
     if "preconditioning" not in kwargs:  # AOL's scales are spread as well
-        assert (counts["all-gather"], counts["all-to-all"]) == (sums, 2 * sums)
+        assert counts == {"all-reduce": 1, "reduce-scatter": sums, "all-gather": sums}
     expected = helpers.on_one_device(grads, ns_method="gram", **kwargs)
     np.testing.assert_allclose(updates["w"], expected["w"], atol=1e-3)
     assert not np.any(updates["w"][1])
