@@ -201,4 +201,5 @@ def test_deepseek_is_exchanged_twice_for_each_bucket(layers, arguments, axes):
     update = compiled(deepseek(*layers), SIZES, distributed_gram=False, **arguments)
     assert {*update.counts} == {("all-to-all", names) for names in axes}
     assert sum(update.counts.values()) == 2 * update.buckets
-    assert any(update.products)
+    assert sum(map(bool, update.products)) >= 0.4 * len(update.products)
+    assert len(update.products) >= 0.9 * 2 * update.buckets  # asynchronous
