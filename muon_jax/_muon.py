@@ -42,9 +42,11 @@ from muon_jax._iteration.recipes import NSCoeffs
 from muon_jax._matrices.views import Views, assigned_views
 from muon_jax._presets import takes_preset
 from muon_jax._scale_by_muon import scale_by_muon
+from muon_jax._transforms.adam import scale_by_adam
 from muon_jax._transforms.adamh import check_adamh, label_of_adam, on_spheres
 from muon_jax._transforms.momentum import Momentum
 from muon_jax._transforms.normuon import Averaged, scale_by_normuon
+from muon_jax._transforms.on_host import MemoryKind
 from muon_jax._transforms.param_norm import keep_param_norm, scale_to_param_norm
 from muon_jax._transforms.quantized import dtype_of_adam
 from muon_jax._transforms.rounding import Rounding
@@ -55,7 +57,6 @@ from muon_jax._tree_checks import (
     check_params,
     check_state,
     check_update,
-    checking_gradients,
 )
 from muon_jax._trees import any_missing, fill_missing
 from pallas_kernels._promotion import standard_promotion
@@ -102,6 +103,7 @@ def muon(
     shardings: Shardings = None,
     mu_rounding: Rounding | None = None,
     distributed_gram: bool | None = None,
+    state_memory_kind: MemoryKind = "device",
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
 
@@ -116,14 +118,12 @@ def muon(
         ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
         beta: decay rate of Muon's momentum.
         eps: added to the norm that the momentum is divided by, and to AdamW's denominator.
-        weight_decay: λ, a number or a schedule, multiplied by the learning rate
-            (`weight_decay_form`); on matrices. None is 0.
+        weight_decay: λ on matrices, a number or a schedule, see `weight_decay_form`; None is 0.
         weight_decay_mask: tree of booleans (or a callable that makes one): which matrices decay.
         mu_dtype: dtype of the momentum and of AdamW's first moment, also `"int8"`, which for AdamW
             stands for bfloat16; None for the parameters', or for AdamW later, what optax promotes
             that and the gradients' to.
-        nesterov: whether both sides use Nesterov momentum, so that AdamW is NAdamW, as in optax
-            (`adam_nesterov`).
+        nesterov: whether both sides use Nesterov momentum; AdamW is NAdamW (`adam_nesterov`).
         adaptive: whether to multiply each update by its dual norm, see `scale_by_muon`.
         preconditioning: `"frobenius"`, `"spectral"`, `"aol"` or `"schatten"`, see `newton_schulz`.
         adam_b1: decay rate of AdamW's first moment.
@@ -163,14 +163,14 @@ def muon(
         normuon_averaged: `"fan_in"` or `"shorter"`, see `scale_by_normuon`.
         adam_eps: added to AdamW's denominator; None for `eps`.
         adam_nesterov: whether AdamW uses Nesterov momentum; None for `nesterov`.
-        ns_dtype: dtype of the iteration's products; `"auto"` for what the coefficients need, None
-            for the momentum's, see `newton_schulz`.
+        ns_dtype: dtype of products, `"auto"`, or None for the momentum's, see `newton_schulz`.
         ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
         implementation: of the products, see `newton_schulz`.
         max_group_bytes: bound of what is orthogonalized together, see `scale_by_muon`.
         shardings: of the parameters, None to find out, see `scale_by_muon`.
         mu_rounding: of Muon's momentum, `"nearest"`, `"stochastic"` or None, see `scale_by_muon`.
         distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
+        state_memory_kind: `"device"`, or `"pinned_host"` for large moments, see `scale_by_muon`.
 
     Raises:
         TypeError: there is no such argument; an argument that is a number or a boolean got another
@@ -191,15 +191,15 @@ def muon(
             "fixed_norms=True makes steps relative to the norms of matrices, whatever their scale:"
             f" leave out consistent_rms={consistent_rms} and shape_scale={shape_scale!r}"
         )
-    adam = optax.scale_by_adam(
+    adam = scale_by_adam(
         b1=adam_b1,
         b2=adam_b2,
         eps=eps if adam_eps is None else adam_eps,
         eps_root=adam_eps_root,
         mu_dtype=dtype_of_adam(mu_dtype),
         nesterov=nesterov if adam_nesterov is None else adam_nesterov,
+        memory_kind=state_memory_kind,
     )
-    adam = checking_gradients(adam)
     on_the_rest = chain_with_weight_decay(
         adam,
         scale=None,
@@ -231,6 +231,7 @@ def muon(
             shardings=shardings,
             mu_rounding=mu_rounding,
             distributed_gram=distributed_gram,
+            state_memory_kind=state_memory_kind,
         )
         if normuon_b2 is not None:
             normuon = scale_by_normuon(

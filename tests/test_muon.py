@@ -114,6 +114,7 @@ OF_THE_ITERATION = [
     "shardings",
     "mu_rounding",
     "distributed_gram",
+    "state_memory_kind",
 ]
 NEW = {
     "muon": [
