@@ -9,9 +9,9 @@ Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
     raises below 5 and silently runs 5 above. Below 1 step there is an error.
 3.  `ns_coeffs` takes more names than optax's `"standard"` and `"dion"`. `scale_by_muon` takes the
     same names as `muon`. optax documents a name `"muon"`, which it rejects.
-4.  A gradient of zeros gives a matrix an update of zeros in every dtype. optax gives NaN in
-    float16, as AdamW does: its eps of 1e-8 is 0 there, see `adam_eps`. A gradient of magnitude 1e30
-    gives the same update as one of magnitude 1. optax gives zero: its norm overflows.
+4.  A gradient of zeros gives a matrix zeros in every dtype. optax gives NaN in float16, as AdamW
+    does: its eps of 1e-8 is 0 there, see `adam_eps`. A gradient of magnitude 1e30 gives the same
+    update as one of magnitude 1. optax gives zero: its norm overflows.
 5.  `preconditioning="spectral"` works in bfloat16 and float16 (optax: no SVD in those dtypes).
 6.  `eps` applies to `preconditioning="aol"` and `"schatten"` too. optax drops it there.
 7.  `"schatten"` takes complex parameters through XXᴴ (optax: XXᵀ).
@@ -42,10 +42,12 @@ from muon_jax._matrices.shape_factors import ShapeScale
 from muon_jax._matrices.views import Views
 from muon_jax._presets import takes_preset
 from muon_jax._scale_by_muon import scale_by_muon
+from muon_jax._transforms.adam import scale_by_adam
 from muon_jax._transforms.adamh import on_spheres
 from muon_jax._transforms.labels import labels_of
 from muon_jax._transforms.momentum import Momentum
 from muon_jax._transforms.normuon import Averaged, scale_by_normuon
+from muon_jax._transforms.on_host import MemoryKind
 from muon_jax._transforms.param_norm import check_no_scale, keep_param_norm, scale_to_param_norm
 from muon_jax._transforms.quantized import dtype_of_adam
 from muon_jax._transforms.rates import block_gain
@@ -57,7 +59,6 @@ from muon_jax._tree_checks import (
     check_params,
     check_state,
     check_update,
-    checking_gradients,
 )
 from muon_jax._trees import fill_missing_by_params
 from pallas_kernels._promotion import standard_promotion
@@ -108,6 +109,7 @@ def muon(
     outside: Outside = ("repeat", "raise"),
     bandwidth: Mapping[str, float] | None = None,
     latency: Mapping[str, float] | None = None,
+    state_memory_kind: MemoryKind = "device",
     block_period: int | None = None,
     block_learning_rate: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformation:
@@ -126,9 +128,8 @@ def muon(
         eps: added to the norm that the momentum is divided by, and to AdamW's denominator.
         weight_decay: λ of matrices, a number or a schedule, see `weight_decay_form`. None is 0.
         weight_decay_mask: tree of booleans (or a callable that makes one): which matrices decay.
-        mu_dtype: dtype of the momentum and of AdamW's first moment, also `"int8"`, which for AdamW
-            stands for bfloat16; None for the parameters', or for AdamW later, what optax promotes
-            that and the gradients' to.
+        mu_dtype: dtype of the momentum and of AdamW's first moment, also `"int8"`, for AdamW then
+            bfloat16; None for the parameters', or what optax promotes that and the gradients' to.
         nesterov: whether both sides use Nesterov momentum, as in optax; see `adam_nesterov`.
         adaptive: whether to multiply each update by its dual norm, see `scale_by_muon`.
         preconditioning: `"frobenius"`, `"spectral"`, `"aol"` or `"schatten"`, see `newton_schulz`.
@@ -140,14 +141,15 @@ def muon(
         muon_weight_dimension_numbers: which parameters are matrices, and how: a tree of
             `optax.contrib.MuonDimensionNumbers` that may be a prefix of the parameters', None where
             AdamW applies, or a callable that makes one from them. None itself gives Muon all
-            parameters of rank 2, embeddings and output heads among them: name those None in a tree.
-            A callable gets the parameters in `init` and the gradients in `update`, at times with
-            those of AdamW masked out (`optax.MaskedNode`): let it decide leaf by leaf.
+            parameters of rank 2, embeddings and output heads too: name those None in a tree. A
+            callable gets the parameters in `init`, in `update` the gradients, at times with some
+            masked (`optax.MaskedNode`): let it decide leaf by leaf.
         consistent_rms: None for `shape_scale`, s = √max(1, fan_out/fan_in); a number r for s =
             r·√max(fan_in, fan_out). Under r = 0.2 a learning rate suits AdamW, too, whose updates
             have that root mean square (`Liu et al. <https://arxiv.org/abs/2502.16982>`_).
-        preset: a name in `muon_jax.PRESETS`, such as `"moonlight"`, whose arguments stand for those
-            that the call leaves out. It sets weight decay, not the learning rate.
+        preset: a name in `muon_jax.PRESETS`, whose arguments stand for those that the call leaves
+            out: keller, torch, moonlight, optax, dion, gram, levanter, turbo, fused_muon, moe_fp16,
+            megatron, nanogpt, kimi_k3, glm5 or muonh. It sets weight decay, not learning rates.
         momentum: `"bias_corrected"`, `"ema"` or `"heavy_ball"`, see `scale_by_muon`.
         eps_mode: `"add"` or `"max"`, see `scale_by_muon`.
         shape_scale: `"clipped_ratio"` is the above, `"ratio"` √(fan_out/fan_in), `"none"` s = 1.
@@ -175,19 +177,17 @@ def muon(
             `"faster"`; `"raise"`, `"gram"` or `"block"`. A block has the s of its own shape.
         bandwidth: bytes per second of each mesh axis, for the cost model, see `scale_by_muon`.
         latency: seconds that a collective over each mesh axis takes besides, see `scale_by_muon`.
-        block_period: P, None for 1: every P-th step is of whole matrices. In others each device
-            orthogonalizes its own blocks, and exchanges nothing, see `scale_by_muon`.
-        block_learning_rate: η of such blocks, a number or a schedule; None for `learning_rate`,
-            which weight decay keeps, and matrices that no mesh axis shards.
+        state_memory_kind: `"device"`, or `"pinned_host"` for large moments, see `scale_by_muon`.
+        block_period: P, see `scale_by_muon`: every P-th step is of whole matrices; None for 1.
+        block_learning_rate: η of such blocks, a number or a schedule; None for `learning_rate`.
 
     Raises:
         TypeError: there is no such argument; an argument that is a number or a boolean got another
             type; or an argument is a schedule, and takes none.
         ValueError: an argument is none of the values above or out of range, two of them contradict
-            each other, a view does not fit, gradients do not fit the parameters, `ns_dtype` is one
-            that the composed schedule is unsafe in, `adamh` matches no matrix, or `shardings` is
-            missing or wrong. Or a preset came with a value for every argument, as
-            `optax.inject_hyperparams` passes them.
+            each other, views or gradients do not fit the parameters, the composed schedule is
+            unsafe in `ns_dtype`, `adamh` matches no matrix, or `shardings` is missing or wrong. Or
+            a preset came with a value for every argument, as by `optax.inject_hyperparams`.
         NotImplementedError: the named implementation cannot run here; or see `scale_by_normuon`.
 
     References:
@@ -200,15 +200,15 @@ def muon(
     if normuon_b2 is not None or fixed_norms:
         exchanged.check_sums("fixed_norms=True" if fixed_norms else "normuon_b2", block_period)
     gain = block_gain(learning_rate, block_learning_rate, block_period)
-    adam = optax.scale_by_adam(
+    adam = scale_by_adam(
         b1=adam_b1,
         b2=adam_b2,
         eps=eps if adam_eps is None else adam_eps,
         eps_root=adam_eps_root,
         mu_dtype=dtype_of_adam(mu_dtype),
         nesterov=nesterov if adam_nesterov is None else adam_nesterov,
+        memory_kind=state_memory_kind,
     )
-    adam = checking_gradients(adam)
     on_the_rest = chain_with_weight_decay(
         adam,
         scale=None,
@@ -244,6 +244,7 @@ def muon(
             outside=outside,
             bandwidth=bandwidth,
             latency=latency,
+            state_memory_kind=state_memory_kind,
             scale_of_blocks=shape_scale if consistent_rms is None else "longer_side",
             block_period=block_period,
             block_gain=gain,

@@ -28,9 +28,18 @@ from muon_jax._iteration.recipes import NSCoeffs
 from muon_jax._matrices.shape_factors import ScaleOfBlocks
 from muon_jax._matrices.view_checks import check_views, check_views_fit
 from muon_jax._matrices.views import Views
-from muon_jax._transforms.momentum import Momentum, MuonState, accumulate_momentum
-from muon_jax._transforms.quantized import computed_dtype, storing_mu
-from muon_jax._transforms.rounding import Rounding, cast_like, widen
+from muon_jax._transforms.momentum import Momentum, MuonState, accumulation
+from muon_jax._transforms.on_host import MemoryKind, check_memory, map_leaf_by_leaf, place_state
+from muon_jax._transforms.quantized import (
+    check_stored,
+    dequantize,
+    is_int8,
+    map_momenta,
+    shapes_of_momenta,
+    store,
+    zero_momenta,
+)
+from muon_jax._transforms.rounding import Rounding, check_rounding, random_keys, widen
 from muon_jax._tree_checks import (
     check_floats,
     check_gradients,
@@ -39,7 +48,7 @@ from muon_jax._tree_checks import (
     check_state,
     check_update,
 )
-from muon_jax._trees import fill_missing
+from muon_jax._trees import any_missing, fill_missing
 from pallas_kernels._promotion import standard_promotion
 
 
@@ -68,6 +77,7 @@ def scale_by_muon(
     outside: Outside = ("repeat", "raise"),
     bandwidth: Mapping[str, float] | None = None,
     latency: Mapping[str, float] | None = None,
+    state_memory_kind: MemoryKind = "device",
     scale_of_blocks: ScaleOfBlocks = "none",
     block_period: int | None = None,
     block_gain: optax.ScalarOrSchedule = 1.0,
@@ -177,6 +187,10 @@ def scale_by_muon(
             `distributed_gram=None` and `outside="faster"` choose. It changes results by that choice
             alone. An axis that is left out has what was measured on NVLink.
         latency: seconds that a collective over a mesh axis takes besides, by its name.
+        state_memory_kind: `"device"`, or `"pinned_host"` to keep momenta of 65,536 or more entries
+            in the memory of the host, and AdamW's moments in that of `muon`. Updates stream them:
+            each comes to the device when its gradient is there, is updated, and goes back. The
+            results are the same. On each device 256 MiB are under way at once, or one momentum.
         scale_of_blocks: the scale by the shape of a matrix that a later transformation, such as
             `scale_by_shape`, multiplies updates by. The update of a block is multiplied by the
             scale of the block over the scale of its matrix, so that it has in the end its own:
@@ -198,14 +212,14 @@ def scale_by_muon(
             matches none in a tree without `optax.MaskedNode`; a dtype is that of integers other
             than int8; `mu_dtype` is a float of 8 bits, or is complex where a parameter is real, or
             conversely; under int8, explicit mesh axes cut a block, or the state has a large
-            momentum in another dtype; a parameter is no matrix of floats; gradients do not fit
-            the parameters; `ns_dtype` is one that the composed schedule is unsafe in; `shardings`
-            is missing or wrong; `distributed_gram` is True, matrices are sharded, and none of them
-            can stay in pieces; `exchange_axes`, `outside`, `bandwidth` or `latency` names an axis
-            that the mesh lacks; a mesh axis shards matrices that must not be exchanged over it, or
-            that cannot be pieces or blocks; or `adaptive` comes with `"gram"`, `"block"` or
-            `block_period`.
-        NotImplementedError: the named implementation cannot run here.
+            momentum in another dtype; the state is in another memory than `init` puts it in; a
+            parameter is no matrix of floats; gradients do not fit the parameters; `ns_dtype` is one
+            that the composed schedule is unsafe in; `shardings` is missing or wrong;
+            `distributed_gram` is True, matrices are sharded, and none of them can stay in pieces;
+            `exchange_axes`, `outside`, `bandwidth` or `latency` names an axis that the mesh lacks;
+            a mesh axis shards matrices that must not be exchanged over it, or that cannot be pieces
+            or blocks; or `adaptive` comes with `"gram"`, `"block"` or `block_period`.
+        NotImplementedError: the named implementation, or the kind of memory, cannot be used here.
     """
     check_views(weight_dimension_numbers)
     check_shardings(shardings)
@@ -225,9 +239,7 @@ def scale_by_muon(
     links = Links.of_arguments(bandwidth, latency)
     limits = Limits(max_group_bytes, distributed_gram, exchanged, scale_of_blocks, links)
     seen = SeenShardings()
-    dtype = computed_dtype(mu_dtype)
-    # `storing_mu` rounds to 8 bits.
-    rounding = mu_rounding or "nearest" if dtype is mu_dtype else "nearest"
+    rounding = mu_rounding or ("stochastic" if is_int8(mu_dtype) else "nearest")
 
     def init_fn(params: optax.Params) -> MuonState:
         check_params(params)
@@ -237,9 +249,8 @@ def scale_by_muon(
             check_views_fit(weight_dimension_numbers, params)
             iterations_of(params)  # raises where coefficients do not fit
         seen.see(params)
-        return MuonState(
-            count=jnp.zeros([], jnp.int32), mu=optax.tree.zeros_like(params, dtype=dtype)
-        )
+        mu = zero_momenta(params, mu_dtype, shardings)
+        return place_state(MuonState(jnp.zeros([], jnp.int32), mu), state_memory_kind)
 
     @standard_promotion()
     def update_fn(
@@ -247,11 +258,27 @@ def scale_by_muon(
     ) -> tuple[optax.Updates, MuonState]:
         check_update(updates, params)
         check_state(state, "mu")
-        check_gradients(updates, state.mu, "the state")
-        updates = fill_missing(updates, state.mu if params is None else params)
+        of_state = shapes_of_momenta(state.mu) if is_int8(mu_dtype) else state.mu
+        check_gradients(updates, of_state, "the state")
+        check_memory(state, state_memory_kind)
+        if any_missing(updates):
+            like = map_momenta(dequantize, state.mu) if params is None else params
+            updates = fill_missing(updates, like)
+        if is_int8(mu_dtype):
+            check_stored(state.mu, whole_tree(updates, shardings))
+        elif rounding == "stochastic":
+            check_rounding(updates, state.mu)
         count = jnp.asarray(optax.safe_increment(state.count))
-        wide, old_mu = widen(updates, state.mu, rounding)
-        u, mu = accumulate_momentum(momentum, wide, old_mu, beta, count, nesterov)
+        accumulate = accumulation(momentum, beta, count, nesterov)
+
+        def update_leaf(m: Any, g: jax.Array, key: jax.Array | None) -> tuple[Any, Any]:
+            u, new = accumulate(*widen(g, dequantize(m), rounding))
+            return u, store(new, m, key)
+
+        keys: list[Any] = [None] * len(jax.tree.leaves(updates))
+        if rounding == "stochastic":
+            keys = random_keys(updates, count, shardings)
+        u, mu = map_leaf_by_leaf(update_leaf, state.mu, updates, keys, are_read_again=True)
         seen.see(u)
         known = seen.known(u, shardings)
         iterations = iterations_of(whole_tree(u, shardings))
@@ -261,8 +288,6 @@ def scale_by_muon(
             dual_norms = inner_products(u, orthogonal, shardings)
             orthogonal = jax.tree.map(jnp.multiply, dual_norms, orthogonal)
         orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)
-        mu = cast_like(mu, state.mu, rounding, count, shardings)
         return orthogonal, MuonState(count, mu)
 
-    transform = optax.GradientTransformation(init_fn, update_fn)
-    return storing_mu(transform, mu_dtype, mu_rounding, shardings)
+    return optax.GradientTransformation(init_fn, update_fn)

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 type Path = tuple[Any, ...]
 
@@ -110,19 +109,6 @@ def check_gradients(gradients: Any, like: Any, owner: str) -> None:
             )
 
     jax.tree.map_with_path(check, gradients, like, is_leaf=_is_none)
-
-
-def checking_gradients(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns `inner`, whose state has momenta `mu`, with a check of the gradients against them."""
-
-    def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, Any]:
-        check_state(state, "mu")
-        check_gradients(updates, state.mu, "the state")
-        return inner.update(updates, state, params)
-
-    return optax.GradientTransformation(inner.init, update_fn)
 
 
 def check_prefix(argument: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> None:

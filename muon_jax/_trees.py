@@ -102,6 +102,11 @@ def broadcast_prefix[Node, Found](
     return found
 
 
+def any_missing(updates: optax.Updates) -> bool:
+    """Returns whether there is None in the place of a gradient."""
+    return any(g is None for g in jax.tree.leaves(updates, is_leaf=lambda g: g is None))
+
+
 def fill_missing(updates: optax.Updates, like: Any) -> optax.Updates:
     """Returns `updates` with zeros in the place of None, shaped as the leaves of `like`."""
     return jax.tree.map(
@@ -118,7 +123,7 @@ def fill_missing_by_params(updates: optax.Updates, params: optax.Params | None) 
     Raises:
         ValueError: an update is None, and there are no parameters to tell its shape.
     """
-    if all(g is not None for g in jax.tree.leaves(updates, is_leaf=lambda g: g is None)):
+    if not any_missing(updates):
         return updates
     if params is None:
         raise ValueError(

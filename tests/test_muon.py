@@ -118,6 +118,7 @@ OF_THE_ITERATION = [
     "outside",
     "bandwidth",
     "latency",
+    "state_memory_kind",
 ]
 NEW = {
     "muon": [

@@ -1,5 +1,6 @@
 """The forms of momentum: what is orthogonalized, made of the gradients so far."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -9,12 +10,13 @@ import optax
 
 from muon_jax._checks import checks_arguments
 from muon_jax._distributed.sharding import Shardings, whole_tree
+from muon_jax._transforms.on_host import map_where_it_is
 from muon_jax._transforms.quantized import (
     Quantized,
     cast_mu,
-    dequantize,
     dtype_of_adam,
     map_momenta,
+    shapes_of_momenta,
 )
 from muon_jax._tree_checks import check_mu_dtype
 
@@ -33,41 +35,33 @@ class MuonState(NamedTuple):
     mu: optax.Updates
 
 
-def accumulate_momentum(
-    momentum: Momentum,
-    gradients: optax.Updates,
-    mu: optax.Updates,
-    beta: float | jax.Array,
-    count: jax.Array,
-    nesterov: bool,
-) -> tuple[optax.Updates, optax.Updates]:
-    """Returns u, which is to be orthogonalized, and the new momentum.
+def accumulation(
+    momentum: Momentum, beta: float | jax.Array, count: jax.Array, nesterov: bool
+) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """Returns the function from g and m, in one dtype, to u and the new m.
+
+    What depends on the step alone is computed once, for all parameters.
 
     Args:
         momentum: the form, see `scale_by_muon`.
-        gradients: g.
-        mu: the momentum m before this step, in the dtypes of `gradients`.
         beta: β.
         count: the number t = 1, 2, … of this step.
-        nesterov: whether u looks one step ahead.
+        nesterov: whether u, which is to be orthogonalized, looks one step ahead.
     """
     weight = 1.0 if momentum == "heavy_ball" else 1 - beta
-
-    def mix(m: jax.Array, g: jax.Array) -> jax.Array:
-        return beta * m + weight * g
-
-    mu = jax.tree.map(mix, mu, gradients)
-    if momentum != "bias_corrected":
-        return jax.tree.map(mix, mu, gradients) if nesterov else mu, mu
-    if not nesterov:
-        return optax.tree.bias_correction(mu, beta, count), mu
+    correction = 1 - beta**count
     weight_of_mu = beta / (1 - beta ** jnp.asarray(optax.safe_increment(count)))
-    weight_of_gradient = (1 - beta) / (1 - beta**count)  # at most 1: it cannot overflow
+    weight_of_gradient = (1 - beta) / correction  # at most 1: it cannot overflow
 
-    def look_ahead(m: jax.Array, g: jax.Array) -> jax.Array:
-        return weight_of_mu.astype(m.dtype) * m + weight_of_gradient.astype(g.dtype) * g
+    def accumulate(g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+        m = beta * m + weight * g
+        if momentum != "bias_corrected":
+            return (beta * m + weight * g if nesterov else m), m
+        if not nesterov:
+            return m / correction.astype(m.dtype), m
+        return weight_of_mu.astype(m.dtype) * m + weight_of_gradient.astype(g.dtype) * g, m
 
-    return jax.tree.map(look_ahead, mu, gradients), mu
+    return accumulate
 
 
 @checks_arguments
@@ -114,7 +108,7 @@ def convert_momentum(
                 return m._replace(scales=m.scales * factor)
             return (m * factor).astype(m.dtype)
 
-        return node._replace(mu=map_momenta(scale, node.mu))
+        return node._replace(mu=map_momenta(functools.partial(map_where_it_is, scale), node.mu))
 
     state = jax.tree.map(convert_node, state, is_leaf=lambda node: isinstance(node, MuonState))
     if not found:
@@ -148,11 +142,11 @@ def cast_momentum(state: Any, mu_dtype: jax.typing.DTypeLike, shardings: Shardin
         if not isinstance(node, nodes):
             return node
         found.append(node)
-        mu = map_momenta(dequantize, node.mu)
-        check_mu_dtype(mu, mu_dtype)
+        shapes = shapes_of_momenta(node.mu)
+        check_mu_dtype(shapes, mu_dtype)
         of_adam = dtype_of_adam(mu_dtype) or mu_dtype
         dtype = mu_dtype if isinstance(node, MuonState) else of_adam
-        return node._replace(mu=cast_mu(mu, dtype, whole_tree(mu, shardings)))
+        return node._replace(mu=cast_mu(node.mu, dtype, whole_tree(shapes, shardings)))
 
     state = jax.tree.map(cast_node, state, is_leaf=lambda node: isinstance(node, nodes))
     if not found:

@@ -9,8 +9,8 @@ import optax
 
 from muon_jax._distributed.sharding import Shardings, mesh_axes_by_dim, whole_tree
 from muon_jax._numerics import over
-from muon_jax._transforms.rounding import Rounding, random_keys
-from muon_jax._tree_checks import check_state
+from muon_jax._transforms.on_host import map_where_it_is, to_device
+from muon_jax._transforms.rounding import cast_like
 
 LARGEST_CODE = 127
 LARGEST_BLOCK = 128
@@ -40,9 +40,14 @@ class Quantized(NamedTuple):
     scales: jax.Array
 
 
+def is_int8(mu_dtype: jax.typing.DTypeLike | None) -> bool:
+    """Returns whether `mu_dtype` stands for momenta in 8 bits."""
+    return mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.int8
+
+
 def computed_dtype(mu_dtype: jax.typing.DTypeLike | None) -> jax.typing.DTypeLike | None:
     """Returns the dtype in which updates compute momenta of `mu_dtype`: float32 for int8."""
-    return jnp.float32 if _is_int8(mu_dtype) else mu_dtype
+    return jnp.float32 if is_int8(mu_dtype) else mu_dtype
 
 
 def dtype_of_adam(mu_dtype: jax.typing.DTypeLike | None) -> jax.typing.DTypeLike | None:
@@ -51,7 +56,7 @@ def dtype_of_adam(mu_dtype: jax.typing.DTypeLike | None) -> jax.typing.DTypeLike
     AdamW divides by √ν entry by entry. An entry that is small beside its block is 0 in 8 bits, or
     large beside its own √ν.
     """
-    return jnp.bfloat16 if _is_int8(mu_dtype) else mu_dtype
+    return jnp.bfloat16 if is_int8(mu_dtype) else mu_dtype
 
 
 def count_blocks(n: int) -> int:
@@ -84,7 +89,8 @@ def quantize(x: jax.Array, count: int, key: jax.Array | None = None) -> Quantize
 
 
 def dequantize(m: Any) -> Any:
-    """Returns the float32 array that `m` stands for, or `m` where it is an array already."""
+    """Returns the float32 array that `m` stands for, or `m` where it is an array; on the device."""
+    m = to_device(m)
     if not isinstance(m, Quantized):
         return m
     return m.codes.astype(jnp.float32) * _scale_of_entries(m.scales, m.codes.shape[-1])
@@ -109,7 +115,7 @@ def cast_mu(mu: Any, mu_dtype: jax.typing.DTypeLike, whole: Any) -> Any:
 
     def cast(path: Any, m: Any, of_whole: Any) -> Any:
         m = dequantize(m)
-        if not _is_int8(mu_dtype):
+        if not is_int8(mu_dtype):
             return m.astype(mu_dtype)
         if not _takes_codes(of_whole):
             return m.astype(jnp.float32)
@@ -117,57 +123,43 @@ def cast_mu(mu: Any, mu_dtype: jax.typing.DTypeLike, whole: Any) -> Any:
         _check_blocks(path, m, count)
         return quantize(m, count)
 
-    return jax.tree.map_with_path(cast, mu, whole, is_leaf=_is_quantized)
+    def cast_where_it_is(path: Any, m: Any, of_whole: Any) -> Any:
+        return map_where_it_is(lambda m: cast(path, m, of_whole), m)
+
+    return jax.tree.map_with_path(cast_where_it_is, mu, whole, is_leaf=_is_quantized)
 
 
-def storing_mu(
-    inner: optax.GradientTransformation,
-    mu_dtype: jax.typing.DTypeLike | None,
-    rounding: Rounding | None,
-    shardings: Shardings,
-) -> optax.GradientTransformation:
-    """Returns `inner`, with `Quantized` for the large momenta of its state if `mu_dtype` is int8.
-
-    Args:
-        inner: a transformation whose state has a `count` and momenta `mu`, in `computed_dtype`.
-        mu_dtype: as for `scale_by_muon`.
-        rounding: `"nearest"`, or `"stochastic"`, up or down at random, which None stands for.
-        shardings: as for `scale_by_muon`; needed only in a shard_map.
+def zero_momenta(params: Any, mu_dtype: jax.typing.DTypeLike | None, shardings: Shardings) -> Any:
+    """Returns momenta of zeros in `mu_dtype`.
 
     Raises:
-        ValueError: the state has a large momentum that is not in 8 bits, or `shardings` is missing
-            or does not fit.
+        ValueError: explicit mesh axes cut a block, or `shardings` is missing or does not fit.
     """
-    if not _is_int8(mu_dtype):
-        return inner
-
-    def init_fn(params: optax.Params) -> Any:
-        state: Any = inner.init(params)
-        return state._replace(mu=cast_mu(state.mu, jnp.int8, whole_tree(state.mu, shardings)))
-
-    def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, Any]:
-        check_state(state, "mu")
-        stored, mu = state.mu, map_momenta(dequantize, state.mu)
-        _check_stored(stored, whole_tree(mu, shardings))
-        updates, state = inner.update(updates, state._replace(mu=mu), params)
-        leaves, treedef = jax.tree.flatten(state.mu)
-        keys = [None] * len(leaves)
-        if rounding != "nearest":
-            keys = random_keys(state.mu, state.count, shardings)
-
-        def store(old: Any, m: jax.Array, key: jax.Array | None) -> Any:
-            return quantize(m, old.scales.shape[-1], key) if isinstance(old, Quantized) else m
-
-        mu = map_momenta(store, stored, state.mu, treedef.unflatten(keys))
-        return updates, state._replace(mu=mu)
-
-    return optax.GradientTransformation(init_fn, update_fn)
+    mu = optax.tree.zeros_like(params, dtype=computed_dtype(mu_dtype))
+    return cast_mu(mu, jnp.int8, whole_tree(mu, shardings)) if is_int8(mu_dtype) else mu
 
 
-def _is_int8(mu_dtype: jax.typing.DTypeLike | None) -> bool:
-    return mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.int8
+def shapes_of_momenta(mu: Any) -> Any:
+    """Returns the shapes and dtypes that updates compute with, in the tree of the parameters."""
+
+    def shape_of(m: Any) -> jax.ShapeDtypeStruct:
+        codes, dtype = (m.codes, jnp.float32) if _is_quantized(m) else (m, m.dtype)
+        return jax.ShapeDtypeStruct(codes.shape, dtype)
+
+    return map_momenta(shape_of, mu)
+
+
+def store(m: Any, like: Any, key: jax.Array | None) -> Any:
+    """Returns a momentum in the form of `like`, a `Quantized` or an array.
+
+    Args:
+        m: the momentum.
+        like: the momentum before the update.
+        key: of random bits, to round up or down at random; None to round to nearest.
+    """
+    if _is_quantized(like):
+        return quantize(m, like.scales.shape[-1], key)
+    return cast_like(m, like, key)
 
 
 def _takes_codes(x: Any) -> bool:
@@ -194,8 +186,13 @@ def _check_blocks(path: Any, m: jax.Array, count: int) -> None:
         )
 
 
-def _check_stored(mu: Any, whole: Any) -> None:
-    """Raises ValueError where a momentum should be in 8 bits and is not."""
+def check_stored(mu: Any, whole: Any) -> None:
+    """Raises ValueError where a momentum should be in 8 bits and is not.
+
+    Args:
+        mu: the momenta of an optimizer whose `mu_dtype` is int8.
+        whole: as for `cast_mu`.
+    """
 
     def check(path: Any, m: Any, of_whole: Any) -> None:
         if _takes_codes(of_whole) and not isinstance(m, Quantized):

@@ -4,7 +4,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from muon_jax._distributed.on_shards import distinct_keys
 from muon_jax._distributed.sharding import Shardings
@@ -12,58 +11,48 @@ from muon_jax._distributed.sharding import Shardings
 type Rounding = Literal["nearest", "stochastic"]
 
 
-def widen(gradients: Any, mu: Any, rounding: Rounding) -> tuple[Any, Any]:
-    """Returns both trees in the dtype that the momentum is computed in.
+def check_rounding(gradients: Any, mu: Any) -> None:
+    """Raises ValueError where a number is complex, or a momentum is not in bfloat16.
 
-    The dtype is the wider of both, leaf by leaf, or float32 before stochastic rounding.
-
-    Raises:
-        ValueError: stochastic rounding of complex numbers.
+    Args:
+        gradients: arrays.
+        mu: the momenta, or their shapes, to be rounded at random.
     """
-    if rounding == "nearest":
-
-        def promote(x: jax.Array, other: jax.Array) -> jax.Array:
-            return x.astype(jnp.promote_types(x.dtype, other.dtype))
-
-        return jax.tree.map(promote, gradients, mu), jax.tree.map(promote, mu, gradients)
     for name, tree in (("gradient", gradients), ("momentum", mu)):
         for path, x in jax.tree.leaves_with_path(tree):
-            if jnp.iscomplexobj(x):
+            if jnp.issubdtype(x.dtype, jnp.complexfloating):
                 raise ValueError(
                     f"mu_rounding='stochastic' rounds real numbers, but the {name} of the parameter"
                     f" {jax.tree_util.keystr(path)} is {x.dtype}: set mu_rounding='nearest'"
                 )
-    return optax.tree.cast(gradients, jnp.float32), optax.tree.cast(mu, jnp.float32)
-
-
-def cast_like(
-    tree: Any, like: Any, rounding: Rounding, count: jax.Array, shardings: Shardings
-) -> Any:
-    """Returns `tree`, rounded to the dtypes of `like`.
-
-    Args:
-        tree: arrays, float32 where `rounding` is `"stochastic"`.
-        like: arrays in the same structure.
-        rounding: `"nearest"`, or `"stochastic"`: up or down at random.
-        count: the number of the step. Random bits depend on it, on the position of the leaf, and in
-            a shard_map on the shard.
-        shardings: as for `scale_by_muon`.
-
-    Raises:
-        ValueError: stochastic rounding to another dtype than bfloat16, or one of `distinct_keys`.
-        NotImplementedError: see `distinct_keys`.
-    """
-    if rounding == "nearest":
-        return jax.tree.map(lambda x, old: x.astype(old.dtype), tree, like)
-    for path, old in jax.tree.leaves_with_path(like):
-        if old.dtype != jnp.bfloat16:
+    for path, m in jax.tree.leaves_with_path(mu):
+        if m.dtype != jnp.bfloat16:
             raise ValueError(
                 "mu_rounding='stochastic' rounds to bfloat16 or int8, but the momentum of the"
-                f" parameter {jax.tree_util.keystr(path)} is {old.dtype}: set mu_dtype='bfloat16'"
+                f" parameter {jax.tree_util.keystr(path)} is {m.dtype}: set mu_dtype='bfloat16'"
             )
-    leaves, treedef = jax.tree.flatten(tree)
-    keys = random_keys(tree, count, shardings)
-    return treedef.unflatten(map(stochastic_round, leaves, keys))
+
+
+def widen(gradient: jax.Array, m: jax.Array, rounding: Rounding) -> tuple[jax.Array, jax.Array]:
+    """Returns both in the dtype that the momentum is computed in.
+
+    The dtype is the wider of both, or float32 before stochastic rounding.
+    """
+    wide = jnp.promote_types(gradient.dtype, m.dtype) if rounding == "nearest" else jnp.float32
+    return gradient.astype(wide), m.astype(wide)
+
+
+def cast_like(x: jax.Array, like: jax.Array, key: jax.Array | None) -> jax.Array:
+    """Returns `x`, rounded to the dtype of `like`.
+
+    Args:
+        x: float32 where it is rounded at random.
+        like: an array.
+        key: of random bits, to round to bfloat16 up or down at random; None to round to nearest.
+    """
+    if key is not None and like.dtype == jnp.bfloat16:
+        return stochastic_round(x, key)
+    return x.astype(like.dtype)
 
 
 def random_keys(tree: Any, count: jax.Array, shardings: Shardings) -> list[jax.Array]:

@@ -231,18 +231,18 @@ def test_stochastic_rounding_keeps_values_of_bfloat16_infinities_and_nan():
 
 
 def test_small_increments_are_lost_to_nearest_rounding_and_not_to_stochastic():
-    def sum_of(rounding):
+    def sum_of(key_of_step):
         step = jax.jit(
-            lambda x, i: _rounding.cast_like(x.astype(jnp.float32) + 2**-10, x, rounding, i, None)
+            lambda x, i: _rounding.cast_like(x.astype(jnp.float32) + 2**-10, x, key_of_step(i))
         )
         total = jnp.ones((16, 24), jnp.bfloat16)  # whose neighbour is 1 + 2**-7
         for i in range(200):
             total = step(total, i)
         return np.asarray(total, np.float64)
 
-    assert (sum_of("nearest") == 1).all()
+    assert (sum_of(lambda i: None) == 1).all()
     # Five standard deviations of the mean of its entries.
-    np.testing.assert_allclose(sum_of("stochastic").mean(), 1 + 200 * 2**-10, atol=1e-2)
+    np.testing.assert_allclose(sum_of(jax.random.key).mean(), 1 + 200 * 2**-10, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
