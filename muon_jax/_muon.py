@@ -182,8 +182,7 @@ def muon(
         block_learning_rate: η of such blocks, a number or a schedule; None for `learning_rate`.
 
     Raises:
-        TypeError: there is no such argument; an argument that is a number or a boolean got another
-            type; or an argument is a schedule, and takes none.
+        TypeError: there is no such argument, or one has another type, or is a schedule in vain.
         ValueError: an argument is none of the values above or out of range, two of them contradict
             each other, views or gradients do not fit the parameters, the composed schedule is
             unsafe in `ns_dtype`, `adamh` matches no matrix, or `shardings` is missing or wrong. Or
