@@ -130,6 +130,7 @@ ARGUMENTS = {
     "normuon_averaged": NAME("fan_in", "shorter"),
     "averaged": NAME("fan_in", "shorter"),
     "mu_rounding": NAME("nearest", None),
+    "state_memory_kind": NAME("device", "pinned_host"),
     "ns_method": NAME("standard", None),
     "method": NAME("standard", None),
     "implementation": NAME("xla", None),

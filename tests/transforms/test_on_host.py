@@ -245,13 +245,12 @@ def test_a_device_without_pinned_memory_is_refused(monkeypatch):
 @pytest.mark.parametrize("given", [{}, {"mu_dtype": "int8"}, {"mu_dtype": "bfloat16"}])
 def test_on_a_gpu(given, monkeypatch):
     """No bit differs, and the state leaves the memory of the device."""
-    monkeypatch.undo()
-    shapes = {f"layer_{i}": (1024, 2048) for i in range(4)} | {
-        "head": (1024, 4096),
-        "bias": (1024,),
-    }
+    monkeypatch.undo()  # the bounds of users
+    shapes = {f"layer_{i}": (1024, 2048) for i in range(4)} | {"head": (1024, 4096), "bias": (64,)}
     views = {name: MuonDimensionNumbers() if "layer" in name else None for name in shapes}
-    params = jax.device_put(helpers.random_tree(shapes, 0), jax.devices()[0])
+    params, *gradients = (
+        jax.device_put(helpers.random_tree(shapes, seed), jax.devices()[0]) for seed in range(4)
+    )
     found, sizes = [], []
     for kind in ("device", "pinned_host"):
         optimizer = optax.chain(
@@ -259,20 +258,21 @@ def test_on_a_gpu(given, monkeypatch):
             muon(0.1, muon_weight_dimension_numbers=views, state_memory_kind=kind, **given),
         )
 
-        def step(params, state, optimizer=optimizer):
-            gradients = jax.tree.map(jnp.sin, params)
+        def step(params, state, gradients, optimizer=optimizer):
             updates, state = optimizer.update(gradients, state, params)
             return optax.apply_updates(params, updates), state
 
-        state = jax.jit(optimizer.init)(params)
-        compiled = jax.jit(step).lower(params, state).compile()
-        trained_params = params
-        for _ in range(3):
-            trained_params, state = compiled(trained_params, state)
-        found.append((trained_params, state))
+        result = params, jax.jit(optimizer.init)(params)
+        compiled = jax.jit(step).lower(*result, params).compile()
+        for each in gradients:
+            result = compiled(*result, each)
+        found.append(result)
         sizes.append(compiled.memory_analysis())
     assert_equal_bits(*found)
-    assert kinds(found[1]) == ({HOST, DEVICE}, {DEVICE}) and kinds(found[1][1])[0] == {HOST}
+    assert kinds(found[1]) == ({HOST, DEVICE}, {DEVICE}) and kinds(found[1][1]) == (
+        {HOST},
+        {DEVICE},
+    )
     of_state = sum(x.nbytes for x in jax.tree.leaves(found[1][1]) if on_host.is_on_host(x))
-    on_device, with_host = (size.argument_size_in_bytes for size in sizes)
-    assert on_device - with_host == of_state == sizes[1].host_argument_size_in_bytes
+    assert sizes[1].host_argument_size_in_bytes == of_state > 2**22
+    assert sizes[0].argument_size_in_bytes - sizes[1].argument_size_in_bytes == of_state
