@@ -260,7 +260,13 @@ def calls(draw):
 
 
 # What two right arguments may say of each other.
-CONTRADICTIONS = ("ns_coeffs=", "two scales", "is not offered here", "must have 32 bits")
+CONTRADICTIONS = (
+    "ns_coeffs=",
+    "two scales",
+    "is not offered here",
+    "must have 32 bits",
+    "block_period",
+)
 
 
 def check_refusal(error: Exception, names) -> None:
