@@ -35,9 +35,17 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 from gpt_flags import parse
-from gpt_model import AXES, BATCH_AXES, GPT, held_out_batches, read_text, shardings_of
+from gpt_model import (
+    AXES,
+    BATCH_AXES,
+    GPT,
+    held_out_batches,
+    keeps_norms,
+    read_text,
+    shardings_of,
+)
 from gpt_report import Metrics, plot, read, table
-from muon_jax import PRESETS, by_role, muon
+from muon_jax import by_role, muon
 
 # What decides the numbers of a run; a checkpoint goes on only under the same.
 RECORDED = (
@@ -77,7 +85,7 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
         names = ("preset", "ns_coeffs", "mu_dtype", "block_period")
         chosen = {name: getattr(options, name) for name in names}
         scale = {"weight_decay": decay, "consistent_rms": 0.2}
-        if PRESETS.get(options.preset, {}).get("fixed_norms"):
+        if keeps_norms(options):
             scale = {"adam_learning_rate": lambda step: 3 / 13 * schedule(step)}
             scale |= {"adamh": "^head/kernel$"}
         optimizer = (muon if options.optimizer == "muon" else optax.contrib.muon)(

@@ -35,10 +35,14 @@ class Text(NamedTuple):
     held_out: np.ndarray
 
 
+def keeps_norms(options: argparse.Namespace) -> bool:
+    """Whether the preset keeps the norms of matrices, so that a zero matrix stays zero."""
+    return PRESETS.get(options.preset, {}).get("fixed_norms", False)
+
+
 def init_of_outputs(options: argparse.Namespace) -> nnx.Initializer:
     """Zeros for the matrices that write to the stream and the head, unless norms are kept."""
-    keeps_norms = PRESETS.get(options.preset, {}).get("fixed_norms", False)
-    return nnx.initializers.lecun_normal() if keeps_norms else nnx.initializers.zeros
+    return nnx.initializers.lecun_normal() if keeps_norms(options) else nnx.initializers.zeros
 
 
 class Block(nnx.Module):

@@ -178,9 +178,9 @@ def scale_by_muon(
               axes that are named in `exchange_axes`, where those do not shard the parameter. Or all
               do what a model of the times finds `"faster"` of the two, for all parameters together.
             - Matrices that an axis shards `"raise"` an error. Or they stay in pieces by `"gram"`,
-              as under `distributed_gram=True`: XXᵀ is summed over all axes that shard X. It is of
-              the side that no axis outside shards, and of the shorter one where there is none.
-              Or they are orthogonalized `"block"` by block: what devices with equal coordinates
+              as under `distributed_gram=True`: XXᵀ is summed over all axes that shard X. Its rows
+              are the side that no axis outside shards; without such axes, the shorter side. Or they
+              are orthogonalized `"block"` by block: what devices with equal coordinates
               along such axes have of a matrix is a matrix of its own.
         bandwidth: bytes per second that each device sends over a mesh axis, by its name, such as
             `{"data": 50e9, "tensor": 450e9}`: for the model of the times by which

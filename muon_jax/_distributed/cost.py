@@ -69,7 +69,7 @@ def cost_in_pieces(
         shape: `(count, m, n)`, count ≤ owners.
         axes: names and sizes of the mesh axes that the owners are along.
         itemsize: of the products' dtype.
-        cuts: pairs of a number of matrices, and of the mesh axes that shard their short axis.
+        cuts: pairs `(k, axes)`: mesh axes shard the short axis of k of the matrices.
     """
     count, m, n = shape
     owners = math.prod(size for _, size in axes)

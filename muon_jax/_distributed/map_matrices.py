@@ -98,7 +98,8 @@ def _map_by_mesh(
                 " parameters that are sharded"
             )
         own = [i for i, of_leaf in enumerate(where) if of_leaf == mesh]
-        part = treedef.unflatten(x if i in own else None for i, x in enumerate(leaves))
+        pairs = zip(leaves, where, strict=True)
+        part = treedef.unflatten(x if of_leaf == mesh else None for x, of_leaf in pairs)
         done = map_matrices(iterations.of_some(own), views, part, stated, limits, step)
         results |= zip(own, jax.tree.leaves(done), strict=True)
     return treedef.unflatten(results[i] for i in range(len(leaves)))

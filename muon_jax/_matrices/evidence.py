@@ -28,7 +28,7 @@ _Q = re.compile(r"w?q(_proj)?|query")
 
 
 class _Widths(NamedTuple):
-    """The sizes of the vectors of one layer, and of what embeddings give."""
+    """Sizes of vectors: those of one layer, and those that embeddings give."""
 
     embeddings: set[int]
     vectors: set[int]

@@ -144,16 +144,21 @@ def test_other_settings_do_not_go_on(straight, tmp_path):
         run(tmp_path, *other, str(tmp_path / "killed"))
 
 
-def test_moments_are_sharded_like_parameters():
-    options = gpt.parse([*TINY, "--mesh", "fsdp=4,tensor=2"])
+def specs_by_path(*arguments):
+    """How parameters and moments are sharded over four by two devices."""
+    options = gpt.parse([*TINY, "--mesh", "fsdp=4,tensor=2", *arguments])
     init, *_ = gpt.make_functions(options, gpt.make_optimizer(options))
     mesh = jax.make_mesh((1, 4, 2), tuple(options.mesh))
     with jax.set_mesh(mesh):
         shardings = shardings_of(jax.eval_shape(init), mesh)
-    found = {
+    return {
         jax.tree_util.keystr(path, simple=True, separator="/"): sharding.spec
         for path, sharding in jax.tree.leaves_with_path(shardings)
     }
+
+
+def test_moments_are_sharded_like_parameters():
+    found = specs_by_path()
     expected = {"query": P(None, "fsdp", "tensor"), "down": P(None, "tensor", "fsdp")}
     for name, spec in expected.items():
         specs = [found[path] for path in found if path.endswith(f"layers/{name}/kernel")]
@@ -185,16 +190,7 @@ def test_presets_of_large_models_learn(arguments, tmp_path):
 
 
 def test_an_int8_momentum_is_sharded_like_its_parameter():
-    wide = [*TINY, "--width", "128", "--mu-dtype", "int8", "--mesh", "fsdp=4,tensor=2"]
-    options = gpt.parse(wide)
-    init, *_ = gpt.make_functions(options, gpt.make_optimizer(options))
-    mesh = jax.make_mesh((1, 4, 2), tuple(options.mesh))
-    with jax.set_mesh(mesh):
-        shardings = shardings_of(jax.eval_shape(init), mesh)
-    found = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): sharding.spec
-        for path, sharding in jax.tree.leaves_with_path(shardings)
-    }
+    found = specs_by_path("--width", "128", "--mu-dtype", "int8")
     codes = [found[path] for path in found if path.endswith("layers/query/kernel/codes")]
     assert codes == [P(None, "fsdp", "tensor")]
 

@@ -94,7 +94,7 @@ OF_HEAD = ["head", "vector"]
         ({"m/gate/kernel": (8, 3), **EXPERTS}, ["unknown", "experts", "experts"]),
         ({"m/gate/kernel": (8, 2), **NUMBERED_EXPERTS}, ["router", "experts", "experts"]),
         ({"m/gate/kernel": (8, 3), **NUMBERED_EXPERTS}, ["unknown", "experts", "experts"]),
-        # Heads of one layer, of two, and of one beside tied weights.
+        # The heads have one layer, two layers, and one layer beside tied weights.
         ({"head/mlp/fc1/kernel": (8, 8), "head/norm/scale": (8,)}, ["head", "vector"]),
         ({"head/fc1/kernel": (8, 8), "head/fc2/kernel": (8, 5)}, ["unknown"] * 2),
         ({"head/fc1/kernel": (8, 8), "head/fc2/kernel": (8, 1)}, ["head"] * 2),

@@ -77,7 +77,7 @@ def trained(optimizer, axis_type=None, steps=2):
 
 
 def kinds(tree):
-    """The kinds of memory of large arrays, and of others."""
+    """The kinds of memory: those of large arrays, and those of small arrays."""
     found = set(), set()
     for x in jax.tree.leaves(tree):
         found[x.size < on_host.LEAST_ENTRIES_ON_HOST].add(jax.typeof(x).memory_space)
