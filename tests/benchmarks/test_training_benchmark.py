@@ -1,6 +1,7 @@
 import dataclasses
 import hashlib
 import json
+import platform
 import re
 
 import jax
@@ -12,7 +13,8 @@ from muon_jax.benchmarks._records.tables import markdown, measurement_line
 from muon_jax.benchmarks._records.training_losses import verdicts
 from muon_jax.benchmarks._training import runs
 from muon_jax.benchmarks._training.gpt import GPT
-from muon_jax.benchmarks._training.stdlib_text import Text, read_text
+from muon_jax.benchmarks._training.stdlib_text import read_text
+from muon_jax.benchmarks._training.text import Text
 
 MODEL = GPT(layers=1, width=32, heads=2, context=32)
 TRAINING = runs.Training(steps=80, batch_size=8)
@@ -49,9 +51,12 @@ def test_text_is_split_by_file_and_leaves_tests_out(tmp_path):
     train, validation = b"1;2;3;4;5;6;7;8;9;11;99;", b"0;10;"
     assert text.train.tobytes() == train and text.validation.tobytes() == validation
     assert text.identity() == {
+        "name": f"Python {platform.python_version()}, folder {tmp_path.name}",
         "files": 13,
-        "train_bytes": len(train),
+        "train_tokens": len(train),
+        "validation_tokens": len(validation),
         "validation_bytes": len(validation),
+        "vocabulary": 256,
         "sha256": hashlib.sha256(train + validation).hexdigest(),
     }
 
@@ -120,7 +125,7 @@ def test_sizes_that_are_none(make, message):
 
 
 def test_windows_need_text():
-    text = Text(np.zeros(100, np.uint8), np.zeros(32, np.uint8), 2)
+    text = Text(np.zeros(100, np.uint8), np.zeros(32, np.uint8), 2, 256, "zeros", 32)
     with pytest.raises(ValueError, match="context . 1 = 33 bytes .* got 100 and 32"):
         runs.validation_windows(text, MODEL, TRAINING)
 
