@@ -52,6 +52,8 @@ class Spread(NamedTuple):
 def update_spreads(report: Report) -> dict[Group, dict[int, dict[str, Spread]]]:
     """Returns what each schedule makes of the momenta, medians over layers.
 
+    A layer of a momentum counts once for each learning rate that has a spectrum of it.
+
     Returns:
         Spreads by width, variant that trained, and matrix; then by step; then by the variant whose
         schedule it is.
@@ -97,7 +99,8 @@ def singular_values(quantiles: Sequence[float], shares: Sequence[float], count: 
     its Frobenius norm: few values can be much larger than the others.
 
     Args:
-        quantiles: those of singular values over the Frobenius norm, the last the largest one.
+        quantiles: those of singular values over the Frobenius norm, by `numpy.quantile`. The last
+            is the largest singular value.
         shares: where, from 0 to 1.
         count: the number of singular values.
     """
