@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks._records.tables import markdown, measurement_line
-from muon_jax.benchmarks._records.training_losses import verdicts
+from muon_jax.benchmarks._records.tables import measurement_line
 from muon_jax.benchmarks._training import runs
 from muon_jax.benchmarks._training.gpt import GPT
 from muon_jax.benchmarks._training.stdlib_text import read_text
@@ -133,84 +132,6 @@ def test_windows_need_text():
 def test_seeds_estimate_noise():
     with pytest.raises(ValueError, match="--seeds must be at least 2, to estimate noise, got 1"):
         benchmarks.main(["training", "--seeds", "1"])
-
-
-def measurement_of(name, losses):
-    curves = [[[4.0, loss] for loss in row] for row in losses]
-    return {
-        "name": name,
-        "losses": losses,
-        "curves": curves,
-        "seconds": 2.5,
-        "compile_seconds": 1.5,
-    }
-
-
-@pytest.fixture
-def report():
-    return {
-        "benchmark": "training",
-        "device": "H200",
-        "text": {"train_bytes": 1000, "sha256": "abc"},
-        "model": {"layers": 6},
-        "training": {"steps": 100},
-        "learning_rates": [0.01, 0.02, 0.04],
-        "seeds": [0, 1],
-        "control": "three",
-        "variants": ["standard", "fast", "aol", "three", "cans"],
-        "measurements": [
-            measurement_of("standard", [[1.5, 1.6], [1.2, 1.3], [1.4, 1.4]]),
-            measurement_of("fast", [[1.5, 1.6], [1.3, 1.4], [1.24, 1.36]]),
-            measurement_of("aol", [[None, None], [1.6, 1.7], [None, 1.4]]),
-            measurement_of("three", [[1.9, 1.8], [1.7, 1.8], [1.9, 1.8]]),
-        ],
-    }
-
-
-def test_the_table_compares_pairs_at_best_learning_rates(report):
-    lines = markdown(report).splitlines()
-    assert lines[2] == (
-        "layers: 6; steps: 100; train bytes: 1000; sha256: abc;"
-        " learning rates: 0.01, 0.02, 0.04; seeds: 0, 1"
-    )
-    assert lines[4:10] == [
-        "| variant | best learning rate | validation loss | difference to standard |",
-        "| --- | --- | --- | --- |",
-        "| standard | 0.02 | 1.2500 ± 0.0707 |  |",
-        "| fast | 0.04 | 1.3000 ± 0.0849 | +0.0500 ± 0.0100 |",
-        "| aol | 0.02 | 1.6500 ± 0.0707 | +0.4000 ± 0.0000 |",
-        "| three | 0.02 | 1.7500 ± 0.0707 | +0.5000 ± 0.0000 |",
-    ]
-
-
-def test_verdicts(report):
-    assert verdicts(report) == [
-        "seed noise: 0.1514, 2 standard deviations over seeds",
-        "holds: fast within seed noise of standard, +0.0500 ± 0.0100",
-        "FAILS: aol within seed noise of standard, +0.4000 ± 0.0000",
-        "holds: three worse than standard beyond seed noise, +0.5000 ± 0.0000",
-        "not bracketed: the best learning rate of fast, 0.04, is at the end of the grid; extend"
-        " `--learning-rates`",
-        "not measured: cans",
-    ]
-
-
-def test_a_control_as_good_as_the_others_fails(report):
-    report["measurements"][3] = measurement_of("three", [[1.9, 1.8], [1.2, 1.3], [1.9, 1.8]])
-    assert "FAILS: three worse than standard beyond seed noise, +0.0000 ± 0.0000" in (
-        verdicts(report)
-    )
-
-
-@pytest.mark.parametrize("diverged", ["standard", "fast", "three"])
-def test_divergence_is_no_agreement(diverged, report):
-    for measurement in report["measurements"]:
-        if measurement["name"] == diverged:
-            measurement["losses"] = [[None, None]] * 3
-    lines = verdicts(report)
-    assert "seed noise: nan" not in lines[0]
-    expected = {"standard": "FAILS: fast", "fast": "FAILS: fast", "three": "holds: three"}
-    assert sum(verdict.startswith(expected[diverged]) for verdict in lines) == 1
 
 
 @pytest.mark.nightly

@@ -13,7 +13,8 @@ import muon_jax.benchmarks
 import pallas_kernels
 from muon_jax import PRESETS
 from muon_jax.benchmarks._records.pages import all_pages
-from muon_jax.benchmarks._records.training_losses import loss_rows, verdicts
+from muon_jax.benchmarks._records.training_losses import verdicts
+from muon_jax.benchmarks._records.training_statistics import read_study
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "muon_jax" / "docs"
@@ -274,11 +275,15 @@ def test_accuracies_are_those_of_the_notebook():
 
 
 def test_the_losses_allow_what_is_said_of_them():
-    report = json.loads((RESULTS / "training_h100.json").read_text())
-    assert all(verdict.startswith("holds: ") for verdict in verdicts(report)[1:])
-    rates = {row["variant"]: row["best learning rate"] for row in loss_rows(report)}
-    assert rates.pop("standard") == rates.pop("aol") == "0.04"
-    assert {*rates.values()} == {"0.02"}
+    study = read_study(json.loads((RESULTS / "training_h100.json").read_text()))
+    *others, control = verdicts(study)
+    assert len(others) == 5 and all("no difference seen" in verdict for verdict in others)
+    assert "control seen to lose: +0.0867" in control
+    difference = study.difference("fast")
+    assert difference is not None and f"{difference.half_width:.3f}" == "0.033"
+    rates = {variant: trained.best_rate for (_, variant), trained in study.trained.items()}
+    assert rates.pop("standard") == rates.pop("aol") == 0.04
+    assert {*rates.values()} == {0.02}
 
 
 def test_the_commands_are_found_by_ci():
