@@ -86,12 +86,12 @@ def run_training(arguments: argparse.Namespace) -> None:
     is_continued = arguments.json and arguments.json.exists()
     for file in (*arguments.continue_from, *([arguments.json] if is_continued else ())):
         add_runs(report, file)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report) + "\n")
     print(heading(report), flush=True)
     runs = itertools.chain.from_iterable(
         missing_runs(report, name, GPT(width, **sizes), training, text, name in arguments.spectra)
         for width, name in itertools.product(arguments.widths, arguments.variants)
     )
     record(report, runs, arguments.json)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report) + "\n")
     print(f"\n{markdown(report)}")

@@ -106,7 +106,8 @@ class GPT:
         # A product, because its gradient then sums in float32 and in a fixed order.
         one_hot = jax.nn.one_hot(text, self.vocabulary, dtype=jnp.bfloat16)
         x = one_hot @ parameters["embedding"] + parameters["positions"]
-        x, _ = jax.lax.scan(self._layer, x, parameters["layers"])
+        # Unrolled, what the layers keep for the gradient is not copied into stacks.
+        x, _ = jax.lax.scan(self._layer, x, parameters["layers"], unroll=self.layers)
         x = _rms_norm(x, parameters["norm"])
         return jnp.matmul(x, parameters["head"], preferred_element_type=jnp.float32)
 

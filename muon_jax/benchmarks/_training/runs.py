@@ -33,10 +33,10 @@ class Training:
         ValueError: `steps` is no positive multiple of `EVALUATIONS`.
     """
 
-    steps: int = 1500
+    steps: int = 1000
     batch_size: int = 32
     weight_decay: float = 0.1
-    validation_batches: int = 32
+    validation_batches: int = 16
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.steps % EVALUATIONS:
@@ -111,8 +111,10 @@ class Program:
         """
         training, starts = self._training, self._starts(seed)
         interval = training.steps // EVALUATIONS
-        rate, step, params = jnp.asarray(learning_rate), jnp.zeros((), jnp.int32), init(
-            self._model, seed
+        rate, step, params = (
+            jnp.asarray(learning_rate),
+            jnp.zeros((), jnp.int32),
+            init(self._model, seed),
         )
         state = self._init(params)
         losses, seconds = [], []
@@ -142,7 +144,9 @@ class Program:
         last = self._text.size - self._model.context
         return jax.random.randint(jax.random.key(1_000 + seed), shape, 0, last)
 
-    def _seconds_of_update(self, rate: jax.Array, step: jax.Array, params: Any, state: Any) -> float:
+    def _seconds_of_update(
+        self, rate: jax.Array, step: jax.Array, params: Any, state: Any
+    ) -> float:
         """The median of five rounds of ten updates, one after another without waiting."""
         rounds = []
         for _ in range(5):
@@ -163,9 +167,7 @@ def init(model: GPT, seed: jax.typing.ArrayLike) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def gradients(
-    model: GPT, text: jax.Array, starts: jax.Array, step: jax.Array, params: Any
-) -> Any:
+def gradients(model: GPT, text: jax.Array, starts: jax.Array, step: jax.Array, params: Any) -> Any:
     """Returns the gradients of a step, float32 like the parameters.
 
     Args:
