@@ -11,11 +11,13 @@ from muon_jax._matrices.layouts import Shape, relabelled
 from muon_jax._matrices.roles import (
     FROM_HEADS,
     FUSED_GATE,
+    FUSED_KV,
     GATING_EINSUM,
     NUMBERED,
     TO_HEADS,
     UNNAMED,
     Found,
+    bias_beside,
     head_above,
     module_of,
     width_of_embedding,
@@ -32,6 +34,9 @@ _SECOND = {
     r"^wi(_\d)?$": "wo",
     r"^w1$": "w2",
 }
+# Names of the layer that takes the input of a recurrent cell, by those of the one for its state.
+_OF_INPUT = {r"(?<![^/])(dense_|w_)h$": r"\1i", r"(?<![^/])h(?=(2?h)$)": "i"}
+_OF_INPUT_AND_STATE = re.compile(r"(^|/)lstm(_\d+)?/linear$")
 _GATES = ("gate", "gate_proj", "w_gate", "wg", "w3")
 
 
@@ -45,6 +50,9 @@ def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Fou
     -   `(n, in, hidden)` and `(n, hidden, in)` of one MLP are n experts, or n layers.
     -   The first layer of an MLP may be twice or three times as wide as what the second takes. Then
         it is of several matrices, and only a rule can say how they lie. `(in, 2, hidden)` says so.
+    -   A convolution whose bias has several axes is a stack, or has weights for each place.
+    -   An array `query`, `key` or `value` may be learned vectors where no other such array is
+        beside it.
     -   gpt-oss has gate and up of experts in one array, by turns, and the bias in another.
     -   Gemma's `gating_einsum` is (2, in, out), or (2, out, in), as `linear` beside it says.
     -   A gate (in, n) beside n experts is their router.
@@ -69,6 +77,10 @@ def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Fou
             return of_one._replace(view=Unknown("which is in an output head of several layers"))
         if is_unknown and beside.is_router(module, of_one):
             return of_one._replace(role="router", view=None)
+        if of_one.role in ("convolution", "embedding") and rank > 2 and beside.has_wide_bias(name):
+            return of_one._replace(view=Unknown("whose bias has several axes"))
+        if of_one.role == TO_HEADS and rank == 2 and beside.may_be_vectors(name):
+            return of_one._replace(view=Unknown("which may be learned vectors"))
         if of_one.role == TO_HEADS and beside.makes_gate(module, of_one.shape):
             return of_one._replace(view=_query_and_gate(of_one))
         if of_one.role not in (NUMBERED, UNNAMED, "matrix") or rank != 2:
@@ -102,11 +114,14 @@ class _Beside:
             self._sequences[stem].append((number, shape))
         self._ends = defaultdict(set)  # the widths behind embeddings and before heads, by modules
         self._heads = defaultdict(set)  # the latter, by modules right above
+        self._arrays_to_heads = defaultdict(set)  # arrays that make heads, by modules right above
         self._layers_of_heads = Counter()  # the matrices of output heads, by their paths
         self._taken = defaultdict(set)  # what projections from heads take, by modules right above
         self.experts, self.parts, self.gates_on_axis, self._residual = set(), {}, set(), set()
-        for module, of_one in zip(modules, found, strict=True):
+        for name, module, of_one in zip(names, modules, found, strict=True):
             self._read_role(module, of_one)
+            if of_one.role in (TO_HEADS, FUSED_KV) and name == module:
+                self._arrays_to_heads[_parent(name)].add(name)
         for module, shape in self._shapes.items():
             for second in self._seconds(module):
                 self._read_mlp(module, shape, second)
@@ -129,6 +144,16 @@ class _Beside:
     def has_bias_array(self, module: str) -> bool:
         """Whether the bias of an array is an array of its own, such as `gate_up_proj_bias`."""
         return f"{module}_bias" in self._shapes
+
+    def has_wide_bias(self, name: str) -> bool:
+        """Whether the bias of a convolution has more axes than that of the output."""
+        return sum(size > 1 for size in bias_beside(name, self._shapes) or ()) > 1
+
+    def may_be_vectors(self, name: str) -> bool:
+        """Whether an array of attention is alone, without modules, as learned queries may be."""
+        parent = _parent(name)
+        is_named = name.removeprefix(parent) in ("query", "key", "value")
+        return is_named and len(self._arrays_to_heads[parent]) == 1
 
     def is_in_deep_head(self, module: str, layer: Found) -> bool:
         """Whether a module is one of several layers of an output head.
@@ -199,12 +224,18 @@ class _Beside:
             self.parts[module] = parts, why
 
     def _read_recurrent(self, module: str, shape: Shape) -> None:
-        """Takes down how many gates lie side by side in the two layers of a cell of nnx."""
-        stem = module.removesuffix("dense_h")
-        gates = next((n for n in (3, 4) if shape[1:] == (n * shape[0],)), 0)
-        if stem != module and gates:
-            fused = gates, f"which is of {gates} gates of a recurrent cell"
-            self.parts[module] = self.parts[f"{stem}dense_i"] = fused
+        """Takes down how many gates lie side by side in the layers of a recurrent cell.
+
+        Cells of nnx and of Haiku have a layer for the input, and one for the state, which has as
+        many rows as a gate has columns. Haiku's LSTM has one layer for both, of more rows.
+        """
+        layers = {re.sub(*names, module) for names in _OF_INPUT.items()} | {module}
+        gates = next((n for n in (3, 4) if shape[1:] == (n * shape[0],)), 0) * (len(layers) > 1)
+        if _OF_INPUT_AND_STATE.search(module) and len(shape) == 2:
+            gates = 4 * (shape[1] % 4 == 0 and shape[1] < 4 * shape[0])
+        if gates:
+            why = f"which is of {gates} gates of a recurrent cell"
+            self.parts |= dict.fromkeys(layers, (gates, why))
 
     def _seconds(self, module: str) -> Iterator[str]:
         """The modules that may be the second layer of an MLP with this one as the first."""
