@@ -37,6 +37,7 @@ from muon_jax._transforms.quantized import (
     map_momenta,
     shapes_of_momenta,
     store,
+    with_quantized,
     zero_momenta,
 )
 from muon_jax._transforms.rounding import Rounding, check_rounding, random_keys, widen
@@ -258,6 +259,8 @@ def scale_by_muon(
     ) -> tuple[optax.Updates, MuonState]:
         check_update(updates, params)
         check_state(state, "mu")
+        if is_int8(mu_dtype):
+            state = state._replace(mu=with_quantized(state.mu))
         of_state = shapes_of_momenta(state.mu) if is_int8(mu_dtype) else state.mu
         check_gradients(updates, of_state, "the state")
         check_memory(state, state_memory_kind)

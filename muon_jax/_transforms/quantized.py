@@ -1,6 +1,7 @@
 """Momenta in 8 bits: a code of one byte for each entry, and a scale for each block of entries."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -94,6 +95,21 @@ def dequantize(m: Any) -> Any:
     if not isinstance(m, Quantized):
         return m
     return m.codes.astype(jnp.float32) * _scale_of_entries(m.scales, m.codes.shape[-1])
+
+
+def with_quantized(mu: Any) -> Any:
+    """Returns momenta with `Quantized` in the place of mappings that have its fields.
+
+    `nnx.Optimizer` makes an `nnx.State` of each in its updates, and restored trees may have dicts.
+    """
+
+    def has_fields(node: Any) -> bool:
+        is_mapping = isinstance(node, Mapping) and {*node} == {*Quantized._fields}
+        return is_mapping and getattr(node["codes"], "dtype", None) == jnp.int8
+
+    return jax.tree.map(
+        lambda node: Quantized(**node) if has_fields(node) else node, mu, is_leaf=has_fields
+    )
 
 
 def map_momenta(function: Any, mu: Any, *rest: Any) -> Any:
