@@ -123,6 +123,7 @@ def by_role(
         )
     if head_dim is not None and not per_head:
         raise ValueError(f"head_dim={head_dim} needs per_head=True: pass both, or neither")
+    head_dim = None if head_dim is None else int(head_dim)  # 128.0 is an integer, too
     rules = rules or {}
     idle = [rule for rule in rules if not any(re.search(rule, name) for name, _ in named)]
     if idle and named and not has_masked(params):

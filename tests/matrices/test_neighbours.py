@@ -163,6 +163,10 @@ def test_the_rule_for_a_query_with_a_gate_has_both(query, layout, view):
         ("mlp/wi/kernel", "mlp/wo/kernel", 2),
         ("b/Dense_0/kernel", "b/Dense_1/kernel", 3),
         ("b/linear_in/kernel", "b/linear_out/kernel", 2),
+        ("b/linear1/kernel", "b/linear2/kernel", 2),
+        ("mlp/layers/0/kernel", "mlp/layers/3/kernel", 2),
+        ("b/dense_h_to_4h/kernel", "b/dense_4h_to_h/kernel", 2),
+        ("ff/net_0/proj/kernel", "ff/net_2/kernel", 2),
     ],
 )
 def test_a_layer_wider_than_what_is_taken_has_several_matrices(first, second, parts):
