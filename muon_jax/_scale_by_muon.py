@@ -33,10 +33,12 @@ from muon_jax._transforms.on_host import MemoryKind, check_memory, map_leaf_by_l
 from muon_jax._transforms.quantized import (
     check_stored,
     dequantize,
+    in_form_of,
     is_int8,
     map_momenta,
     shapes_of_momenta,
     store,
+    with_quantized,
     zero_momenta,
 )
 from muon_jax._transforms.rounding import Rounding, check_rounding, random_keys, widen
@@ -258,6 +260,7 @@ def scale_by_muon(
     ) -> tuple[optax.Updates, MuonState]:
         check_update(updates, params)
         check_state(state, "mu")
+        given, state = state.mu, state._replace(mu=with_quantized(state.mu))
         of_state = shapes_of_momenta(state.mu) if is_int8(mu_dtype) else state.mu
         check_gradients(updates, of_state, "the state")
         check_memory(state, state_memory_kind)
@@ -288,6 +291,6 @@ def scale_by_muon(
             dual_norms = inner_products(u, orthogonal, shardings)
             orthogonal = jax.tree.map(jnp.multiply, dual_norms, orthogonal)
         orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)
-        return orthogonal, MuonState(count, mu)
+        return orthogonal, MuonState(count, in_form_of(mu, given))
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -21,6 +21,7 @@ from muon_jax import (
     QueryHeads,
     Split,
     Unfold,
+    by_role,
     describe,
     explain,
     keep_param_norm,
@@ -36,6 +37,7 @@ from pallas_kernels import gemm, select_implementation, syrk, unsupported_reason
 
 PARAMS = helpers.random_tree({"w": (4, 6), "b": (3,)}, 0)
 MATRIX = PARAMS["w"]
+RULES = {"^w$": MuonDimensionNumbers()}
 COMPLEX = jax.tree.map(lambda x: x.astype("complex64"), PARAMS)
 TOKEN = jnp.zeros(3, int)
 
@@ -453,6 +455,7 @@ def test_dimension_numbers_of_other_packages_are_taken(numbers):
     [
         with_metrics(muon(0.1)),
         muon(0.1, muon_weight_dimension_numbers={"w": MuonDimensionNumbers(), "b": None}),
+        muon(0.1, muon_weight_dimension_numbers=functools.partial(by_role, rules=RULES)),
         muon(0.1, weight_decay=0.1, weight_decay_mask={"w": True, "b": False}),
     ],
 )
@@ -462,6 +465,15 @@ def test_parameters_in_the_state_can_be_mapped(optimizer):
     chex.assert_trees_all_equal_structs(doubled, state)
     found = [x for x in jax.tree.leaves(doubled) if x.shape == MATRIX.shape]
     assert len(found) == 1 and (found[0] == 2).all()
+
+
+def test_a_number_may_be_a_gradient():
+    optimizer, params = muon(0.1), {"w": MATRIX, "b": 1.0}
+    updates = [
+        optimizer.update({**params, "b": b}, optimizer.init(params), params)[0]
+        for b in (1.0, jnp.float32(1))
+    ]
+    chex.assert_trees_all_equal(*updates)
 
 
 def test_normuon_is_initialized_from_shapes():

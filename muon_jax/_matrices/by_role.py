@@ -116,13 +116,14 @@ def by_role(
         TypeError: `params` has leaves that are no arrays, as modules of Equinox have.
     """
     named, treedef = named_shapes(params), jax.tree.structure(params)
-    if jax.tree_util.treedef_is_leaf(treedef):
+    if named and jax.tree_util.treedef_is_leaf(treedef):
         raise ValueError(
             f"by_role needs a tree of parameters, got one array of shape {named[0][1]}: pass"
             " static_args='muon_weight_dimension_numbers' to optax.inject_hyperparams"
         )
     if head_dim is not None and not per_head:
         raise ValueError(f"head_dim={head_dim} needs per_head=True: pass both, or neither")
+    head_dim = None if head_dim is None else int(head_dim)  # 128.0 is an integer, too
     rules = rules or {}
     idle = [rule for rule in rules if not any(re.search(rule, name) for name, _ in named)]
     if idle and named and not has_masked(params):
@@ -216,8 +217,10 @@ def routes(
     head_dim: int | None = None,
 ) -> list[Route]:
     """Returns the route of each parameter, with an `Unknown` view where nothing tells it."""
-    layers = layers_of(named, layout)  # parameters that rules claim count as well
-    below_root = _without_root(named)
+    # PyTorch joins names by dots: `model.layers.0.mlp.up_proj.weight`.
+    slashed = [(name.replace(".", "/").replace("-", "_"), shape) for name, shape in named]
+    layers = layers_of(slashed, layout)  # parameters that rules claim count as well
+    below_root = _without_root(slashed)
     names = [name.lower() for name, _ in below_root]
     found = [
         _found(name, shape, of_parameter, layout)

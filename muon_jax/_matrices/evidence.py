@@ -25,6 +25,11 @@ _FIRST = re.compile(r"fc_?1|c_fc|fc_in|((w|mlp)_)?(up|gate)(_proj)?|w[13i]|linea
 _SECOND = re.compile(r"fc_?2|fc_out|((w|mlp)_)?down(_proj)?|w[2o]|linear_?2")
 _OF_MLP = ("matrix", "gate", "experts")  # roles
 _Q = re.compile(r"w?q(_proj)?|query")
+# RWKV calls the first and the second layer of an MLP so.
+_KEY_OF_MLP, _VALUE_OF_MLP = (
+    re.compile(rf"(^|/)(?!\w*att)\w*(mlp|ffn|feed|channel_mix)\w*/{name}$")
+    for name in ("key", "value")
+)
 
 
 class _Widths(NamedTuple):
@@ -78,9 +83,12 @@ def _sizes_of_stream(
 
     Both are None where the name does not tell.
     """
-    last = plain(module_of(name)).rpartition("/")[2]
-    if of_one.role == TO_HEADS and _Q.fullmatch(last):
+    module = plain(module_of(name))
+    last = module.rpartition("/")[2]
+    if of_one.role == TO_HEADS and (_Q.fullmatch(last) or _KEY_OF_MLP.search(module)):
         end = 0
+    elif _VALUE_OF_MLP.search(module):
+        end = -1
     elif of_one.role == FUSED_GATE or of_one.role in _OF_MLP and _FIRST.fullmatch(last):
         end = -2
     elif of_one.role == FROM_HEADS or of_one.role != TO_HEADS and _SECOND.fullmatch(last):

@@ -11,13 +11,18 @@ from muon_jax._matrices.layouts import Shape, relabelled
 from muon_jax._matrices.roles import (
     FROM_HEADS,
     FUSED_GATE,
+    FUSED_KV,
     GATING_EINSUM,
     NUMBERED,
     TO_HEADS,
     UNNAMED,
     Found,
+    bias_beside,
     head_above,
     module_of,
+    parent_of,
+    parents_of,
+    stem_and_number,
     width_of_embedding,
 )
 from muon_jax._matrices.shapes import UNKNOWN, VIEW_TO_HEADS, Unknown
@@ -31,7 +36,11 @@ _SECOND = {
     r"^c_fc$": "c_proj",
     r"^wi(_\d)?$": "wo",
     r"^w1$": "w2",
+    r"_h_to_4h$": "_4h_to_h",
 }
+# Names of the layer that takes the input of a recurrent cell, by those of the one for its state.
+_OF_INPUT = {r"(?<![^/])(dense_|w_)h$": r"\1i", r"(?<![^/])h(?=(2?h)$)": "i"}
+_OF_INPUT_AND_STATE = re.compile(r"(^|/)lstm(_\d+)?/linear$")
 _GATES = ("gate", "gate_proj", "w_gate", "wg", "w3")
 
 
@@ -45,6 +54,9 @@ def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Fou
     -   `(n, in, hidden)` and `(n, hidden, in)` of one MLP are n experts, or n layers.
     -   The first layer of an MLP may be twice or three times as wide as what the second takes. Then
         it is of several matrices, and only a rule can say how they lie. `(in, 2, hidden)` says so.
+    -   A convolution whose bias has several axes is a stack, or has weights for each place.
+    -   An array `query`, `key` or `value` may be learned vectors where no other such array is
+        beside it.
     -   gpt-oss has gate and up of experts in one array, by turns, and the bias in another.
     -   Gemma's `gating_einsum` is (2, in, out), or (2, out, in), as `linear` beside it says.
     -   A gate (in, n) beside n experts is their router.
@@ -69,6 +81,10 @@ def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Fou
             return of_one._replace(view=Unknown("which is in an output head of several layers"))
         if is_unknown and beside.is_router(module, of_one):
             return of_one._replace(role="router", view=None)
+        if of_one.role in ("convolution", "embedding") and rank > 2 and beside.has_wide_bias(name):
+            return of_one._replace(view=Unknown("whose bias has several axes"))
+        if of_one.role == TO_HEADS and rank == 2 and beside.may_be_vectors(name):
+            return of_one._replace(view=Unknown("which may be learned vectors"))
         if of_one.role == TO_HEADS and beside.makes_gate(module, of_one.shape):
             return of_one._replace(view=_query_and_gate(of_one))
         if of_one.role not in (NUMBERED, UNNAMED, "matrix") or rank != 2:
@@ -98,24 +114,30 @@ class _Beside:
         self._shapes = {module: shape for module, shape in shapes.items() if len(shape) > 1}
         self._sequences = defaultdict(list)
         for module, shape in self._shapes.items():
-            stem, number = _numbered(module)
-            self._sequences[stem].append((number, shape))
+            stem, number = stem_and_number(module)
+            self._sequences[stem].append((number, shape, module))
         self._ends = defaultdict(set)  # the widths behind embeddings and before heads, by modules
         self._heads = defaultdict(set)  # the latter, by modules right above
+        self._arrays_to_heads = defaultdict(set)  # arrays that make heads, by modules right above
         self._layers_of_heads = Counter()  # the matrices of output heads, by their paths
         self._taken = defaultdict(set)  # what projections from heads take, by modules right above
         self.experts, self.parts, self.gates_on_axis, self._residual = set(), {}, set(), set()
-        for module, of_one in zip(modules, found, strict=True):
+        for name, module, of_one in zip(names, modules, found, strict=True):
             self._read_role(module, of_one)
+            if of_one.role in (TO_HEADS, FUSED_KV) and name == module:
+                self._arrays_to_heads[parent_of(name)].add(name)
         for module, shape in self._shapes.items():
             for second in self._seconds(module):
                 self._read_mlp(module, shape, second)
             self._read_recurrent(module, shape)
+        for (_, shape, module), *later in map(sorted, self._sequences.values()):
+            if later:
+                self._read_fused(module, shape, taker=later[0][1])
         self._counts = _counts_of_experts(modules)  # by modules above
         for module, of_one in zip(modules, found, strict=True):
             is_of_experts = of_one.role == "experts" or module in self.experts
             if is_of_experts and len(of_one.shape) == 3:
-                for parent in _parents(module)[-2:]:
+                for parent in parents_of(module)[-2:]:
                     self._counts[parent].add(of_one.shape[0])
 
     def take_result(self, module: str, layer: Found) -> bool:
@@ -123,12 +145,22 @@ class _Beside:
         out = layer.shape[1]
         takers = self._next_by_number(module)
         is_hidden = any(taker[0] == out for taker in takers) or module in self._residual
-        before_head = layer.role == NUMBERED and out in self._heads[_parent(module)]
+        before_head = layer.role == NUMBERED and out in self._heads[parent_of(module)]
         return 1 not in layer.shape and (is_hidden or before_head)
 
     def has_bias_array(self, module: str) -> bool:
         """Whether the bias of an array is an array of its own, such as `gate_up_proj_bias`."""
         return f"{module}_bias" in self._shapes
+
+    def has_wide_bias(self, name: str) -> bool:
+        """Whether the bias of a convolution has more axes than that of the output."""
+        return sum(size > 1 for size in bias_beside(name, self._shapes) or ()) > 1
+
+    def may_be_vectors(self, name: str) -> bool:
+        """Whether an array of attention is alone, without modules, as learned queries may be."""
+        parent = parent_of(name)
+        is_named = name.removeprefix(parent) in ("query", "key", "value")
+        return is_named and len(self._arrays_to_heads[parent]) == 1
 
     def is_in_deep_head(self, module: str, layer: Found) -> bool:
         """Whether a module is one of several layers of an output head.
@@ -142,13 +174,13 @@ class _Beside:
 
     def is_router(self, module: str, layer: Found) -> bool:
         """Whether a gate has as many outputs as there are experts beside it."""
-        parent = _parent(module)
+        parent = parent_of(module)
         is_gate = len(layer.shape) == 2 and module.removeprefix(parent) in ("gate", "wg")
         return is_gate and layer.shape[1] in self._counts[parent]
 
     def makes_gate(self, module: str, shape: Shape) -> bool:
         """Whether q makes twice what the output projection takes, where k and v are alike."""
-        parent = _parent(module)
+        parent = parent_of(module)
         last = module.removeprefix(parent)
         if not re.fullmatch(r"w?_?q(_proj)?|query", last):
             return False
@@ -160,7 +192,7 @@ class _Beside:
     def view_of_gates(self, module: str, shape: Shape) -> MuonDimensionNumbers | Unknown:
         """The view of (…, 2, in, out) or (…, 2, out, in), beside `linear` of (…, out, in)."""
         *experts, two, rows, cols = shape
-        linear = self._shapes.get(f"{_parent(module)}linear", ())
+        linear = self._shapes.get(f"{parent_of(module)}linear", ())
         if two != 2 or rows == cols or linear[:-2] != (*experts,):
             return UNKNOWN
         transposed = MuonDimensionNumbers(-1, -2) if linear[-2:] == (rows, cols) else UNKNOWN
@@ -170,72 +202,71 @@ class _Beside:
         """Takes down what embeddings, output heads and projections from heads give and take."""
         role, _, shape, _ = of_one
         if role == FROM_HEADS:
-            self._taken[_parent(module)].add(math.prod(shape[:-1]))
+            self._taken[parent_of(module)].add(math.prod(shape[:-1]))
         if role not in ("embedding", "head") or not shape:
             return
         width = shape[0] if role == "head" else width_of_embedding(of_one)
-        for parent in _parents(module):
+        for parent in parents_of(module):
             self._ends[parent].add(width)
         if role == "head":
-            self._heads[_parent(module)].add(width)
+            self._heads[parent_of(module)].add(width)
             self._layers_of_heads[head_above(module)] += len(shape) > 1 and 1 not in shape
 
     def _read_mlp(self, module: str, shape: Shape, second: str) -> None:
         """Takes down what the first and the second layer of an MLP say of each other."""
-        parent, taker = _parent(module), self._shapes[second]
+        parent, taker = parent_of(module), self._shapes[second]
         if len(shape) == 3 and taker == (shape[0], shape[2], shape[1]):
             gates = (f"{parent}{name}" for name in _GATES)
             self.experts |= {module, second}
             self.experts |= {gate for gate in gates if self._shapes.get(gate) == shape}
         if len(shape) == 3 and shape[1:] == (2, *taker[:1]) and taker[1:] == shape[:1]:
             self.gates_on_axis.add(module)
-        if len(shape) != 2 or len(taker) != 2 or shape[0] != taker[1]:
-            return
-        if shape[1] == taker[0] and shape[0] in self._ends[parent]:
+        is_closed = len(shape) == 2 and taker == shape[::-1]
+        if is_closed and shape[0] in self._ends[parent]:
             self._residual |= {module, second}
-        if shape[1] in (2 * taker[0], 3 * taker[0]):
+        self._read_fused(module, shape, taker)
+
+    def _read_fused(self, module: str, shape: Shape, taker: Shape) -> None:
+        """Takes down how many matrices lie side by side in the first layer of an MLP."""
+        if (
+            len(shape) == len(taker) == 2
+            and shape[0] == taker[1]
+            and shape[1] in (2 * taker[0], 3 * taker[0])
+        ):
             parts = shape[1] // taker[0]
             why = f"which is {parts} times as wide as the layer after it takes"
             self.parts[module] = parts, why
 
     def _read_recurrent(self, module: str, shape: Shape) -> None:
-        """Takes down how many gates lie side by side in the two layers of a cell of nnx."""
-        stem = module.removesuffix("dense_h")
-        gates = next((n for n in (3, 4) if shape[1:] == (n * shape[0],)), 0)
-        if stem != module and gates:
-            fused = gates, f"which is of {gates} gates of a recurrent cell"
-            self.parts[module] = self.parts[f"{stem}dense_i"] = fused
+        """Takes down how many gates lie side by side in the layers of a recurrent cell.
+
+        Cells of nnx and of Haiku have a layer for the input, and one for the state, which has as
+        many rows as a gate has columns. Haiku's LSTM has one layer for both, of more rows.
+        """
+        layers = {re.sub(*names, module) for names in _OF_INPUT.items()} | {module}
+        gates = next((n for n in (3, 4) if shape[1:] == (n * shape[0],)), 0) * (len(layers) > 1)
+        if _OF_INPUT_AND_STATE.search(module) and len(shape) == 2:
+            gates = 4 * (shape[1] % 4 == 0 and shape[1] < 4 * shape[0])
+        if gates:
+            why = f"which is of {gates} gates of a recurrent cell"
+            self.parts |= dict.fromkeys(layers, (gates, why))
 
     def _seconds(self, module: str) -> Iterator[str]:
         """The modules that may be the second layer of an MLP with this one as the first."""
-        parent = _parent(module)
+        parent = parent_of(module)
         last = module.removeprefix(parent)
         names = {re.sub(first, second, last) for first, second in _SECOND.items()} - {last}
         if re.search(r"(?<!\d)0$", last):
             names.add(f"{last[:-1]}1")
-        yield from (f"{parent}{name}" for name in names if f"{parent}{name}" in self._shapes)
+        paths = {f"{parent}{name}" for name in names}
+        paths.add(re.sub(r"(?<=/)net_0/proj$", "net_2", module))  # of diffusers
+        yield from (paths - {module}) & self._shapes.keys()
 
     def _next_by_number(self, module: str) -> list[Shape]:
         """The shape with the next number after that of a module, if there is one."""
-        stem, number = _numbered(module)
+        stem, number = stem_and_number(module)
         later = [member for member in self._sequences[stem] if member[0] > number]
         return [min(later)[1]] if later else []
-
-
-def _parent(module: str) -> str:
-    """The path of the module that has this module, with a slash."""
-    return module[: module.rfind("/") + 1]
-
-
-def _parents(module: str) -> list[str]:
-    """The paths of all modules that have this module, with slashes."""
-    return ["", *(module[: slash.end()] for slash in re.finditer("/", module))]
-
-
-def _numbered(module: str) -> tuple[str, int]:
-    """A path without the number at its end, and that number; 0 for the first of Haiku's names."""
-    stem = re.sub(r"_?\d+$", "", module)
-    return stem, int(module.removeprefix(stem).strip("_") or 0)
 
 
 def _counts_of_experts(modules: Sequence[str]) -> dict[str, set[int]]:

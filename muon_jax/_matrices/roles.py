@@ -238,6 +238,25 @@ def module_of(name: str) -> str:
     return re.sub(rf"/({LEAF})$", "", name)
 
 
+def parent_of(module: str) -> str:
+    """Returns the path of the module that has this module, with a slash."""
+    return module[: module.rfind("/") + 1]
+
+
+def parents_of(module: str) -> list[str]:
+    """Returns the paths of all modules that have this module, with slashes."""
+    return ["", *(module[: slash.end()] for slash in re.finditer("/", module))]
+
+
+def stem_and_number(module: str) -> tuple[str, int]:
+    """Returns a path without the number at its end, and that number.
+
+    The number is 0 for the first of Haiku's names.
+    """
+    stem = re.sub(r"_?\d+$", "", module)
+    return stem, int(module.removeprefix(stem).strip("_") or 0)
+
+
 def head_above(module: str) -> str:
     """Returns the path of the output head that a module is in, "" where it is in none."""
     slashes = (slash.start() for slash in re.finditer("/", module))

@@ -85,4 +85,4 @@ def scale_by_adam(
 
 def _divide(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x/weight in the dtype of x."""
-    return x / weight.astype(x.dtype)
+    return x / weight.astype(jnp.result_type(x))

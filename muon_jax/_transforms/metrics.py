@@ -25,7 +25,7 @@ from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import norm_of_any_size, wide
 from muon_jax._transforms.momentum import MuonState
-from muon_jax._transforms.quantized import dequantize, map_momenta
+from muon_jax._transforms.quantized import dequantize, map_momenta, with_quantized
 from muon_jax._transforms.spectra import (
     grams_of,
     orthogonality_residual,
@@ -159,7 +159,7 @@ def _measure_update(
             f"with_metrics must wrap one MuonState, got {len(found)} in the state of its"
             " transformation: wrap one scale_by_muon, or one chain or muon that holds it"
         )
-    mu = map_momenta(dequantize, found[0].mu)
+    mu = map_momenta(dequantize, with_quantized(found[0].mu))
     gradients, updates = (_masked_like(mu, tree) for tree in (gradients, updates))
     _check_meshes(jax.tree.leaves(gradients))
     placed = locate(gradients, shardings)

@@ -17,6 +17,7 @@ from muon_jax._transforms.quantized import (
     dtype_of_adam,
     map_momenta,
     shapes_of_momenta,
+    with_quantized,
 )
 from muon_jax._tree_checks import check_mu_dtype
 
@@ -101,6 +102,7 @@ def convert_momentum(
         if not isinstance(node, MuonState):
             return node
         found.append(node)
+        mu = with_quantized(node.mu)
         factor = (1 - beta) ** exponent
 
         def scale(m: Any) -> Any:
@@ -108,7 +110,7 @@ def convert_momentum(
                 return m._replace(scales=m.scales * factor)
             return (m * factor).astype(m.dtype)
 
-        return node._replace(mu=map_momenta(functools.partial(map_where_it_is, scale), node.mu))
+        return node._replace(mu=map_momenta(functools.partial(map_where_it_is, scale), mu))
 
     state = jax.tree.map(convert_node, state, is_leaf=lambda node: isinstance(node, MuonState))
     if not found:
@@ -142,11 +144,12 @@ def cast_momentum(state: Any, mu_dtype: jax.typing.DTypeLike, shardings: Shardin
         if not isinstance(node, nodes):
             return node
         found.append(node)
-        shapes = shapes_of_momenta(node.mu)
+        mu = with_quantized(node.mu)
+        shapes = shapes_of_momenta(mu)
         check_mu_dtype(shapes, mu_dtype)
         of_adam = dtype_of_adam(mu_dtype) or mu_dtype
         dtype = mu_dtype if isinstance(node, MuonState) else of_adam
-        return node._replace(mu=cast_mu(node.mu, dtype, whole_tree(shapes, shardings)))
+        return node._replace(mu=cast_mu(mu, dtype, whole_tree(shapes, shardings)))
 
     state = jax.tree.map(cast_node, state, is_leaf=lambda node: isinstance(node, nodes))
     if not found:

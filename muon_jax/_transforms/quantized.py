@@ -1,6 +1,7 @@
 """Momenta in 8 bits: a code of one byte for each entry, and a scale for each block of entries."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -94,6 +95,26 @@ def dequantize(m: Any) -> Any:
     if not isinstance(m, Quantized):
         return m
     return m.codes.astype(jnp.float32) * _scale_of_entries(m.scales, m.codes.shape[-1])
+
+
+def with_quantized(mu: Any) -> Any:
+    """Returns momenta with `Quantized` in the place of mappings that have its fields.
+
+    `nnx.Optimizer` makes an `nnx.State` of each in its updates, and restored trees may have dicts.
+    """
+    return jax.tree.map(
+        lambda node: Quantized(**node) if _has_fields(node) else node, mu, is_leaf=_has_fields
+    )
+
+
+def in_form_of(mu: Any, given: Any) -> Any:
+    """The inverse of `with_quantized`: mappings are where they are in `given`."""
+    return jax.tree.map(
+        lambda node, m: type(node)(m._asdict()) if _has_fields(node) else m,
+        given,
+        mu,
+        is_leaf=lambda node: _has_fields(node) or _is_quantized(node),
+    )
 
 
 def map_momenta(function: Any, mu: Any, *rest: Any) -> Any:
@@ -203,6 +224,12 @@ def check_stored(mu: Any, whole: Any) -> None:
             )
 
     jax.tree.map_with_path(check, mu, whole, is_leaf=_is_quantized)
+
+
+def _has_fields(node: Any) -> bool:
+    """Whether a node is a mapping with the fields of a `Quantized`."""
+    is_mapping = isinstance(node, Mapping) and {*node} == {*Quantized._fields}
+    return is_mapping and getattr(node["codes"], "dtype", None) == jnp.int8
 
 
 def _is_quantized(node: Any) -> bool:

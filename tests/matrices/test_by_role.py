@@ -258,6 +258,8 @@ PATCHES = ("convolution", ((-4, -3, -2), -1))
         ("lm_head/dense/kernel", (8, 10), ("head", None)),
         ("GRUCell_0/hn/kernel", (8, 8), ("matrix", MATRICES)),
         ("moe_layers/norm/scale", (3, 8), ("norm", None)),
+        ("model.layers.0.mlp.up_proj.weight", (8, 16), ("matrix", MATRICES)),
+        ("text/token-embedding/weight", (100, 8), ("embedding", None)),
     ],
 )
 def test_roles(name, shape, expected):
@@ -314,6 +316,7 @@ def test_roles(name, shape, expected):
         ("blocks/0/attn/in_proj_ba/kernel", (8, 4)),  # of two projections
         ("vocab_transform/kernel", (8, 8)),
         ("moe_layers/up", (3, 8, 16)),
+        ("resampler/query", (16, 8)),  # a projection, or learned vectors
     ],
 )
 def test_what_is_ambiguous_raises_with_the_remedy(name, shape):

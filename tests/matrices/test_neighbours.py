@@ -105,6 +105,18 @@ OF_HEAD = ["head", "vector"]
         ({"a/wq": (8, 16), "a/wk": (8, 4), "a/wv": (8, 2), "a/wo": (8, 8)}, ATTENTION),
         ({"a/wq": (8, 8), "a/wk": (8, 4), "a/wv": (8, 4), "a/wo": (8, 8)}, ATTENTION),
         ({"a/wq": (8, 16), "a/wo": (8, 8)}, [TO_HEADS, FROM_HEADS]),
+        # Learned queries, or projections beside others.
+        ({"a/query": (4, 8), "a/key/kernel": (8, 8)}, ["unknown", TO_HEADS]),
+        ({"a/query": (8, 8), "a/kv": (8, 16)}, [TO_HEADS, "fused kv"]),
+        # A stack of convolutions, and weights for each place.
+        ({"a/conv/kernel": (2, 3, 3, 4, 8), "a/conv/bias": (2, 8)}, ["unknown", "bias"]),
+        ({"a/conv/kernel": (6, 6, 36, 8), "a/conv/bias": (6, 6, 8)}, ["unknown", "bias"]),
+        ({"a/conv/kernel": (3, 3, 4, 8), "a/conv/bias": (8, 1, 1)}, ["convolution", "bias"]),
+        # Gates side by side, in Haiku's cells and in cells with other names.
+        ({"gru/w_i": (5, 24), "gru/w_h": (8, 24)}, ["unknown"] * 2),
+        ({"a/i2h/kernel": (5, 32), "a/h2h/kernel": (8, 32)}, ["unknown"] * 2),
+        ({"a/i2h/kernel": (5, 8), "a/h2h/kernel": (8, 8)}, ["matrix"] * 2),
+        ({"lstm_1/linear/w": (13, 32)}, ["unknown"]),
     ],
 )
 def test_what_takes_the_result_tells(named, expected):
@@ -151,6 +163,10 @@ def test_the_rule_for_a_query_with_a_gate_has_both(query, layout, view):
         ("mlp/wi/kernel", "mlp/wo/kernel", 2),
         ("b/Dense_0/kernel", "b/Dense_1/kernel", 3),
         ("b/linear_in/kernel", "b/linear_out/kernel", 2),
+        ("b/linear1/kernel", "b/linear2/kernel", 2),
+        ("mlp/layers/0/kernel", "mlp/layers/3/kernel", 2),
+        ("b/dense_h_to_4h/kernel", "b/dense_4h_to_h/kernel", 2),
+        ("ff/net_0/proj/kernel", "ff/net_2/kernel", 2),
     ],
 )
 def test_a_layer_wider_than_what_is_taken_has_several_matrices(first, second, parts):

@@ -268,3 +268,18 @@ def test_a_bias_of_experts_with_one_output_tells_nothing():
 def test_layouts_are_two():
     with pytest.raises(ValueError, match=r"layout must be one of \('in_out', 'out_in'\), got 'oi'"):
         by_role({}, layout="oi")
+
+
+@pytest.mark.parametrize("module", ["ffn", "feed_forward", "channel_mix"])
+def test_the_width_of_the_embedding_tells_the_order_of_an_mlp_of_key_and_value(module):
+    tree = {
+        "emb/weight": (50, 8),
+        f"blocks/0/{module}/key/weight": (32, 8),
+        f"blocks/0/{module}/value/weight": (8, 32),
+    }
+    reason = r"layout='in_out' does not fit .*key/weight.*8 is the width.*value/weight"
+    tree = shapes(nested(tree))
+    with pytest.raises(ValueError, match=reason):
+        by_role(tree)
+    (block,) = OUT_IN(tree)["blocks"].values()
+    assert block[module]["key"]["weight"] == MuonDimensionNumbers(-1, -2)

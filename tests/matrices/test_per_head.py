@@ -8,6 +8,7 @@ from pathlib import Path
 import chex
 import helpers
 import jax
+import jax.numpy as jnp
 import model_shapes
 import numpy as np
 import optax
@@ -18,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from model_shapes import shapes
 
 import muon_jax
-from muon_jax import by_role, describe, explain, muon, scale_by_muon
+from muon_jax import MuonDimensionNumbers, Unfold, by_role, describe, explain, muon, scale_by_muon
 from muon_jax.benchmarks._times.sharded import collectives
 
 PAGE = Path(muon_jax.__file__).parent / "docs" / "muon.md"
@@ -289,3 +290,10 @@ def test_head_dim_that_no_parameter_uses_raises_unless_parameters_are_masked():
     assert ((2, 4, 8), (2, 8, 8)) in [g.matrices for g in explained]  # m ≤ n
     mixed = PER_HEAD(shapes({"a": LATENT, "b": attention(q_proj=(8, 8))}), head_dim=4)
     assert mixed["a"] == views and mixed["b"]["attn"]["q_proj"]["kernel"].sizes == (-1, 4)
+
+
+@pytest.mark.parametrize("head_dim", [4.0, jnp.int32(4)])
+def test_the_width_of_a_head_may_be_of_another_type(head_dim):
+    tree = {"a": {"q_proj": jnp.ones((8, 16)), "o_proj": jnp.ones((16, 8))}}
+    views = by_role(tree, per_head=True, head_dim=head_dim)
+    assert views["a"]["q_proj"] == Unfold(-1, (-1, 4), MuonDimensionNumbers(-3, -1))

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import muon_jax
@@ -366,3 +367,24 @@ def test_forms_of_momentum_and_errors():
         cast_momentum(state, "complex64")
     with pytest.raises(ValueError, match="got int8 for the parameter .* which is complex64"):
         scale_by_muon(mu_dtype="int8").init({"w": jnp.ones((64, 96), jnp.complex64)})
+
+
+def test_nnx_optimizers_have_the_updates_and_the_states_of_trees():
+    """`nnx.Optimizer` makes an `nnx.State` of each `Quantized`."""
+    model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+    params = {"kernel": model.kernel[...]}
+    of_tree = optax.apply_if_finite(MUON(mu_dtype="int8"), 1)  # chooses one of two states
+    of_model = nnx.Optimizer(model, of_tree, wrt=nnx.Param)
+    state = of_tree.init(params)
+    for i in range(2):
+        gradients = helpers.random_tree({"kernel": (64, 64)}, i)
+        of_model.update(model, nnx.State({"kernel": nnx.Param(gradients["kernel"])}))
+        updates, state = of_tree.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    chex.assert_trees_all_equal(model.kernel[...], params["kernel"])
+    convert = functools.partial(
+        muon_jax.convert_momentum, source="ema", target="heavy_ball", beta=0.75
+    )
+    for change in (convert, functools.partial(cast_momentum, mu_dtype="float32")):
+        found, expected = change(nnx.as_pure(of_model.opt_state)), change(state)
+        chex.assert_trees_all_equal(*map(jax.tree.leaves, (found, expected)))
