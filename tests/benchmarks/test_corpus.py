@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks._training import corpus
+from muon_jax.benchmarks._training import corpus, corpus_command
 from muon_jax.benchmarks._training.corpus import (
     END_OF_TEXT,
     VOCABULARY,
@@ -65,6 +65,16 @@ def text(sources):
     assert f"must be {'0' * 64}, got {found} with tokenizers {tokenizers.__version__}" in words
     assert "pip install tokenizers==0.1.2" in words
     return make_corpus(sources, PACKAGE._replace(tokens_sha256=found))
+
+
+def test_the_command_writes_the_tokens(text, tmp_path, monkeypatch, capsys):
+    package = write_archive(tmp_path / "a", TAKEN)._replace(tokens_sha256=text.identity()["sha256"])
+    monkeypatch.setattr(corpus_command, "LINUX", package)
+    benchmarks.main(["corpus", str(tmp_path / "a"), "--output", str(tmp_path / "b")])
+    assert read_corpus(tmp_path / "b").identity() == text.identity()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("train: 98 files, ") and "vocabulary: 8192" in lines
+    assert lines[-1] == f"{tmp_path / 'b'}: {(tmp_path / 'b').stat().st_size} bytes"
 
 
 def test_files_are_split_by_the_hash_of_their_paths_and_none_is_in_both_parts(sources):

@@ -26,6 +26,7 @@ _SAMPLE = 25_000_000  # characters that the tokenizer is trained on
 _BATCH = 256  # files that are encoded at once
 _CHUNK = 1_000_000  # tokens that are compressed at once
 # No token crosses these pieces: words with a character before them, digits, signs, and spaces.
+# The pattern of cl100k_base (https://github.com/openai/tiktoken), without English contractions.
 _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # Similar files are far apart, so the dictionary holds all tokens. A token has 2 bytes.
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 28, "lc": 3, "lp": 1, "pb": 1}]

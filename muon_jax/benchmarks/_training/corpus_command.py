@@ -24,7 +24,7 @@ def run_corpus(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: the archive or the tokens are not the known ones.
     """
-    sources = read_sources(arguments.archive)
+    sources = read_sources(arguments.archive, LINUX)
     for part, texts in sources._asdict().items():
         print(f"{part}: {len(texts)} files, {sum(map(len, texts))} characters", flush=True)
     text = make_corpus(sources, LINUX)

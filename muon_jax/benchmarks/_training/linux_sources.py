@@ -37,7 +37,7 @@ _HELD_OUT_ONE_IN = 50  # files
 _SUFFIXES = {".S", ".c", ".h", ".rst", ".txt"}
 _NAMES = {"Kconfig", "Makefile"}
 _LARGEST = 200_000  # bytes; larger files are mostly tables
-# What all machines share, two architectures and some drivers: a third of the text of all folders.
+# What all machines share, two architectures and some drivers: less than a third of all text.
 _FOLDERS = """
     Documentation arch/arm64 arch/x86 block certs crypto fs include init io_uring ipc kernel lib mm
     net rust samples scripts security sound/core tools usr virt
@@ -52,7 +52,7 @@ class Sources(NamedTuple):
     validation: list[str]
 
 
-def read_sources(archive: Path, package: SourcePackage = LINUX) -> Sources:
+def read_sources(archive: Path, package: SourcePackage) -> Sources:
     """Reads the text files of the archive, and holds one in 50 out, at least one.
 
     The order of the SHA-256 of the paths mixes the folders. The first files are held out. Of files
@@ -60,7 +60,7 @@ def read_sources(archive: Path, package: SourcePackage = LINUX) -> Sources:
 
     Args:
         archive: the `.tar.xz`.
-        package: that has it.
+        package: the one that holds the archive.
 
     Raises:
         ValueError: the archive has another SHA-256.
