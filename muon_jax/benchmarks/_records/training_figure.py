@@ -68,7 +68,7 @@ def _draw_differences(axes: "Axes", study: Study) -> None:
     AdamW's is left out: it can be many times larger than the others.
     """
     widths, first = study.report["widths"], study.first
-    others = [name for name in study.report["variants"] if name not in (first, NOT_MUON)]
+    others = [name for name in study.report["variants"] if name not in (first, *NOT_MUON)]
     for i, variant in enumerate(others):
         found = {w: study.difference(variant, w) for w in widths}
         known = [(w, d) for w, d in found.items() if d is not None and np.isfinite(d.mean)]
@@ -85,7 +85,7 @@ def _draw_differences(axes: "Axes", study: Study) -> None:
     axes.axhline(0, color=PALETTE[0], linewidth=1)
     axes.set(xlabel="width", ylabel=f"loss - {first}'s", xlim=(-0.5, len(widths) - 0.5))
     axes.set_xticks(range(len(widths)), map(str, widths))
-    without = f", {NOT_MUON} left out" * (NOT_MUON in study.report["variants"])
+    without = ", AdamW left out" * bool({*NOT_MUON} & {*study.report["variants"]})
     axes.set_title(f"difference and 95% interval{without}", fontsize=10)
 
 

@@ -10,7 +10,7 @@ from muon_jax.benchmarks._records.reading import Report
 
 _CONFIDENCE, _POWER = 0.95, 0.8
 _WITHIN = 2.1  # the factor of the best learning rate in which a parabola is fitted
-NOT_MUON = "adamw"
+NOT_MUON = ("adamw", "adamw_quarter")
 
 
 class Trained(NamedTuple):
@@ -124,7 +124,7 @@ def read_study(report: Report) -> Study:
                 pairs[width, variant] = np.array(
                     [np.subtract(losses[seed], others[seed]) for seed in losses if seed in others]
                 )
-    alike = (v for (_, name), v in pairs.items() if name not in (report["control"], NOT_MUON))
+    alike = (v for (_, name), v in pairs.items() if name not in (report["control"], *NOT_MUON))
     vertices = {key: rate_at_vertex(of_variant) for key, of_variant in trained.items()}
     return Study(report, trained, pairs, pooled_noise(alike), vertices)
 

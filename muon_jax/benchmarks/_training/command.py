@@ -38,7 +38,7 @@ def add_training_arguments(command: argparse.ArgumentParser) -> None:
         "--variants",
         nargs="+",
         choices=VARIANTS,
-        default=["standard", "balanced", "polar_express", "adamw", CONTROL, "accurate"],
+        default=["standard", "balanced", "polar_express", "adamw_quarter", CONTROL, "accurate"],
         help="the others are compared with the first one",
     )
     add("--widths", nargs="+", type=int, default=[256, 384, 512, 768], help="of the models")
@@ -51,7 +51,7 @@ def add_training_arguments(command: argparse.ArgumentParser) -> None:
     add(
         "--spectra",
         nargs="*",
-        choices=[name for name in VARIANTS if name not in ("adamw", "optax")],
+        choices=[name for name in VARIANTS if not name.startswith(("adamw", "optax"))],
         default=[],
         help="variants whose momenta's singular values are kept, in runs of the last seed",
     )

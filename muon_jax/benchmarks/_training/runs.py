@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,7 +57,7 @@ class Program:
             training step and `optimizer_ms` of clipping and update, once a run has ended.
     """
 
-    def __init__(self, name: str, model: GPT, training: Training, text: Text):
+    def __init__(self, name: str, model: GPT, training: Training, text: Text) -> None:
         windows = validation_windows(text, model, training)
         self._text, self._windows = jax.device_put((text.train, windows))
         self._model, self._training = model, training
@@ -74,24 +73,18 @@ class Program:
 
         optimizer = make_optimizer(name, model, training.steps, training.weight_decay, 0.0)
         self._init = jax.jit(optimizer.init)
+        self._gradients = functools.partial(gradients, model, self._text)
+        self._update = jax.jit(update, donate_argnums=(2, 3, 4))
+        self._evaluate = functools.partial(evaluate, model, self._windows)
         began = time.perf_counter()
-        step, params = jnp.zeros((), jnp.int32), init(model, 0)
-        starts = self._starts(0)
-        self._gradients = functools.partial(
-            gradients.lower(model, self._text, starts, step, params).compile(), self._text
-        )
-        rate, state = jnp.zeros(()), self._init(params)
-        lowered = jax.jit(update, donate_argnums=(1, 2, 3, 4)).lower(
-            rate, params, step, params, state
-        )
-        self._update = lowered.compile()
-        self._evaluate = functools.partial(
-            evaluate.lower(model, self._windows, params).compile(), self._windows
-        )
-        is_matrix = [p.size for p in jax.tree.leaves(params) if p.ndim > 2]
+        step, params, state = self._start(0)
+        sizes = [(p.size, p.ndim > 2) for p in jax.tree.leaves(params)]
+        grads = self._gradients(self._starts(0), step, params)
+        _, params, _ = self._update(jnp.float32(0.0), grads, step, params, state)
+        jax.block_until_ready(self._evaluate(params))
         self.facts: dict[str, Any] = {
-            "parameters": sum(p.size for p in jax.tree.leaves(params)),
-            "matrix_parameters": sum(is_matrix),
+            "parameters": sum(size for size, _ in sizes),
+            "matrix_parameters": sum(size for size, is_matrix in sizes if is_matrix),
             "compile_seconds": round(time.perf_counter() - began, 1),
         }
 
@@ -111,12 +104,7 @@ class Program:
         """
         training, starts = self._training, self._starts(seed)
         interval = training.steps // EVALUATIONS
-        rate, step, params = (
-            jnp.asarray(learning_rate),
-            jnp.zeros((), jnp.int32),
-            init(self._model, seed),
-        )
-        state = self._init(params)
+        rate, (step, params, state) = jnp.float32(learning_rate), self._start(seed)
         losses, seconds = [], []
         for count in range(interval, training.steps + 1, interval):
             jax.block_until_ready(state)
@@ -137,6 +125,11 @@ class Program:
             "losses": [round(loss, 5) if np.isfinite(loss) else None for loss in losses],
             "seconds": round(sum(seconds), 2),
         }
+
+    def _start(self, seed: int) -> tuple[jax.Array, Any, Any]:
+        """The number of steps, the parameters and the optimizer's state before the first one."""
+        params = init(self._model, seed)
+        return jnp.zeros((), jnp.int32), params, self._init(params)
 
     def _starts(self, seed: int) -> jax.Array:
         """Where the windows of each step begin, `(steps, batch_size)`."""

@@ -19,7 +19,7 @@ class Spectra:
         steps: the numbers of steps after which momenta are taken.
     """
 
-    def __init__(self, steps: set[int]):
+    def __init__(self, steps: set[int]) -> None:
         self._steps = steps
         self._pool = ThreadPoolExecutor()
         self._rows: list[tuple[dict[str, Any], Future[list[float]]]] = []
@@ -28,12 +28,9 @@ class Spectra:
         """Takes the momenta of an optimizer's state, if it is the step for it."""
         if step not in self._steps:
             return
-        (momenta,) = (
-            leaf.mu
-            for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MuonState))
-            if isinstance(leaf, MuonState)
-        )
-        layers = jax.device_get(momenta["layers"])
+        leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MuonState))
+        momenta: list[Any] = [leaf.mu for leaf in leaves if isinstance(leaf, MuonState)]
+        layers = jax.device_get(momenta[0]["layers"])
         kinds = {"up": layers["up"], "down": layers["down"]}
         for i, kind in enumerate(("query", "key", "value", "output")):
             kinds[kind] = layers["attention"][:, i]

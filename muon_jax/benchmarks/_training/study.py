@@ -30,8 +30,8 @@ def add_runs(report: dict[str, Any], file: Path) -> None:
     for key in _SETUP:
         if other.get(key) != report[key]:
             raise ValueError(
-                f"{file} must have runs with the {key} {report[key]}, got {other.get(key)}: pass the"
-                " flags that it was made with, or another file"
+                f"{file} must have runs with the {key} {report[key]}, got {other.get(key)}: pass"
+                " the flags that it was made with, or another file"
             )
     for key in _GROWING:
         report[key] += [row for row in other[key] if row not in report[key]]
