@@ -10,7 +10,7 @@ from muon_jax.benchmarks import __main__ as benchmarks
 from muon_jax.benchmarks._training import runs, study
 from muon_jax.benchmarks._training.gpt import GPT
 from muon_jax.benchmarks._training.optimizers import make_optimizer
-from muon_jax.benchmarks._training.search import learning_rate, next_run, power_of
+from muon_jax.benchmarks._training.search import learning_rate, least_runs, next_run, power_of
 from muon_jax.benchmarks._training.spectra import SHARES, Spectra
 from muon_jax.benchmarks._training.stdlib_text import read_text
 from muon_jax.benchmarks._training.text import Text
@@ -26,7 +26,9 @@ def text():
 
 @pytest.fixture(scope="module")
 def programs(text):
-    return {name: runs.Program(name, MODEL, TRAINING, text) for name in ("standard", "fast")}
+    return {
+        name: runs.TrainingProgram(name, MODEL, TRAINING, text) for name in ("standard", "fast")
+    }
 
 
 def test_text_is_split_by_file_and_leaves_tests_out(tmp_path):
@@ -133,6 +135,7 @@ def test_the_search_brackets_the_best_rate_and_refines_it():
         (7, 2),
     ]
     assert [run for run in losses if run[1] > 2] == [(7, 3), (7, 4)]
+    assert len(losses) >= least_runs(5) == 11
 
 
 def test_a_search_goes_on_where_it_was_and_begins_where_told():
@@ -159,7 +162,8 @@ def test_rates_and_powers():
 
 def empty_report():
     setup = {"text": {"name": "a"}, "model": {"layers": 1}, "training": {"steps": 100}}
-    return {**setup, "seeds": [0, 1], "programs": [], "measurements": [], "spectra": []}
+    rows = {"programs": [], "measurements": [], "spectra": []}
+    return {**setup, "widths": [64], "variants": ["standard"], "seeds": [0, 1], **rows}
 
 
 @pytest.fixture
@@ -176,7 +180,7 @@ def fake_program(monkeypatch):
             assert spectra is None
             return {"losses": [9.0, (np.log2(rate / 0.016)) ** 2 + seed], "seconds": 1.0}
 
-    monkeypatch.setattr(study, "Program", Fake)
+    monkeypatch.setattr(study, "TrainingProgram", Fake)
 
 
 def test_a_study_goes_on_with_the_runs_of_a_file(fake_program, tmp_path):
@@ -190,13 +194,14 @@ def test_a_study_goes_on_with_the_runs_of_a_file(fake_program, tmp_path):
     assert len(report["measurements"]) == 8 and len(report["programs"]) == 1
     assert report["measurements"][0]["learning_rate"] == 0.008
     file = tmp_path / "part.json"
-    part = {**report, "measurements": report["measurements"][:4]}
+    part = {**report, "measurements": report["measurements"][:4], "widths": [64, 32]}
     file.write_text(json.dumps(part))
     again = empty_report()
     study.add_runs(again, file)
     study.add_runs(again, file)
     assert len(again["measurements"]) == 4 and len(again["programs"]) == 1
-    assert whole(again, 64) == report
+    assert again["widths"] == [64, 32]
+    assert whole(again, 64) == {**report, "widths": [64, 32]}
     # A wider model begins at the best rate of the narrower one.
     assert whole(again, 128)["measurements"][8]["learning_rate"] == 0.016
     with pytest.raises(ValueError, match="must have runs with the training .*'steps': 200"):

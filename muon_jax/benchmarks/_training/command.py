@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from muon_jax.benchmarks._command_line.arguments import add_json, quick_facts
+from muon_jax.benchmarks._command_line.progress import with_bar
 from muon_jax.benchmarks._records.recording import environment, record
 from muon_jax.benchmarks._records.tables import heading, markdown
 from muon_jax.benchmarks._training.corpus import read_corpus
 from muon_jax.benchmarks._training.gpt import GPT
 from muon_jax.benchmarks._training.optimizers import CONTROL, VARIANTS
 from muon_jax.benchmarks._training.runs import Training
+from muon_jax.benchmarks._training.search import least_runs
 from muon_jax.benchmarks._training.spectra import SHARES
 from muon_jax.benchmarks._training.stdlib_text import read_text
 from muon_jax.benchmarks._training.study import add_runs, missing_runs
@@ -89,9 +91,11 @@ def run_training(arguments: argparse.Namespace) -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(report) + "\n")
     print(heading(report), flush=True)
+    studies = [*itertools.product(arguments.widths, arguments.variants)]
     runs = itertools.chain.from_iterable(
         missing_runs(report, name, GPT(width, **sizes), training, text, name in arguments.spectra)
-        for width, name in itertools.product(arguments.widths, arguments.variants)
+        for width, name in studies
     )
-    record(report, runs, arguments.json)
+    least = len(studies) * least_runs(arguments.seeds)
+    record(report, with_bar(runs, len(report["measurements"]), least), arguments.json)
     print(f"\n{markdown(report)}")

@@ -45,7 +45,7 @@ class Training:
             )
 
 
-class Program:
+class TrainingProgram:
     """The compiled steps of one variant of the optimizer and one model.
 
     Gradients and update are two programs, so that each can be timed. The learning rate and the seed

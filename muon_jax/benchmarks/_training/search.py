@@ -29,6 +29,11 @@ def power_of(start: float, rate: float) -> int:
     return round(math.log(rate / start, RATIO))
 
 
+def least_runs(seeds: int) -> int:
+    """Returns how many runs a search makes at least."""
+    return len(_AROUND) + _BEST * (min(seeds, _SEEDS_OF_BEST) - 1) + max(0, seeds - _SEEDS_OF_BEST)
+
+
 def next_run(losses: Losses, seeds: Sequence[int], origin: int = 0) -> tuple[int, int] | None:
     """Returns the power and the seed of the next run, None where none is left.
 

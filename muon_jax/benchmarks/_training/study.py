@@ -10,18 +10,17 @@ import jax
 
 from muon_jax.benchmarks._training.gpt import GPT
 from muon_jax.benchmarks._training.optimizers import VARIANTS
-from muon_jax.benchmarks._training.runs import EVALUATIONS, Program, Training
+from muon_jax.benchmarks._training.runs import EVALUATIONS, Training, TrainingProgram
 from muon_jax.benchmarks._training.search import learning_rate, next_run, power_of
 from muon_jax.benchmarks._training.spectra import Spectra
 from muon_jax.benchmarks._training.text import Text
 
 # What must be the same for runs to be compared.
 _SETUP = ("text", "model", "training")
-_GROWING = ("programs", "measurements", "spectra")
 
 
 def add_runs(report: dict[str, Any], file: Path) -> None:
-    """Adds the runs of a file to a report that has no runs of the same width and variant.
+    """Adds the runs of a file to a report, those that it lacks, with their widths and variants.
 
     Raises:
         ValueError: text, model or training are others.
@@ -33,8 +32,8 @@ def add_runs(report: dict[str, Any], file: Path) -> None:
                 f"{file} must have runs with the {key} {report[key]}, got {other.get(key)}: pass"
                 " the flags that it was made with, or another file"
             )
-    for key in _GROWING:
-        report[key] += [row for row in other[key] if row not in report[key]]
+    for key in ("widths", "variants", "programs", "measurements", "spectra"):
+        report[key] = report[key] + [row for row in other[key] if row not in report[key]]
 
 
 def missing_runs(
@@ -61,7 +60,7 @@ def missing_runs(
         power, seed = run
         facts = {"width": model.width, "variant": name, "device": jax.devices()[0].device_kind}
         if program is None:
-            program = Program(name, model, training, text)
+            program = TrainingProgram(name, model, training, text)
         steps = {training.steps // EVALUATIONS * i for i in (1, EVALUATIONS // 2, EVALUATIONS)}
         kept = Spectra(steps) if spectra and seed == report["seeds"][-1] else None
         rate = learning_rate(start, power)
