@@ -27,6 +27,7 @@ ALLOWED = {
         "pallas_kernels",
         "scipy",
         "sklearn",
+        "tokenizers",
         "tqdm",
     }
     | {"torch", "gram_newton_schulz", "dion", "quack"},  # rivals in the benchmarks, where installed

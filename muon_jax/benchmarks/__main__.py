@@ -9,6 +9,7 @@
     python -m muon_jax.benchmarks accuracy --names standard --json accuracy.json
     python -m muon_jax.benchmarks adversary --names balanced --sizes 16 64
     python -m muon_jax.benchmarks training --json training.json
+    python -m muon_jax.benchmarks corpus linux-source-6.1.tar.xz --output linux.tokens.xz
     python -m muon_jax.benchmarks coefficients --names balanced
     python -m muon_jax.benchmarks tpu --topologies v5e:2x2 --json tpu.json
     python -m muon_jax.benchmarks report syrk.json --png syrk.png
@@ -49,9 +50,10 @@ from muon_jax.benchmarks._training.command import (
     add_training_arguments,
     run_training,
 )
+from muon_jax.benchmarks._training.corpus_command import add_corpus_arguments, run_corpus
 
 # Packages of the extra "benchmarks". Commands import them where they need them.
-_EXTRA = ("matplotlib", "scipy", "tqdm")
+_EXTRA = ("matplotlib", "scipy", "tokenizers", "tqdm")
 
 
 class Command(NamedTuple):
@@ -118,6 +120,11 @@ COMMANDS = {
         add_training_arguments,
         run_training,
         QUICK_TRAINING,
+    ),
+    "corpus": Command(
+        "write the tokens of a text to train on, the sources of Linux",
+        add_corpus_arguments,
+        run_corpus,
     ),
     "coefficients": Command(
         "compute our coefficients and the minimax ones anew",

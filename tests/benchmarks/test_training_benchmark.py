@@ -1,22 +1,22 @@
-import dataclasses
 import hashlib
 import json
-import re
+import platform
 
 import jax
 import numpy as np
 import pytest
 
 from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks._records.tables import markdown, measurement_line
-from muon_jax.benchmarks._records.training_losses import verdicts
-from muon_jax.benchmarks._training import runs
+from muon_jax.benchmarks._training import runs, study
 from muon_jax.benchmarks._training.gpt import GPT
-from muon_jax.benchmarks._training.stdlib_text import Text, read_text
+from muon_jax.benchmarks._training.optimizers import make_optimizer
+from muon_jax.benchmarks._training.search import learning_rate, least_runs, next_run, power_of
+from muon_jax.benchmarks._training.spectra import SHARES, Spectra
+from muon_jax.benchmarks._training.stdlib_text import read_text
+from muon_jax.benchmarks._training.text import Text
 
-MODEL = GPT(layers=1, width=32, heads=2, context=32)
-TRAINING = runs.Training(steps=80, batch_size=8)
-SIZES = "--steps 80 --batch-size 8 --layers 1 --width 32 --heads 2 --context 32"
+MODEL = GPT(32, layers=1, head_size=16, context=32)
+TRAINING = runs.Training(steps=80, batch_size=8, validation_batches=4)
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +25,10 @@ def text():
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("training") / "training.json"
-    words = f"training --variants standard fast --learning-rates 0 0.05 --seeds 2 {SIZES} --json"
-    benchmarks.main([*words.split(), str(path)])
-    return path
-
-
-@pytest.fixture
-def measured(file):
-    return {m["name"]: m for m in json.loads(file.read_text())["measurements"]}
+def programs(text):
+    return {
+        name: runs.TrainingProgram(name, MODEL, TRAINING, text) for name in ("standard", "fast")
+    }
 
 
 def test_text_is_split_by_file_and_leaves_tests_out(tmp_path):
@@ -49,9 +43,12 @@ def test_text_is_split_by_file_and_leaves_tests_out(tmp_path):
     train, validation = b"1;2;3;4;5;6;7;8;9;11;99;", b"0;10;"
     assert text.train.tobytes() == train and text.validation.tobytes() == validation
     assert text.identity() == {
+        "name": f"Python {platform.python_version()}, folder {tmp_path.name}",
         "files": 13,
-        "train_bytes": len(train),
+        "train_tokens": len(train),
+        "validation_tokens": len(validation),
         "validation_bytes": len(validation),
+        "vocabulary": 256,
         "sha256": hashlib.sha256(train + validation).hexdigest(),
     }
 
@@ -62,37 +59,153 @@ def test_text_needs_two_files(tmp_path):
 
 
 @pytest.mark.nightly
-def test_the_loss_falls_below_that_of_byte_frequencies(text, measured):
+def test_the_loss_falls_below_that_of_byte_frequencies(text, programs):
     counts = np.bincount(text.train, minlength=256) + 1
     unigram = -np.log(counts / counts.sum())[text.validation].mean()
-    for measurement in measured.values():
-        curves = np.array(measurement["curves"])
-        assert curves.shape == (2, 2, runs.EVALUATIONS)
-        assert (curves[..., 0] < np.log(256)).all()
-        assert (curves[1, :, -1] < unigram).all()
-        assert measurement["losses"] == curves[..., -1].tolist()
+    losses = programs["standard"].train(0.02, 0)["losses"]
+    assert len(losses) == runs.EVALUATIONS and losses[0] < np.log(256) and losses[-1] < unigram
+    assert programs["standard"].train(0.02, 0)["losses"] == losses
+    assert programs["standard"].train(1e9, 0)["losses"][-1] is None
 
 
 @pytest.mark.nightly
-def test_a_run_alone_is_the_run_among_others(text, measured):
-    alone = runs.measure_training("standard", MODEL, TRAINING, text, [0.05], [1])
-    among_others = measured["standard"]["curves"][1][1]
-    np.testing.assert_allclose(alone["curves"][0][0], among_others, rtol=0.005)
+def test_runs_of_a_seed_share_all_but_the_update(programs):
+    (starts, of_fast), others = (
+        [program._starts(seed) for program in programs.values()] for seed in (1, 2)
+    )
+    assert (starts == of_fast).all() and (starts != others[0]).any()
+    standard, fast = (program.train(0.02, 1)["losses"] for program in programs.values())
+    assert standard != fast
 
 
 @pytest.mark.nightly
-def test_runs_of_a_seed_share_all_but_the_matrices(measured):
-    # At learning rate 0 what is left of a variant is its seed.
-    standard, fast = (np.array(measured[name]["curves"]) for name in ("standard", "fast"))
-    np.testing.assert_allclose(fast[0], standard[0], rtol=0.002)
-    assert np.abs(standard[0, 0] - standard[0, 1]).max() > 0.02
+def test_facts_of_a_program(programs):
+    programs["fast"].train(0.02, 0)
+    facts = programs["fast"].facts
+    assert facts["matrix_parameters"] == 12 * 32**2
+    assert facts["parameters"] == 12 * 32**2 + 2 * 256 * 32 + 32 * 32 + 3 * 32
+    assert 0 < facts["optimizer_ms"] < 10 * facts["step_ms"] and facts["compile_seconds"] > 0
 
 
-@pytest.mark.nightly
-def test_learning_rates_and_coefficients_differ(measured):
-    standard, fast = (np.array(measured[name]["losses"]) for name in ("standard", "fast"))
-    assert (standard[1] < standard[0] - 0.05).all()
-    assert (fast[1] != standard[1]).all()
+def test_momenta_of_a_state():
+    params = MODEL.init(jax.random.key(0))
+    optimizer = make_optimizer("standard", MODEL, 10, 0.1, 0.01)
+    _, state = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+    spectra = Spectra({2})
+    for step in (1, 2):
+        spectra.add(step, state)
+    rows = {row["matrix"]: row for row in spectra.rows()}
+    assert [*rows] == ["up", "down", "query", "key", "value", "output"]
+    matrix = np.asarray(params["layers"]["attention"][0, 1], np.float64)
+    values = np.linalg.svd(matrix, compute_uv=False) / np.linalg.norm(matrix)
+    found = rows["key"]["quantiles"]
+    np.testing.assert_allclose(found, np.quantile(values, SHARES), rtol=1e-3)
+    assert rows["key"]["step"] == 2 and rows["key"]["layer"] == 0
+
+
+@pytest.mark.parametrize(("name", "of_matrices"), [("adamw", 1.0), ("adamw_quarter", 0.25)])
+def test_a_quarter_of_the_rate_is_for_matrices_alone(name, of_matrices):
+    params = MODEL.init(jax.random.key(0))
+    optimizer = make_optimizer(name, MODEL, 10, 0.0, 0.01)
+    state = optimizer.init(params)
+    _, state = jax.jit(optimizer.update)(params, state, params)  # at a rate of 0
+    updates, _ = jax.jit(optimizer.update)(params, state, params)
+    assert np.abs(updates["embedding"]).max() == pytest.approx(0.01, rel=0.01)
+    assert np.abs(updates["layers"]["up"]).max() == pytest.approx(0.01 * of_matrices, rel=0.01)
+
+
+def searched(loss, seeds, origin=0, losses=()):
+    """All runs that a search makes, in order."""
+    losses = dict(losses)
+    while (run := next_run(losses, seeds, origin)) is not None:
+        losses[run] = loss(*run)
+    return losses
+
+
+def test_the_search_brackets_the_best_rate_and_refines_it():
+    losses = searched(lambda power, seed: (power - 6.9) ** 2 + seed, range(5))
+    of_first = [power for power, seed in losses if seed == 0]
+    assert of_first == [0, -4, 4, 8, 12, 16, 7]  # around 8, then the vertex
+    assert [run for run in losses if run[1] in (1, 2)] == [
+        (8, 1),
+        (8, 2),
+        (4, 1),
+        (4, 2),
+        (7, 1),
+        (7, 2),
+    ]
+    assert [run for run in losses if run[1] > 2] == [(7, 3), (7, 4)]
+    assert len(losses) >= least_runs(5) == 11
+
+
+def test_a_search_goes_on_where_it_was_and_begins_where_told():
+    def loss(power, seed):
+        return np.inf if power > 8 else (power + 4) ** 2 + seed
+
+    whole = searched(loss, range(3))
+    for count in range(len(whole)):
+        assert searched(loss, range(3), losses=[*whole.items()][:count]) == whole
+    assert [*searched(loss, range(3), origin=-4)][0] == (-4, 0)
+    assert searched(loss, range(3), losses=searched(loss, range(2))).keys() == whole.keys()
+
+
+def test_a_search_goes_down_from_rates_that_diverge():
+    losses = searched(lambda power, seed: np.inf if power > -7 else -power, range(2))
+    assert {power for power, seed in losses if seed == 0} == {*range(-16, 1, 4)}
+
+
+def test_rates_and_powers():
+    assert [learning_rate(0.008, power) for power in (-8, 0, 4)] == [0.004, 0.008, 0.011314]
+    for power in range(-40, 40):
+        assert power_of(0.008, learning_rate(0.008, power)) == power
+
+
+def empty_report():
+    setup = {"text": {"name": "a"}, "model": {"layers": 1}, "training": {"steps": 100}}
+    rows = {"programs": [], "measurements": [], "spectra": []}
+    return {**setup, "widths": [64], "variants": ["standard"], "seeds": [0, 1], **rows}
+
+
+@pytest.fixture
+def fake_program(monkeypatch):
+    """Runs whose losses are a parabola, best at twice the start."""
+
+    class Fake:
+        facts = {"step_ms": 1.0}
+
+        def __init__(self, *_):
+            pass
+
+        def train(self, rate, seed, spectra):
+            assert spectra is None
+            return {"losses": [9.0, (np.log2(rate / 0.016)) ** 2 + seed], "seconds": 1.0}
+
+    monkeypatch.setattr(study, "TrainingProgram", Fake)
+
+
+def test_a_study_goes_on_with_the_runs_of_a_file(fake_program, tmp_path):
+    def whole(report, width):
+        runs = study.missing_runs(report, "standard", GPT(width), TRAINING, None, False)
+        for run in runs:
+            report["measurements"].append(run)
+        return report
+
+    report = whole(empty_report(), 64)
+    assert len(report["measurements"]) == 8 and len(report["programs"]) == 1
+    assert report["measurements"][0]["learning_rate"] == 0.008
+    file = tmp_path / "part.json"
+    part = {**report, "measurements": report["measurements"][:4], "widths": [64, 32]}
+    file.write_text(json.dumps(part))
+    again = empty_report()
+    study.add_runs(again, file)
+    study.add_runs(again, file)
+    assert len(again["measurements"]) == 4 and len(again["programs"]) == 1
+    assert again["widths"] == [64, 32]
+    assert whole(again, 64) == {**report, "widths": [64, 32]}
+    # A wider model begins at the best rate of the narrower one.
+    assert whole(again, 128)["measurements"][8]["learning_rate"] == 0.016
+    with pytest.raises(ValueError, match="must have runs with the training .*'steps': 200"):
+        study.add_runs({**empty_report(), "training": {"steps": 200}}, file)
 
 
 def test_the_model_sees_no_future_byte():
@@ -109,7 +222,7 @@ def test_the_model_sees_no_future_byte():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GPT(width=30, heads=4), "width a multiple of heads, got .*'width': 30"),
+        (lambda: GPT(30, head_size=4), "width a multiple of head_size, got .*'width': 30"),
         (lambda: GPT(layers=0), "sizes must be at least 1"),
         (lambda: runs.Training(steps=25), "a positive multiple of 10.* got 25"),
     ],
@@ -120,107 +233,11 @@ def test_sizes_that_are_none(make, message):
 
 
 def test_windows_need_text():
-    text = Text(np.zeros(100, np.uint8), np.zeros(32, np.uint8), 2)
-    with pytest.raises(ValueError, match="context . 1 = 33 bytes .* got 100 and 32"):
+    text = Text(np.zeros(100, np.uint8), np.zeros(32, np.uint8), 2, 256, "zeros", 32)
+    with pytest.raises(ValueError, match="context . 1 = 33 tokens .* got 100 and 32"):
         runs.validation_windows(text, MODEL, TRAINING)
 
 
 def test_seeds_estimate_noise():
     with pytest.raises(ValueError, match="--seeds must be at least 2, to estimate noise, got 1"):
         benchmarks.main(["training", "--seeds", "1"])
-
-
-def measurement_of(name, losses):
-    curves = [[[4.0, loss] for loss in row] for row in losses]
-    return {
-        "name": name,
-        "losses": losses,
-        "curves": curves,
-        "seconds": 2.5,
-        "compile_seconds": 1.5,
-    }
-
-
-@pytest.fixture
-def report():
-    return {
-        "benchmark": "training",
-        "device": "H200",
-        "text": {"train_bytes": 1000, "sha256": "abc"},
-        "model": {"layers": 6},
-        "training": {"steps": 100},
-        "learning_rates": [0.01, 0.02, 0.04],
-        "seeds": [0, 1],
-        "control": "three",
-        "variants": ["standard", "fast", "aol", "three", "cans"],
-        "measurements": [
-            measurement_of("standard", [[1.5, 1.6], [1.2, 1.3], [1.4, 1.4]]),
-            measurement_of("fast", [[1.5, 1.6], [1.3, 1.4], [1.24, 1.36]]),
-            measurement_of("aol", [[None, None], [1.6, 1.7], [None, 1.4]]),
-            measurement_of("three", [[1.9, 1.8], [1.7, 1.8], [1.9, 1.8]]),
-        ],
-    }
-
-
-def test_the_table_compares_pairs_at_best_learning_rates(report):
-    lines = markdown(report).splitlines()
-    assert lines[2] == (
-        "layers: 6; steps: 100; train bytes: 1000; sha256: abc;"
-        " learning rates: 0.01, 0.02, 0.04; seeds: 0, 1"
-    )
-    assert lines[4:10] == [
-        "| variant | best learning rate | validation loss | difference to standard |",
-        "| --- | --- | --- | --- |",
-        "| standard | 0.02 | 1.2500 ± 0.0707 |  |",
-        "| fast | 0.04 | 1.3000 ± 0.0849 | +0.0500 ± 0.0100 |",
-        "| aol | 0.02 | 1.6500 ± 0.0707 | +0.4000 ± 0.0000 |",
-        "| three | 0.02 | 1.7500 ± 0.0707 | +0.5000 ± 0.0000 |",
-    ]
-
-
-def test_verdicts(report):
-    assert verdicts(report) == [
-        "seed noise: 0.1514, 2 standard deviations over seeds",
-        "holds: fast within seed noise of standard, +0.0500 ± 0.0100",
-        "FAILS: aol within seed noise of standard, +0.4000 ± 0.0000",
-        "holds: three worse than standard beyond seed noise, +0.5000 ± 0.0000",
-        "not bracketed: the best learning rate of fast, 0.04, is at the end of the grid; extend"
-        " `--learning-rates`",
-        "not measured: cans",
-    ]
-
-
-def test_a_control_as_good_as_the_others_fails(report):
-    report["measurements"][3] = measurement_of("three", [[1.9, 1.8], [1.2, 1.3], [1.9, 1.8]])
-    assert "FAILS: three worse than standard beyond seed noise, +0.0000 ± 0.0000" in (
-        verdicts(report)
-    )
-
-
-@pytest.mark.parametrize("diverged", ["standard", "fast", "three"])
-def test_divergence_is_no_agreement(diverged, report):
-    for measurement in report["measurements"]:
-        if measurement["name"] == diverged:
-            measurement["losses"] = [[None, None]] * 3
-    lines = verdicts(report)
-    assert "seed noise: nan" not in lines[0]
-    expected = {"standard": "FAILS: fast", "fast": "FAILS: fast", "three": "holds: three"}
-    assert sum(verdict.startswith(expected[diverged]) for verdict in lines) == 1
-
-
-@pytest.mark.nightly
-def test_it_measures_and_reports(file, text, capsys, tmp_path):
-    report = json.loads(file.read_text())
-    assert {"device", "commit", "python", "jax"} <= set(report)
-    assert report["text"] == text.identity()
-    assert report["model"] == dataclasses.asdict(MODEL)
-    assert report["training"] == dataclasses.asdict(TRAINING)
-    assert [m["arguments"] for m in report["measurements"]] == [
-        {"ns_coeffs": "standard"},
-        {"ns_coeffs": "fast"},
-    ]
-    line = measurement_line(report["measurements"][1])
-    assert re.fullmatch(r"fast: mean losses \d\.\d{4}, \d\.\d{4}; .* s of compilation", line)
-    benchmarks.main(["report", str(file), "--png", str(tmp_path / "a.png")])
-    assert re.search(r"\| standard \| 0\.05 \| \d\.\d{4} ± 0", capsys.readouterr().out)
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

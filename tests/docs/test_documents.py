@@ -13,7 +13,7 @@ import muon_jax.benchmarks
 import pallas_kernels
 from muon_jax import PRESETS
 from muon_jax.benchmarks._records.pages import all_pages
-from muon_jax.benchmarks._records.training_losses import loss_rows, verdicts
+from muon_jax.benchmarks._records.training_statistics import read_study
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "muon_jax" / "docs"
@@ -274,11 +274,26 @@ def test_accuracies_are_those_of_the_notebook():
 
 
 def test_the_losses_allow_what_is_said_of_them():
-    report = json.loads((RESULTS / "training_h100.json").read_text())
-    assert all(verdict.startswith("holds: ") for verdict in verdicts(report)[1:])
-    rates = {row["variant"]: row["best learning rate"] for row in loss_rows(report)}
-    assert rates.pop("standard") == rates.pop("aol") == "0.04"
-    assert {*rates.values()} == {"0.02"}
+    text = DOCUMENTS["muon_jax/docs/training.md"]
+    study = read_study(json.loads((RESULTS / "training_widths_h100.json").read_text()))
+    rows = re.findall(r"^\| .* \| (\S+ \[.*\]) \| (\S+) \| (\S+), not told from 0 \|$", text, re.M)
+    names = ("balanced", "polar_express", "accurate", "standard_3_steps")
+
+    def difference(name, width=None):
+        found = study.difference(name, width)
+        assert found is not None
+        return found
+
+    for name, (over_all, *by_width) in zip(names, rows, strict=True):
+        found = difference(name)
+        assert over_all == f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+        narrow, wide = (difference(name, width) for width in (256, 768))
+        assert by_width == [f"{narrow.mean:+.3f}", f"{wide.mean:+.3f}"]
+        assert narrow.low > 0 and wide.low < 0 < wide.high
+    for name in ("standard", "balanced"):
+        (row,) = re.findall(rf'^\| `"{name}"` \| (0.*) \|$', text, re.M)
+        assert row.split(" | ") == [f"{study.vertices[w, name]:.3g}" for w in (256, 384, 512, 768)]
+    assert f"{study.noise.std:.4f} with {study.noise.df} degrees of freedom" in text
 
 
 def test_the_commands_are_found_by_ci():

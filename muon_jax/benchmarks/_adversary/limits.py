@@ -17,7 +17,7 @@ def maximum_of_map(name: str, dtype: str) -> float:
     arguments = arguments_for_coefficients(name)
     recipe = resolve_recipe(name, DEFAULT_STEPS, arguments["preconditioning"])
     sigma = np.union1d(np.linspace(0, 1, 20_001), np.geomspace(1e-5, 1, 20_001))
-    return float(np.abs(_mapped(recipe, dtype, sigma)).max())
+    return float(np.abs(map_singular_values(recipe, dtype, sigma)).max())
 
 
 def limit_of(maximum: float) -> float:
@@ -25,8 +25,14 @@ def limit_of(maximum: float) -> float:
     return min(LARGEST_ALLOWED, max(1.35, 1.3 * maximum))
 
 
-def _mapped(recipe: Recipe, dtype: str, sigma: np.ndarray) -> np.ndarray:
-    """The singular values of the result, in float64."""
+def map_singular_values(recipe: Recipe, dtype: str, sigma: np.ndarray) -> np.ndarray:
+    """Returns the singular values of the result, negative where the map is, in float64.
+
+    Args:
+        recipe: the steps.
+        dtype: as for `maximum_of_map`.
+        sigma: singular values over the norm that the steps need, any shape.
+    """
     if not isinstance(recipe, Quintics):
         for step in recipe.steps_in(dtype):
             sigma = step.terms(sigma**2)[-1] * sigma

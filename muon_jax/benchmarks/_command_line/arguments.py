@@ -9,7 +9,7 @@ _QUICK = "few cases in few rounds: no record"
 
 def add_json(command: argparse.ArgumentParser, text: str) -> None:
     """Adds `--json`, a file that is written; `text` is its help."""
-    command.add_argument("--json", type=_writable_file, help=text)
+    command.add_argument("--json", type=writable_file, help=text)
 
 
 def add_quick(command: argparse.ArgumentParser) -> None:
@@ -26,8 +26,12 @@ def quick_facts(arguments: argparse.Namespace) -> dict[str, str]:
     return {"quick": _QUICK} if arguments.quick else {}
 
 
-def _writable_file(text: str) -> Path:
-    """The path of a file that can be made: hours of measurements end in it."""
+def writable_file(text: str) -> Path:
+    """Returns the path of a file that can be made: hours of measurements end in it.
+
+    Raises:
+        argparse.ArgumentTypeError: the folder does not exist, or the path is a folder.
+    """
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(

@@ -27,3 +27,22 @@ def measure_each[Case, Measurement](
             bar.update()
             bar.clear()
             yield measurement
+
+
+def with_bar[Measurement](
+    measurements: Iterator[Measurement], done: int, least: int
+) -> Iterator[Measurement]:
+    """Yields measurements whose number is not known before, with a bar like `measure_each`.
+
+    Args:
+        measurements: measured when they are taken.
+        done: how many were there before.
+        least: how many there will be at least.
+    """
+    from tqdm import tqdm
+
+    with tqdm(total=least, initial=done, leave=False, disable=None) as bar:
+        for measurement in measurements:
+            bar.update()
+            bar.clear()
+            yield measurement

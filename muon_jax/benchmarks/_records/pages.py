@@ -82,6 +82,7 @@ def page(report: Report, file: str) -> str:
     blocks = [
         f"# {_TITLES[benchmark]}: {report['device'].removeprefix('NVIDIA ')}"
         + (", with pauses" if "pause" in report else "")
+        + (", by width" if len(report.get("widths", ())) > 1 else "")
         + (", beside QuACK" if benchmark == "syrk" and "quack-kernels" in report else ""),
         _WRITTEN,
         f"```bash\n{command}\n```",

@@ -18,7 +18,7 @@ from muon_jax.benchmarks._records.reading import (
     metric_values,
     speedup,
 )
-from muon_jax.benchmarks._records.training_losses import draw_losses
+from muon_jax.benchmarks._records.training_figure import draw_training
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,8 @@ def figure_of_reports(reports: Sequence[Report]) -> "Figure":
     | benchmark    | charts                                                              |
     | ------------ | ------------------------------------------------------------------- |
     | `accuracy`   | errors against FLOPs                                                |
-    | `training`   | losses against steps, and against learning rates                    |
+    | `training`   | losses against learning rates for each width; differences to the    |
+    |              | first variant by width; losses against time at the largest width    |
     | all others   | bars of the speedup of ours over the first variant; errors to the   |
     |              | polar factor against times, where they were measured                |
     """
@@ -73,7 +74,7 @@ def _charts(report: Report) -> list[Chart]:
     if report["benchmark"] == "accuracy":
         return [Chart(_draw_accuracy_panels, 10, 8)]
     if report["benchmark"] == "training":
-        return [Chart(draw_losses, 10, 5.5)]
+        return [Chart(draw_training, 10, 8)]
     charts = [Chart(_draw_speedups, 7, 0.25 * len(measurements) + 1.2)]
     if panels := _panels(measurements):
         height = 3.3 * math.ceil(len(panels) / _COLUMNS) + 0.6

@@ -16,10 +16,10 @@ from muon_jax.benchmarks._records.reading import (
 )
 from muon_jax.benchmarks._records.start_times import START_UNIT, start_rows
 from muon_jax.benchmarks._records.training_losses import (
-    loss_rows,
+    Section,
     losses_line,
+    training_sections,
     training_setup,
-    verdicts,
 )
 
 
@@ -60,7 +60,7 @@ def markdown(report: Report) -> str:
     - Errors of `accuracy` are medians over the cases of a spectrum.
     - Programs of `tpu` were compiled and never run.
     - Seconds of `start` are explained in `START_UNIT`.
-    - Losses of `training` are explained in `loss_rows` and `verdicts`.
+    - Each table of `training` is explained above it.
     """
     if report["benchmark"] == "accuracy":
         return _accuracy_markdown(report)
@@ -175,15 +175,20 @@ def _start_markdown(report: Report) -> str:
 
 
 def _training_markdown(report: Report) -> str:
-    """A row for each variant, then the verdicts."""
-    rows = loss_rows(report)
+    """A table and its lines for each section."""
+    sections = map(_section_markdown, training_sections(report))
+    return "\n\n".join([heading(report), training_setup(report), *sections])
+
+
+def _section_markdown(section: Section) -> str:
+    table = [[*row.values()] for row in section.rows]
     blocks = [
-        f"{heading(report)}; validation loss in nats per byte, mean ± standard deviation",
-        training_setup(report),
-        markdown_table([*rows[0]], [[*row.values()] for row in rows]),
-        "\n".join(f"- {text}" for text in verdicts(report)),
+        f"## {section.title}",
+        section.note,
+        markdown_table([*section.rows[0]], table) if table else "",
+        "\n".join(f"- {text}" for text in section.lines),
     ]
-    return "\n\n".join(blocks)
+    return "\n\n".join(filter(None, blocks))
 
 
 def _accuracy_row(measurement: Measurement) -> dict[str, str]:

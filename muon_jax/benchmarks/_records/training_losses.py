@@ -1,171 +1,264 @@
-"""Reads the losses of a training report: text, cells of a table, verdicts and a plot."""
+"""Reads a training report aloud: sections of cells and lines, for tables and pages."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from muon_jax.benchmarks._records.palette import PALETTE
+from muon_jax._transforms.spectra import LEAST_REACHED
 from muon_jax.benchmarks._records.reading import Measurement, Report
+from muon_jax.benchmarks._records.training_spectra import recipes_of_variants, update_spreads
+from muon_jax.benchmarks._records.training_statistics import (
+    Difference,
+    Study,
+    detectable_difference,
+    interval_half_width,
+    read_study,
+    seconds_to_equal_loss,
+)
 
-if TYPE_CHECKING:
-    from matplotlib.figure import SubFigure
 
+class Section(NamedTuple):
+    """A part of a report: a title, what its cells are, a table by column, and lines below it."""
 
-class Outcome(NamedTuple):
-    """A variant at its best learning rate, the one with the least mean loss.
-
-    Attributes:
-        name: of the variant.
-        learning_rate: the best one.
-        at_the_end: whether it is the smallest or the largest of those tried.
-        losses: final losses, shape `(seeds,)`, ∞ where a run diverged.
-        curves: losses of all evaluations, shape `(seeds, evaluations)`.
-    """
-
-    name: str
-    learning_rate: float
-    at_the_end: bool
-    losses: np.ndarray
-    curves: np.ndarray
+    title: str
+    note: str
+    rows: Sequence[Mapping[str, str]]
+    lines: Sequence[str] = ()
 
 
 def losses_line(measurement: Measurement) -> str:
-    """Returns the mean final loss at each learning rate, and the time, in one line."""
-    means = _loss_array(measurement["losses"]).mean(axis=1)
+    """Returns the final loss of a run, and its seconds where they were measured, in one line."""
+    loss, seconds = measurement["losses"][-1], measurement.get("seconds")
     return (
-        f"{measurement['name']}: mean losses {', '.join(f'{loss:.4f}' for loss in means)};"
-        f" {measurement['seconds']} s after {measurement['compile_seconds']} s of compilation"
+        f"width {measurement['width']}, {measurement['variant']},"
+        f" learning rate {measurement['learning_rate']:.3g}, seed {measurement['seed']}:"
+        f" loss {'not finite' if loss is None else f'{loss:.4f}'}"
+        + ("" if seconds is None else f", {seconds:.1f} s")
     )
 
 
 def training_setup(report: Report) -> str:
-    """Returns the sizes of model, training and text, the learning rates and seeds, in one line."""
+    """Returns the sizes of model, training and text, the widths and seeds, in one line."""
     facts = {**report["model"], **report["training"], **report["text"]}
-    facts |= {key: ", ".join(map(str, report[key])) for key in ("learning_rates", "seeds")}
+    facts |= {key: ", ".join(map(str, report[key])) for key in ("widths", "seeds")}
     return "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in facts.items())
 
 
-def loss_rows(report: Report) -> list[dict[str, str]]:
-    """Returns the cells by column of each variant at its best learning rate.
-
-    Means and standard deviations are over seeds. The difference to the first variant is the mean
-    over pairs, which are runs of the same seed, each variant at its own best learning rate. Its
-    standard error follows it.
-    """
-    outcomes = _outcomes(report)
-    return [
-        {
-            "variant": outcome.name,
-            "best learning rate": f"{outcome.learning_rate:g}",
-            "validation loss": f"{outcome.losses.mean():.4f} ± {_sample_std(outcome.losses):.4f}",
-            f"difference to {outcomes[0].name}": _difference(outcome, outcomes[0]),
-        }
-        for outcome in outcomes
-    ]
-
-
-def verdicts(report: Report) -> list[str]:
-    """Returns a line for each expectation: it holds, or it fails.
-
-    - A variant is expected within seed noise of the first one.
-    - The control is expected to be worse than the first one, beyond seed noise.
-
-    Seed noise is twice the standard deviation over seeds. That deviation is the root mean square
-    over all variants but the control, where no run diverged. Differences are those of `loss_rows`.
-    Further lines name best learning rates that are the smallest or the largest one tried, and
-    variants that were not measured.
-    """
-    first, *others = outcomes = _outcomes(report)
-    stds = np.array([_sample_std(o.losses) for o in outcomes if o.name != report["control"]])
-    stds = stds[np.isfinite(stds)]
-    noise = 2 * float(np.sqrt(np.mean(stds**2))) if stds.size else np.nan
-    lines = [f"seed noise: {noise:.4f}, 2 standard deviations over seeds"]
-    for outcome in others:
-        mean = _mean_difference(outcome, first)
-        if outcome.name == report["control"]:
-            expected, holds = "worse than {} beyond seed noise", mean > noise
-        else:
-            expected, holds = "within seed noise of {}", abs(mean) <= noise
-        difference = _difference(outcome, first)
-        verdict = "holds" if holds else "FAILS"
-        lines.append(f"{verdict}: {outcome.name} {expected.format(first.name)}, {difference}")
-    lines += [
-        f"not bracketed: the best learning rate of {outcome.name}, {outcome.learning_rate:g}, is at"
-        " the end of the grid; extend `--learning-rates`"
-        for outcome in outcomes
-        if outcome.at_the_end
-    ]
-    measured = {outcome.name for outcome in outcomes}
-    return lines + [f"not measured: {name}" for name in report["variants"] if name not in measured]
+def training_sections(report: Report) -> list[Section]:
+    """Returns losses with verdicts, learning rates, times and spectra."""
+    study = read_study(report)
+    losses = Section(
+        "Losses",
+        "Validation losses are in nats per token, at the best learning rate: mean ± standard"
+        f" deviation over seeds. Differences to {study.first} are means over pairs of one seed,"
+        " each variant at its own best learning rate, with 95% confidence intervals. Those over"
+        " all widths assume one difference and one deviation at every width, and independent"
+        " pairs.",
+        loss_rows(study),
+        [*verdicts(study), *resolution_lines(study), *gap_lines(study)],
+    )
+    rates = Section(
+        "Learning rate by width",
+        "The best learning rate tried; the vertex of a parabola through the losses around it, by"
+        f" the logarithm of the learning rate; that vertex over {study.first}'s.",
+        rate_rows(study),
+    )
+    return [losses, rates, time_section(study), *spectrum_sections(study)]
 
 
-def draw_losses(figure: "SubFigure", report: Report) -> None:
-    """Draws losses against steps at the best learning rates, and against learning rates.
-
-    Beside one another, not on top, stand the variants of one learning rate.
-    """
-    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
-
-    by_step, by_rate = figure.subplots(1, 2)
-    evaluations = len(report["measurements"][0]["curves"][0][0])
-    steps = report["training"]["steps"] * np.arange(1, evaluations + 1) / evaluations
-    count = len(report["measurements"])
-    for i, (outcome, m) in enumerate(zip(_outcomes(report), report["measurements"], strict=True)):
-        color = PALETTE[i % len(PALETTE)]
-        style = {"color": color, "linestyle": "--" if m["name"] == report["control"] else "-"}
-        by_step.plot(steps, outcome.curves.mean(axis=0), label=m["name"], **style)
-        losses = _loss_array(m["losses"])
-        rates = np.array(report["learning_rates"]) * 1.03 ** (i - (count - 1) / 2)
-        by_rate.plot(rates, losses.mean(axis=1), marker="o", linewidth=1, **style)
-        by_rate.scatter(np.repeat(rates, losses.shape[1]), losses, s=6, color=color)
-    by_step.set(xlabel="step", ylabel="validation loss, nats per byte", yscale="log")
-    by_step.set_title("at the best learning rate, mean over seeds", fontsize=10)
-    by_step.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 5)))
-    by_rate.set(xlabel="learning rate", ylabel="final validation loss", xscale="log")
-    by_rate.set_title("each seed and the mean", fontsize=10)
-    by_rate.xaxis.set_major_locator(FixedLocator(report["learning_rates"]))
-    for axis in (by_step.yaxis, by_rate.xaxis):
-        axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter("{x:g}")
-    by_step.legend(fontsize=9)
-    figure.suptitle(f"GPT over bytes, {report['device']}, bfloat16 products")
+def loss_rows(study: Study) -> list[dict[str, str]]:
+    """Returns the cells by column of each width and variant, then of all widths together."""
+    rows = [_loss_row(study, width, variant) for width, variant in study.trained]
+    if len(study.report["widths"]) > 1:
+        rows += [_loss_row(study, None, variant) for variant in study.report["variants"][1:]]
+    return rows
 
 
-def _outcomes(report: Report) -> list[Outcome]:
-    """Every measured variant at its best learning rate."""
-    outcomes = []
-    for measurement in report["measurements"]:
-        losses, curves = (_loss_array(measurement[key]) for key in ("losses", "curves"))
-        best = int(np.argmin(losses.mean(axis=1)))
-        rate = report["learning_rates"][best]
-        ends = min(report["learning_rates"]), max(report["learning_rates"])
-        outcomes.append(
-            Outcome(measurement["name"], rate, rate in ends, losses[best], curves[best])
-        )
-    return outcomes
+def _loss_row(study: Study, width: int | None, variant: str) -> dict[str, str]:
+    row = {"width": "all", "variant": variant, "best learning rate": "", "validation loss": ""}
+    if width is not None:
+        trained = study.trained[width, variant]
+        row["width"] = str(width)
+        row["best learning rate"] = f"{trained.best_rate:.3g}"
+        row["validation loss"] = _mean_and_std([*trained.final_losses.values()])
+    return row | {f"difference to {study.first}": _interval(study.difference(variant, width))}
 
 
-def _difference(outcome: Outcome, first: Outcome) -> str:
-    """The mean difference of pairs and its standard error; empty for the first variant itself."""
-    if outcome is first:
+def _mean_and_std(losses: Sequence[float]) -> str:
+    if len(losses) == 1:
+        return f"{losses[0]:.4f}"
+    with np.errstate(invalid="ignore"):  # NaN where a run diverged
+        return f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}"
+
+
+def _interval(difference: Difference | None) -> str:
+    """The difference and its interval; empty for the first variant itself."""
+    if difference is None:
         return ""
-    with np.errstate(invalid="ignore"):
-        error = _sample_std(outcome.losses - first.losses) / len(first.losses) ** 0.5
-    return f"{_mean_difference(outcome, first):+.4f} ± {error:.4f}"
+    if np.isnan(difference.mean):
+        return "both diverged"
+    ends = f"[{difference.low:+.4f}, {difference.high:+.4f}]"
+    return f"{difference.mean:+.4f} {'without interval' if np.isnan(difference.low) else ends}"
 
 
-def _mean_difference(outcome: Outcome, first: Outcome) -> float:
-    """The mean difference of pairs; NaN, for which no comparison holds, where both diverged."""
-    with np.errstate(invalid="ignore"):
-        return float(np.mean(outcome.losses - first.losses))
+def verdicts(study: Study) -> list[str]:
+    """Returns a line for each variant but the first: at every width, and over all of them.
+
+    A difference is seen where its 95% interval leaves out 0. The control has to be seen to lose:
+    a comparison that cannot tell it from the first variant tells nothing.
+    """
+    return [
+        f"{place}, {variant}: {_verdict(difference, control=variant == study.report['control'])}"
+        for variant in study.report["variants"][1:]
+        for place, width in _places(study)
+        if (difference := study.difference(variant, width))
+    ]
 
 
-def _sample_std(losses: np.ndarray) -> float:
-    """The standard deviation of the sample; NaN where a run diverged."""
-    with np.errstate(invalid="ignore"):
-        return float(np.std(losses, ddof=1))
+def _places(study: Study) -> list[tuple[str, int | None]]:
+    """Each width, and None for all where there are several."""
+    widths = study.report["widths"]
+    every: list[tuple[str, int | None]] = [("all widths", None)]
+    return [(f"width {width}", width) for width in widths] + every * (len(widths) > 1)
 
 
-def _loss_array(losses: Any) -> np.ndarray:
-    """Losses as numbers, ∞ where a run diverged."""
-    return np.nan_to_num(np.array(losses, np.float64), nan=np.inf)
+def _verdict(difference: Difference, *, control: bool) -> str:
+    worse, better = difference.low > 0, difference.high < 0
+    if control:
+        words = "control seen to lose:" if worse else "CONTROL NOT SEEN:"
+    elif np.isnan(difference.low):
+        words = "not compared:"
+    elif worse or better:
+        words = "worse by" if worse else "better by"
+    else:
+        words = "no difference seen:"
+    return f"{words} {_interval(difference)}"
+
+
+def resolution_lines(study: Study) -> list[str]:
+    """Returns which differences as many pairs as seeds can show, at a width and over all."""
+    (std, df), seeds, widths = study.noise, len(study.report["seeds"]), len(study.report["widths"])
+    if not df:
+        return ["no intervals: they need two seeds of the first variant and another one"]
+    return [
+        f"the differences of pairs have a standard deviation of {std:.4f}, pooled, {df} degrees of"
+        " freedom"
+    ] + [
+        f"resolution of {count} pairs: intervals of ±{interval_half_width(std, count, df):.4f}; a"
+        f" difference of {detectable_difference(std, count, df):.4f} is seen with 80% power"
+        for count in sorted({seeds, seeds * widths})
+    ]
+
+
+def gap_lines(study: Study) -> list[str]:
+    """Returns a line for each variant and width that was not measured, or not as it should be."""
+    report, lines = study.report, []
+    for width, variant in itertools.product(report["widths"], report["variants"]):
+        place = f"width {width}, {variant}"
+        if (trained := study.trained.get((width, variant))) is None:
+            lines.append(f"not measured: {place}")
+            continue
+        if trained.at_the_end:
+            lines.append(
+                f"not bracketed: {place}, whose best learning rate, {trained.best_rate:.3g}, is"
+                " at the end of those tried"
+            )
+        if missing := [s for s in report["seeds"] if s not in trained.final_losses]:
+            lines.append(
+                f"few seeds: {place}, of which no learning rate has all; the best one lacks seeds"
+                f" {', '.join(map(str, missing))}"
+            )
+    if report["control"] not in report["variants"]:
+        lines.append(f"not measured: {report['control']}, the control")
+    return lines
+
+
+def rate_rows(study: Study) -> list[dict[str, str]]:
+    """Returns the cells of each variant by width: best rate, vertex, and ratio of vertices."""
+    return [
+        {"variant": variant}
+        | {f"width {w}": _rate_cell(study, w, variant) for w in study.report["widths"]}
+        for variant in study.report["variants"]
+    ]
+
+
+def _rate_cell(study: Study, width: int, variant: str) -> str:
+    if (width, variant) not in study.trained:
+        return ""
+    found, of_first = (study.vertices.get((width, name)) for name in (variant, study.first))
+    cells = [f"{study.trained[width, variant].best_rate:.3g}", f"{found:.3g}" if found else "none"]
+    if found and of_first:
+        cells.append(f"{found / of_first:.2f}×")
+    return "; ".join(cells)
+
+
+def time_section(study: Study) -> Section:
+    """Returns the times of a step, and until a variant and the first one have the same loss."""
+    training, seconds = study.report["training"], seconds_to_equal_loss(study)
+    columns, rows = ("seconds", f"{study.first}'s", "ratio"), []
+    for p in (p for p in study.report["programs"] if "step_ms" in p):
+        row = {
+            "width": str(p["width"]),
+            "variant": p["variant"],
+            "step, ms": f"{p['step_ms']:.2f}",
+            "optimizer, ms": f"{p['optimizer_ms']:.2f}",
+            "optimizer's share": f"{p['optimizer_ms'] / p['step_ms']:.1%}",
+        }
+        cells = ["", "", ""]
+        if both := seconds.get((p["width"], p["variant"])):
+            cells = [*(f"{time:.1f}" for time in both), f"{both[0] / both[1]:.2f}×"]
+        rows.append(row | dict(zip(columns, cells, strict=True)))
+    tokens = training["batch_size"] * study.report["model"]["context"]
+    note = (
+        f"Medians of a step of {tokens:,} tokens, and of the optimizer's update. Seconds are of"
+        f" steps until both the variant and {study.first} have the larger one of their mean final"
+        " losses, by interpolation. The learning rates fall over the whole run, so that shorter"
+        " runs can reach a loss sooner."
+    )
+    return Section("Time", note * bool(rows), rows, _missing_times(study))
+
+
+def _missing_times(study: Study) -> list[str]:
+    measured = {(p["width"], p["variant"]) for p in study.report["programs"] if "step_ms" in p}
+    if not measured:
+        return ["no step times in this record"]
+    return [
+        f"not measured: step times at width {width}, {variant}"
+        for width, variant in study.trained
+        if (width, variant) not in measured
+    ]
+
+
+def spectrum_sections(study: Study) -> list[Section]:
+    """Returns the share of the momenta that schedules do not reach, and the size of updates."""
+    spreads = update_spreads(study.report)
+    names = [*recipes_of_variants(study.report)]
+    if not (spreads and names):
+        missing = "spectra" if names else "sets of coefficients whose spectra are known"
+        return [Section("Spectra of momenta", "", [], [f"no {missing} in this record"])]
+    shares, sizes = [], []
+    for (width, variant, matrix), by_step in spreads.items():
+        row = {"width": str(width), "trained by": variant, "matrix": matrix}
+        shares.append(row | {"steps": " / ".join(map(str, by_step))})
+        sizes.append(dict(row))
+        for name in names:
+            of_name = [by_name[name] for by_name in by_step.values()]
+            ratios = [by_name[name].rms / by_name[names[0]].rms for by_name in by_step.values()]
+            shares[-1][name] = " / ".join(f"{spread.unreached_share:.1%}" for spread in of_name)
+            sizes[-1][name] = f"{np.median(ratios):.3f}"
+    return [
+        Section(
+            "Spectra of momenta",
+            "The share of a momentum's singular values that the steps of each column leave below"
+            f" {LEAST_REACHED:g}, by step of the training: medians over layers.",
+            shares,
+        ),
+        Section(
+            "Sizes of updates",
+            "The root mean square of the singular values that the steps of each column make of"
+            f" those momenta, over that of {names[0]}: medians over layers and steps.",
+            sizes,
+        ),
+    ]

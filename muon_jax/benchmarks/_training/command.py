@@ -2,70 +2,100 @@
 
 import argparse
 import dataclasses
+import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 from muon_jax.benchmarks._command_line.arguments import add_json, quick_facts
-from muon_jax.benchmarks._command_line.progress import measure_each
+from muon_jax.benchmarks._command_line.progress import with_bar
 from muon_jax.benchmarks._records.recording import environment, record
 from muon_jax.benchmarks._records.tables import heading, markdown
+from muon_jax.benchmarks._training.corpus import read_corpus
 from muon_jax.benchmarks._training.gpt import GPT
-from muon_jax.benchmarks._training.runs import CONTROL, VARIANTS, Training, measure_training
+from muon_jax.benchmarks._training.optimizers import CONTROL, VARIANTS
+from muon_jax.benchmarks._training.runs import Training
+from muon_jax.benchmarks._training.search import least_runs
+from muon_jax.benchmarks._training.spectra import SHARES
 from muon_jax.benchmarks._training.stdlib_text import read_text
+from muon_jax.benchmarks._training.study import add_runs, missing_runs
 
 # What `--quick` changes, where no flag says otherwise.
 QUICK_TRAINING = {
     "variants": ["standard", "balanced", CONTROL],
-    "learning_rates": [0.02],
+    "widths": [64],
     "seeds": 2,
     "steps": 50,
     "batch_size": 8,
     "layers": 1,
-    "width": 64,
-    "heads": 2,
+    "head_size": 32,
     "context": 64,
 }
 
 
 def add_training_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the flags of `training`."""
-    command.add_argument(
+    add = command.add_argument
+    add(
         "--variants",
         nargs="+",
         choices=VARIANTS,
-        default=[name for name in VARIANTS if "optax" not in name],
+        default=["standard", "balanced", "polar_express", "adamw_quarter", CONTROL, "accurate"],
         help="the others are compared with the first one",
     )
-    command.add_argument(
-        "--learning-rates", nargs="+", type=float, default=[0.01, 0.02, 0.04, 0.08]
+    add("--widths", nargs="+", type=int, default=[256, 384, 512, 768], help="of the models")
+    add("--seeds", type=int, default=3, help="the number of seeds, at least 2")
+    add("--steps", type=int, default=Training.steps)
+    add("--batch-size", type=int, default=Training.batch_size)
+    for name in ("layers", "head_size", "context"):
+        add(f"--{name.replace('_', '-')}", type=int, default=getattr(GPT, name))
+    add("--text", type=Path, help="of the command `corpus` (default: Python's standard library)")
+    add(
+        "--spectra",
+        nargs="*",
+        choices=[name for name in VARIANTS if not name.startswith(("adamw", "optax"))],
+        default=[],
+        help="variants whose momenta's singular values are kept, in runs of the last seed",
     )
-    command.add_argument("--seeds", type=int, default=3, help="the number of seeds, at least 2")
-    command.add_argument("--steps", type=int, default=Training.steps)
-    command.add_argument("--batch-size", type=int, default=Training.batch_size)
-    for field in dataclasses.fields(GPT):
-        command.add_argument(f"--{field.name}", type=int, default=field.default)
-    add_json(command, "also write the losses to this file")
+    add(
+        "--continue-from",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="files of --json, of other machines, whose runs are not made again",
+    )
+    add_json(command, "keep all runs in this file, as each ends; one that exists is gone on with")
 
 
 def run_training(arguments: argparse.Namespace) -> None:
-    """Trains each variant, and prints a table and verdicts.
+    """Makes the runs that are missing, and prints a table and verdicts.
 
     Raises:
-        ValueError: there is one seed only.
+        ValueError: there is one seed only, or a file is of another setup.
     """
     if arguments.seeds < 2:
         raise ValueError(f"--seeds must be at least 2, to estimate noise, got {arguments.seeds}")
-    sizes = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(GPT)}
-    model, text = GPT(**sizes), read_text()
+    text = read_corpus(arguments.text) if arguments.text else read_text()
     training = Training(arguments.steps, arguments.batch_size)
-    rates, seeds = arguments.learning_rates, [*range(arguments.seeds)]
+    sizes = {name: getattr(arguments, name) for name in ("layers", "head_size", "context")}
+    sizes["vocabulary"] = text.vocabulary
     report: dict[str, Any] = {"benchmark": "training", **quick_facts(arguments), **environment()}
     report |= {"text": text.identity(), "model": sizes, "training": dataclasses.asdict(training)}
-    report |= {"learning_rates": rates, "seeds": seeds, "control": CONTROL}
-    report |= {"variants": arguments.variants, "measurements": []}
+    report |= {"widths": arguments.widths, "variants": arguments.variants}
+    report |= {"seeds": [*range(arguments.seeds)], "control": CONTROL, "spectra_shares": SHARES}
+    report |= {"programs": [], "measurements": [], "spectra": []}
+    is_continued = arguments.json and arguments.json.exists()
+    for file in (*arguments.continue_from, *([arguments.json] if is_continued else ())):
+        add_runs(report, file)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report) + "\n")
     print(heading(report), flush=True)
-    measurements = measure_each(
-        arguments.variants,
-        lambda name: measure_training(name, model, training, text, rates, seeds),
+    studies = [*itertools.product(arguments.widths, arguments.variants)]
+    runs = itertools.chain.from_iterable(
+        missing_runs(report, name, GPT(width, **sizes), training, text, name in arguments.spectra)
+        for width, name in studies
     )
-    record(report, measurements, arguments.json)
+    least = len(studies) * least_runs(arguments.seeds)
+    record(report, with_bar(runs, len(report["measurements"]), least), arguments.json)
     print(f"\n{markdown(report)}")

@@ -1,39 +1,21 @@
 """Text that every machine has: the source of Python's standard library."""
 
-import hashlib
+import platform
 import sysconfig
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
+
+from muon_jax.benchmarks._training.text import Text
 
 _VALIDATION_EVERY = 10  # files
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages"}  # folders
 
 
-class Text(NamedTuple):
-    """Bytes to train on and bytes of other files to validate on, uint8 of shape `(bytes,)`."""
-
-    train: np.ndarray
-    validation: np.ndarray
-    files: int
-
-    def identity(self) -> dict[str, Any]:
-        """Returns the sizes, and the SHA-256 of the training bytes followed by the others."""
-        digest = hashlib.sha256(self.train)
-        digest.update(self.validation)
-        return {
-            "files": self.files,
-            "train_bytes": self.train.size,
-            "validation_bytes": self.validation.size,
-            "sha256": digest.hexdigest(),
-        }
-
-
 def read_text(folder: Path | None = None) -> Text:
     """Returns the Python files below a folder, tests left out, in the order of their paths.
 
-    Every tenth file is for validation.
+    Every tenth file is for validation. Each byte is a token.
 
     Args:
         folder: pass None for the standard library.
@@ -55,4 +37,11 @@ def read_text(folder: Path | None = None) -> Text:
     contents = [(folder / file).read_bytes() for file in files]
     train = b"".join(text for i, text in enumerate(contents) if i % _VALIDATION_EVERY)
     validation = b"".join(contents[::_VALIDATION_EVERY])
-    return Text(np.frombuffer(train, np.uint8), np.frombuffer(validation, np.uint8), len(files))
+    return Text(
+        np.frombuffer(train, np.uint8),
+        np.frombuffer(validation, np.uint8),
+        files=len(files),
+        vocabulary=256,
+        name=f"Python {platform.python_version()}, folder {folder.name}",
+        validation_bytes=len(validation),
+    )
