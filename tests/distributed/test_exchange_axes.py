@@ -320,8 +320,12 @@ def cases(draw):
 @pytest.mark.timeout(1800)
 @helpers.nightly
 def test_random_exchange_axes():
-    settings = hypothesis.settings(max_examples=120, deadline=None, derandomize=True)
-    settings(hypothesis.given(cases())(check))()
+    @hypothesis.settings(max_examples=120, deadline=None, derandomize=True)
+    @hypothesis.given(cases())
+    def is_right(case):
+        check(case)
+
+    is_right()
 
 
 def test_faster_replicas_have_the_results_of_one_device_whatever_the_links():
