@@ -369,9 +369,11 @@ def check(case):
         return {}
     compiled, updates = update()
     found = collectives_over(compiled, case.sizes)
+    whole_outside = {*case.over("block", "raise")}
     for kind, axes in found:
-        assert kind != "all-to-all" or not {*axes}.intersection(case.over("block", "gram", "raise"))
-        assert kind == "all-gather" or not {*axes}.intersection(case.over("block", "raise"))
+        assert kind != "all-to-all" or not {*axes} & {*whole_outside, *case.over("gram")}
+        assert kind == "all-gather" or not {*axes} & whole_outside
+        assert not {*axes} & whole_outside & {*case.over("repeat")}
     of_matrices = {key: over_matrices(specs[key], views[key], x.ndim) for key, x in grads.items()}
     expected = block_by_block(
         on_one_device, grads, of_matrices, views, case.sizes, case.over("block")
