@@ -264,7 +264,8 @@ def _map_sharded(
         if argument := "block_period=" if step else "outside='block'" if cuts else None:
             raise NotImplementedError(
                 f"{argument} has no blocks under derivatives on automatic mesh axes, nor under"
-                " vmap of arrays on no mesh: use explicit mesh axes, or leave it out"
+                " vmap of arrays on no mesh: put them on a mesh and pass shardings=, or leave it"
+                " out"
             )
         return unsharded(leaves, arrays)
 

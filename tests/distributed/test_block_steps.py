@@ -210,7 +210,7 @@ def test_under_vmap(axis_type):
     ],
 )
 def test_a_derivative_that_would_leave_blocks_to_xla_is_refused(kwargs, argument):
-    grads, _, views = placed(SIZES, {"up": TREE["up"]}, AxisType.Auto)
+    grads, specs, views = placed(SIZES, {"up": TREE["up"]}, AxisType.Auto)
     optimizer = scale_by_muon(weight_dimension_numbers=views, **kwargs, **KWARGS)
 
     def update(grads):
@@ -220,6 +220,8 @@ def test_a_derivative_that_would_leave_blocks_to_xla_is_refused(kwargs, argument
     for mapped, x in ((jax.grad(update), grads), (jax.vmap(update), on_no_mesh)):
         with pytest.raises(NotImplementedError, match=f"{argument} has no blocks under derivat"):
             jax.eval_shape(mapped, x)
+    optimizer = scale_by_muon(weight_dimension_numbers=views, shardings=specs, **kwargs, **KWARGS)
+    assert jax.eval_shape(jax.grad(update), grads)["up"].shape == grads["up"].shape
 
 
 MESH = AbstractMesh((2, 4), ("fsdp", "tp"))
