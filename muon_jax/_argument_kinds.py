@@ -113,5 +113,5 @@ def check_static(name: str, value: Any) -> None:
     if isinstance(value, jax.Array):
         raise ValueError(
             f"{name} must be no array, got {value}: optax.inject_hyperparams makes one of it;"
-            f" give it static_args={name!r}"
+            f" give it static_args={name.partition('[')[0]!r}"
         )

@@ -221,7 +221,8 @@ def scale_by_muon(
             `exchange_axes`, `outside`, `bandwidth` or `latency` names an axis that the mesh lacks;
             a mesh axis shards matrices that must not be exchanged over it, or that cannot be pieces
             or blocks; or `adaptive` comes with `"gram"`, `"block"` or `block_period`.
-        NotImplementedError: the named implementation, or the kind of memory, cannot be used here.
+        NotImplementedError: the named implementation, or the kind of memory, cannot be used here;
+            or blocks are under a derivative on automatic mesh axes.
     """
     check_views(weight_dimension_numbers)
     check_shardings(shardings)

@@ -155,6 +155,11 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             Value,
             r"must be no array, got 2: .* static_args='block_period'",
         ),
+        (
+            of_muon(latency={"fsdp": jnp.array(1e-5)}),
+            Value,
+            r"latency\['fsdp'\] must be no array, .* static_args='latency'$",
+        ),
         (of_muon(block_period=0), Value, r"must be an integer in \[1, .*\], got 0: pass .*=4"),
         # Numbers.
         (

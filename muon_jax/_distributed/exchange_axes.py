@@ -98,6 +98,19 @@ class ExchangeAxes:
         named = tuple((axis, of_choice(choice)) for axis, choice in self.named)
         return dataclasses.replace(self, named=named, others=of_choice(self.others))
 
+    def may_cut_blocks(self, mesh: Mapping[str, int]) -> bool:
+        """Returns whether matrices may be blocks on the mesh; on one without axes, on any mesh."""
+        choices = [self.others, *dict(self.named).values()]
+        if mesh:
+            choices = [self.choice(axis) for axis, size in mesh.items() if size > 1]
+        return any(choice.sharded == "block" for choice in choices)
+
+    def on_mesh(self, mesh: Mapping[str, int]) -> "ExchangeAxes":
+        """Returns the same without the names of axes of other meshes."""
+        names = None if self.names is None else tuple(name for name in self.names if name in mesh)
+        named = tuple((name, choice) for name, choice in self.named if name in mesh)
+        return dataclasses.replace(self, names=names, named=named)
+
     def check_names(self, mesh: Mapping[str, int]) -> None:
         """Raises ValueError where an axis is none of the mesh's."""
         check_axes("exchange_axes", self.names or (), mesh)

@@ -81,6 +81,14 @@ class Links:
         check_axes("bandwidth", dict(self.bandwidth), mesh)
         check_axes("latency", dict(self.latency), mesh)
 
+    def on_mesh(self, mesh: Mapping[str, int]) -> "Links":
+        """Returns the same without the axes of other meshes."""
+        bandwidth, latency = (
+            tuple((name, value) for name, value in pairs if name in mesh)
+            for pairs in (self.bandwidth, self.latency)
+        )
+        return Links(bandwidth, latency)
+
     def sent(self, collective: Collective) -> dict[str, Sent]:
         """Returns what a collective sends over each of its mesh axes."""
         bandwidth = {name: _BANDWIDTH for name, _ in collective.axes} | dict(self.bandwidth)

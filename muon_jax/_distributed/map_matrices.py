@@ -65,8 +65,8 @@ def map_matrices(
     Raises:
         ValueError: the sharding is not known, or does not fit the parameters, or no matrix can
             stay in pieces as `distributed_gram` says.
-        NotImplementedError: some mesh axes are manual, others are not; or a step of blocks needs
-            shards where XLA alone knows them.
+        NotImplementedError: some mesh axes are manual, others are not; or blocks need shards where
+            XLA alone knows them.
     """
     leaves, treedef = jax.tree.flatten(tree)
     if len(meshes_of(leaves)) > 1:
@@ -87,6 +87,7 @@ def _map_by_mesh(
     leaves, treedef = jax.tree.flatten(tree)
     stated = shardings(tree) if callable(shardings) else shardings
     meshes = meshes_of(leaves)
+    limits.check_names({name: size for mesh in meshes for name, size in mesh.shape.items()})
     where = [(meshes_of([x]) or meshes)[0] for x in leaves]
     results: dict[int, jax.Array] = {}
     for mesh in meshes:
@@ -100,7 +101,8 @@ def _map_by_mesh(
         own = [i for i, of_leaf in enumerate(where) if of_leaf == mesh]
         pairs = zip(leaves, where, strict=True)
         part = treedef.unflatten(x if of_leaf == mesh else None for x, of_leaf in pairs)
-        done = map_matrices(iterations.of_some(own), views, part, stated, limits, step)
+        within = limits.on_mesh(mesh.shape)
+        done = map_matrices(iterations.of_some(own), views, part, stated, within, step)
         results |= zip(own, jax.tree.leaves(done), strict=True)
     return treedef.unflatten(results[i] for i in range(len(leaves)))
 
@@ -258,10 +260,12 @@ def _map_sharded(
         return _map_unsharded(bound, lambda _: [unit.view for unit in units], [*leaves], limits)
 
     def by_xla(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        if step:
+        cuts = limits.exchange_axes.may_cut_blocks(place.mesh.shape)
+        if argument := "block_period=" if step else "outside='block'" if cuts else None:
             raise NotImplementedError(
-                "block_period= has no blocks under derivatives on automatic mesh axes, nor under"
-                " vmap of arrays on no mesh: use explicit mesh axes, or leave it out"
+                f"{argument} has no blocks under derivatives on automatic mesh axes, nor under"
+                " vmap of arrays on no mesh: put them on a mesh and pass shardings=, or leave it"
+                " out"
             )
         return unsharded(leaves, arrays)
 

@@ -48,6 +48,17 @@ class Limits(NamedTuple):
     scale_of_blocks: ScaleOfBlocks = "none"
     links: Links = Links()
 
+    def check_names(self, mesh: Mapping[str, int]) -> None:
+        """Raises ValueError where an axis is none of the mesh's."""
+        self.exchange_axes.check_names(mesh)
+        self.links.check_names(mesh)
+
+    def on_mesh(self, mesh: Mapping[str, int]) -> "Limits":
+        """Returns the same without the names of axes of other meshes."""
+        return self._replace(
+            exchange_axes=self.exchange_axes.on_mesh(mesh), links=self.links.on_mesh(mesh)
+        )
+
 
 def max_bucket_bytes(limits: Limits) -> int:
     """Returns the most bytes that a device sends at once."""
@@ -142,8 +153,7 @@ def make_plan(
         stated = (limits._replace(exchange_axes=exchange_axes) for exchange_axes in words)
         plans = [make_plan(units, specs, mesh, each, iterations) for each in stated]
         return min(plans, key=lambda plan: microseconds_of(plan, limits.links))
-    limits.exchange_axes.check_names(mesh)
-    limits.links.check_names(mesh)
+    limits.check_names(mesh)
     leaves = [
         placed_within(leaf, spec, mesh, limits.exchange_axes, limits.scale_of_blocks)
         for leaf, spec in zip(units, specs, strict=True)

@@ -45,8 +45,8 @@ def explain(
 
     Raises:
         TypeError: `muon` has no such argument, or `params` is None.
-        ValueError: an argument is wrong; a sharding or the mesh is missing; or the call is in a
-            shard_map.
+        ValueError: an argument is wrong; a sharding or the mesh is missing; parameters are on
+            several meshes; or the call is in a shard_map.
     """
     check_params(params)
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh | None):
@@ -85,9 +85,16 @@ def _mesh_for(placed: Sequence[PartitionSpec | NamedSharding], mesh: Mesh | None
     """The mesh: as given, else of the shardings, else in force.
 
     Raises:
-        ValueError: there is none, but specs name its axes; or a shard_map is being traced.
+        ValueError: there is none, but specs name its axes; shardings are on several; or a shard_map
+            is being traced.
     """
     meshes: list[Mesh] = [s.mesh for s in placed if isinstance(s, NamedSharding)]
+    if mesh is None and any(other.shape != meshes[0].shape for other in meshes):
+        shapes = dict.fromkeys(str(dict(other.shape)) for other in meshes)
+        raise ValueError(
+            f"explain needs parameters on one mesh, got parameters on {' and '.join(shapes)}: call"
+            " it for those of each mesh"
+        )
     meshes.append(jax.sharding.get_abstract_mesh())
     mesh, specs = mesh or meshes[0], [*map(spec_of, placed)]
     if AxisType.Manual in mesh.axis_types:

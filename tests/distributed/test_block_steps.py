@@ -201,15 +201,27 @@ def test_under_vmap(axis_type):
     helpers.assert_close({"up": found[0], "twice": found[1]}, {"up": expected, "twice": expected})
 
 
-def test_a_derivative_that_would_leave_blocks_to_xla_is_refused():
-    grads, _, views = placed(SIZES, {"up": TREE["up"]}, AxisType.Auto)
-    optimizer = scale_by_muon(block_period=2, weight_dimension_numbers=views, **KWARGS)
+@pytest.mark.parametrize(
+    ("kwargs", "argument"),
+    [
+        ({"block_period": 2}, "block_period="),
+        ({"exchange_axes": "fsdp", "outside": "block"}, "outside='block'"),
+        ({"exchange_axes": "fsdp", "outside": {"tp": "block"}}, "outside='block'"),
+    ],
+)
+def test_a_derivative_that_would_leave_blocks_to_xla_is_refused(kwargs, argument):
+    grads, specs, views = placed(SIZES, {"up": TREE["up"]}, AxisType.Auto)
+    optimizer = scale_by_muon(weight_dimension_numbers=views, **kwargs, **KWARGS)
 
-    def loss(grads):
+    def update(grads):
         return optimizer.update(grads, optimizer.init(grads))[0]["up"].sum()
 
-    with pytest.raises(NotImplementedError, match="block_period= has no blocks under derivatives"):
-        jax.jit(jax.grad(loss))(grads)
+    on_no_mesh = {"up": jnp.stack([np.asarray(grads["up"])] * 2)}
+    for mapped, x in ((jax.grad(update), grads), (jax.vmap(update), on_no_mesh)):
+        with pytest.raises(NotImplementedError, match=f"{argument} has no blocks under derivat"):
+            jax.eval_shape(mapped, x)
+    optimizer = scale_by_muon(weight_dimension_numbers=views, shardings=specs, **kwargs, **KWARGS)
+    assert jax.eval_shape(jax.grad(update), grads)["up"].shape == grads["up"].shape
 
 
 MESH = AbstractMesh((2, 4), ("fsdp", "tp"))

@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, muon, scale_by_muon, with_metrics
+from muon_jax import MuonDimensionNumbers, explain, muon, scale_by_muon, with_metrics
 from muon_jax.benchmarks._times.sharded import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -18,6 +18,13 @@ SPECS = {
     "experts": PartitionSpec("expert", None, "tensor"),
     "bias": PartitionSpec(),
     "last": PartitionSpec("fsdp"),
+}
+# Of both meshes.
+AXES = {
+    "exchange_axes": ("fsdp", "tensor"),
+    "outside": {"fsdp": "split", "expert": ("split", "block")},
+    "bandwidth": {"fsdp": 1e9, "expert": 1e9},
+    "latency": {"tensor": 1e-4},
 }
 VIEWS = {**dict.fromkeys(SHAPES, MuonDimensionNumbers(-2, -1)), "bias": None}
 
@@ -44,6 +51,7 @@ def of_muon(**kwargs):
         pytest.param(EXPLICIT, EXPLICIT, {}, marks=helpers.nightly),
         pytest.param(EXPLICIT, EXPLICIT, {"normuon_b2": 0.9}, marks=helpers.slow),
         pytest.param(AUTO, EXPLICIT, {"shardings": SPECS}, marks=helpers.nightly),
+        pytest.param(AUTO, AUTO, AXES, marks=helpers.nightly),
     ],
 )
 def test_each_mesh_has_a_plan(dense_type, expert_type, kwargs):
@@ -58,6 +66,28 @@ def test_each_mesh_has_a_plan(dense_type, expert_type, kwargs):
     chex.assert_trees_all_close(jax.device_get(updates), expected, atol=1e-6)
     for name, x in params.items():
         assert updates[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
+
+
+def test_axes_of_all_meshes_may_be_named_and_no_others():
+    params = parameters(EXPLICIT, EXPLICIT)
+
+    def traced(**kwargs):
+        optimizer = of_muon(**AXES | kwargs)
+        return jax.eval_shape(optimizer.update, params, optimizer.init(params), params)[0]
+
+    chex.assert_trees_all_equal_shapes(traced(), params)
+    for argument, value in {"exchange_axes": "data", "latency": {"data": 0}}.items():
+        lacking = rf"{argument} must name axes of .*, got 'data'.*\['fsdp', 'expert', 'tensor'"
+        with pytest.raises(ValueError, match=lacking):
+            traced(**{argument: value})
+    with pytest.raises(ValueError, match="shards its matrices over 'tensor', which exchange_axes"):
+        traced(exchange_axes="fsdp")
+
+
+def test_explain_is_for_one_mesh():
+    params = parameters(AUTO, EXPLICIT)
+    with pytest.raises(ValueError, match=r"one mesh, got .* on \{'fsdp': 8\} and \{'expert': 4"):
+        explain(params, muon_weight_dimension_numbers=VIEWS)
 
 
 @helpers.slow
