@@ -390,6 +390,20 @@ def test_zero_gradients_give_zero_updates():
         chex.assert_trees_all_equal(updates, params)
 
 
+def test_derivatives_through_an_update():
+    optimizer = scale_by_muon(ns_dtype="float32")
+    params = {"w": jax.random.normal(jax.random.key(0), (16, 32))}
+    state = optimizer.init(params)
+
+    def loss(gradient):
+        return jnp.vdot(optimizer.update({"w": gradient}, state, params)[0]["w"], params["w"])
+
+    gradient, direction = jax.random.normal(jax.random.key(1), (2, 16, 32))
+    slope = jnp.vdot(jax.jit(jax.grad(loss))(gradient), direction)
+    _, expected = jax.jvp(loss, (gradient,), (direction,))
+    np.testing.assert_allclose(slope, expected, rtol=1e-3)
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"mu_dtype": "float32"}, {"adaptive": True}], ids=str)
 def test_gradients_near_the_end_of_float16(kwargs):
     grads = {"w": jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (8, 16)), jnp.float16)}

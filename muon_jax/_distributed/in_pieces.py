@@ -180,7 +180,7 @@ def _orthogonalize_pieces(
         count=chunk.count,
     )
     # The largest entry decides a power of two alone, and needs no derivative.
-    largest = jax.lax.pmax(jax.lax.stop_gradient(largest_entries(stacks)), operand.axes)
+    largest = jax.lax.pmax(largest_entries(stacks), operand.axes)
     scaled, scale = scale_down(stacks, largest, n, form.dtype, operand)
     x = jnp.concatenate([*map(_with_whole_rows, scaled, leaves)])
     x = iteration.iterate(x, form, operand.own(scale), gram_gain(n), operand)

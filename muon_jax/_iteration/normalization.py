@@ -19,7 +19,10 @@ type Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
 
 def largest_entries(stacks: Sequence[jax.Array]) -> jax.Array:
-    """Returns max |X| of each matrix, not finite where X is not.
+    """Returns max |X| of each matrix, not finite where X is not, without a derivative.
+
+    No result depends on the powers of two that are made of it. JAX' derivative compares the entries
+    with their maximum, which XLA may compute anew and round in another way.
 
     XLA finds the largest entry of each row while it computes the stack. The largest entries of all
     stacks with equally many rows are then found together.
@@ -30,6 +33,7 @@ def largest_entries(stacks: Sequence[jax.Array]) -> jax.Array:
     Returns:
         Shape `(total batch,)`, or `(...)` for one stack; float32 or wider.
     """
+    stacks = jax.lax.stop_gradient(stacks)
     by_row = [jnp.max(jnp.abs(x), axis=-1, initial=0).astype(accumulator(x)) for x in stacks]
     groups = itertools.groupby(by_row, key=lambda x: x.shape[-1])
     parts = [jnp.max(jnp.concatenate([*group]), axis=-1, initial=0) for _, group in groups]
