@@ -26,9 +26,9 @@ from muon_jax.benchmarks._records.training_spectra import (
 )
 from muon_jax.benchmarks._records.training_statistics import (
     detectable_difference,
+    fit_vertex,
     interval_half_width,
     pooled_noise,
-    fit_vertex,
     read_study,
     seconds_to_equal_loss,
     steps_to_loss,

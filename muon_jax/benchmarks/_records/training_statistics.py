@@ -217,9 +217,9 @@ def fit_vertex(trained: Trained, within: float = _WITHIN) -> Vertex | None:
     """Returns the vertex of a parabola of the final loss over the logarithm of the learning rate.
 
     The parabola is fitted by least squares to all runs within a factor of the best learning rate.
-    Within 2.1 lie five rates that are √2 apart. Each seed has a constant of its own: rates with fewer seeds
-    than others do not bend the parabola. Where all rates have all seeds that is the parabola
-    through the means.
+    Within 2.1 lie five rates that are √2 apart. Each seed has a constant of its own: rates with
+    fewer seeds than others do not bend the parabola. Where all rates have all seeds that is the
+    parabola through the means.
 
     Returns:
         None where it opens downwards, or has its vertex outside the fitted rates, or where there
