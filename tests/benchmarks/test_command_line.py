@@ -2,13 +2,16 @@
 
 import io
 import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from muon_jax.benchmarks import __main__ as benchmarks
 from muon_jax.benchmarks._accuracy import spectra
-from muon_jax.benchmarks._command_line.progress import measure_each
+from muon_jax.benchmarks._command_line.progress import measure_each, with_bar
+from muon_jax.benchmarks._records.recording import write_report
 from muon_jax.benchmarks._times import commands, rivals
 from muon_jax.benchmarks._times.shapes import QUICK_SHAPES
 
@@ -129,9 +132,11 @@ def test_tune_needs_a_gpu(capsys, tmp_path):
 
 @pytest.mark.parametrize("command", [*QUICK, "tune"])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
     for file, sentence in (
         (tmp_path / "nowhere" / "a.json", "does not exist: make"),
         (tmp_path, "is a folder: pass a file in it"),
+        (tmp_path / "pipe", "is a pipe or a device: pass a file"),
     ):
         with pytest.raises(SystemExit) as stopped:
             benchmarks.main([command, "--json", str(file)])
@@ -178,3 +183,29 @@ def test_progress_is_on_a_terminal_and_away_while_results_are_printed(monkeypatc
         assert not line.strip() and not rest
         assert [*measured] == [9]
         assert ("case 3" in stderr.getvalue()) == stderr.isatty()
+
+
+def test_progress_of_an_unknown_number_comes_back_after_each_result(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+
+    def measurements():
+        for i in range(2):
+            assert sys.stderr.getvalue().split("\r")[-1].strip().startswith(f"{50 * i}%|")
+            yield i
+
+    assert [*with_bar(measurements(), 0, 2)] == [0, 1]
+
+
+def test_a_report_is_whole_when_its_writing_is_cut_short(tmp_path, monkeypatch):
+    def cut_short(path, text):
+        with path.open("w") as file:
+            file.write(text[:5])
+        raise KeyboardInterrupt
+
+    file = tmp_path / "a.json"
+    for count in (1, 2):
+        write_report({"count": count}, file)
+    monkeypatch.setattr(Path, "write_text", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        write_report({"count": 3}, file)
+    assert json.loads(file.read_text()) == {"count": 2}

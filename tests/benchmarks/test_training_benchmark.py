@@ -154,6 +154,11 @@ def test_a_search_goes_down_from_rates_that_diverge():
     assert {power for power, seed in losses if seed == 0} == {*range(-16, 1, 4)}
 
 
+def test_a_search_ends_where_all_rates_diverge():
+    losses = searched(lambda power, seed: np.inf, range(2))
+    assert {*losses} == {(power, 0) for power in range(-64, 1, 4)}
+
+
 def test_rates_and_powers():
     assert [learning_rate(0.008, power) for power in (-8, 0, 4)] == [0.004, 0.008, 0.011314]
     for power in range(-40, 40):
@@ -163,7 +168,8 @@ def test_rates_and_powers():
 def empty_report():
     setup = {"text": {"name": "a"}, "model": {"layers": 1}, "training": {"steps": 100}}
     rows = {"programs": [], "measurements": [], "spectra": []}
-    return {**setup, "widths": [64], "variants": ["standard"], "seeds": [0, 1], **rows}
+    setup |= {"benchmark": "training", "widths": [64], "variants": ["standard"], "seeds": [0, 1]}
+    return setup | rows
 
 
 @pytest.fixture
@@ -198,7 +204,11 @@ def test_a_study_goes_on_with_the_runs_of_a_file(fake_program, tmp_path):
     file.write_text(json.dumps(part))
     again = empty_report()
     study.add_runs(again, file)
-    study.add_runs(again, file)
+    # The same runs, made again on another machine, do not count twice.
+    others = {"programs": [{**part["programs"][0], "step_ms": 2.0}]}
+    others["measurements"] = [{**m, "losses": [9.0, 8.0]} for m in part["measurements"]]
+    (tmp_path / "again.json").write_text(json.dumps({**part, **others}))
+    study.add_runs(again, tmp_path / "again.json")
     assert len(again["measurements"]) == 4 and len(again["programs"]) == 1
     assert again["widths"] == [64, 32]
     assert whole(again, 64) == {**report, "widths": [64, 32]}
@@ -206,6 +216,21 @@ def test_a_study_goes_on_with_the_runs_of_a_file(fake_program, tmp_path):
     assert whole(again, 128)["measurements"][8]["learning_rate"] == 0.016
     with pytest.raises(ValueError, match="must have runs with the training .*'steps': 200"):
         study.add_runs({**empty_report(), "training": {"steps": 200}}, file)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"benchmark": "tra', "must be a file of --json, got .*: delete it"),
+        ("[]", "must be a file of `training --json`"),
+        ('{"benchmark": "syrk"}', "must be a file of `training --json`"),
+    ],
+)
+def test_files_without_runs(content, message, tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        study.add_runs(empty_report(), file)
 
 
 def test_the_model_sees_no_future_byte():
@@ -225,6 +250,7 @@ def test_the_model_sees_no_future_byte():
         (lambda: GPT(30, head_size=4), "width a multiple of head_size, got .*'width': 30"),
         (lambda: GPT(layers=0), "sizes must be at least 1"),
         (lambda: runs.Training(steps=25), "a positive multiple of 10.* got 25"),
+        (lambda: runs.Training(batch_size=0), "batch_size must be at least 1, got 0"),
     ],
 )
 def test_sizes_that_are_none(make, message):

@@ -26,9 +26,9 @@ from muon_jax.benchmarks._records.training_spectra import (
 )
 from muon_jax.benchmarks._records.training_statistics import (
     detectable_difference,
+    fit_vertex,
     interval_half_width,
     pooled_noise,
-    rate_at_vertex,
     read_study,
     seconds_to_equal_loss,
     steps_to_loss,
@@ -269,20 +269,32 @@ def test_the_best_rate_has_all_seeds(report):
 def test_the_vertex_of_an_exact_parabola(report):
     study = read_study(report)
     for (_, variant), trained in study.trained.items():
-        assert rate_at_vertex(trained) == pytest.approx(0.02 * 2 ** TRUTH[variant][2])
+        found = fit_vertex(trained)
+        assert found and found.rate == pytest.approx(0.02 * 2 ** TRUTH[variant][2])
     assert rate_rows(study)[2] == {"variant": "accurate"} | {
         f"width {width}": "0.0283; 0.0283; 1.41×" for width in WIDTHS
-    }
+    } | {"difference at vertices": "-0.0300"}
+
+
+def test_differences_at_vertices_are_without_the_grid(report):
+    study = read_study(report)
+    for variant, (offset, *_) in TRUTH.items():
+        assert study.difference_at_vertices(variant) == pytest.approx(offset)
+    of_rates_tried = study.difference("balanced")  # its best rate lies between them
+    assert of_rates_tried and of_rates_tried.mean > 0.001
+    octaves = [np.log2(m["learning_rate"] / 0.02) for m in report["measurements"]]
+    far = [m for m, x in zip(report["measurements"], octaves, strict=True) if round(2 * x) % 2 == 0]
+    assert read_study(report | {"measurements": far}).difference_at_vertices("balanced") is None
 
 
 def test_a_parabola_without_a_vertex(report):
     trained = read_study(report).trained[256, "standard"]
     curves = {rate: {0: -seeds[0]} for rate, seeds in trained.curves.items()}
-    assert rate_at_vertex(trained._replace(curves=curves)) is None
+    assert fit_vertex(trained._replace(curves=curves)) is None
     falling = {rate: {0: np.array([-np.log2(rate)])} for rate in trained.curves}
-    assert rate_at_vertex(trained._replace(curves=falling)) is None
+    assert fit_vertex(trained._replace(curves=falling)) is None
     two = {rate: trained.curves[rate] for rate in [*trained.curves][:2]}
-    assert rate_at_vertex(trained._replace(curves=two, best_rate=min(two))) is None
+    assert fit_vertex(trained._replace(curves=two, best_rate=min(two))) is None
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,8 @@ def test_accuracies_are_those_of_the_notebook():
 def test_the_losses_allow_what_is_said_of_them():
     text = DOCUMENTS["muon_jax/docs/training.md"]
     study = read_study(json.loads((RESULTS / "training_widths_h100.json").read_text()))
-    rows = re.findall(r"^\| .* \| (\S+ \[.*\]) \| (\S+) \| (\S+), not told from 0 \|$", text, re.M)
+    row = r"^\| .* \| (\S+ \[.*\]) \| (\S+) \| (\S+), not told from 0 \| (\S+) \|$"
+    rows = re.findall(row, text, re.M)
     names = ("balanced", "polar_express", "accurate", "standard_3_steps")
 
     def difference(name, width=None):
@@ -284,15 +285,19 @@ def test_the_losses_allow_what_is_said_of_them():
         assert found is not None
         return found
 
-    for name, (over_all, *by_width) in zip(names, rows, strict=True):
+    for name, (over_all, *by_width, at_vertices) in zip(names, rows, strict=True):
         found = difference(name)
         assert over_all == f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
         narrow, wide = (difference(name, width) for width in (256, 768))
         assert by_width == [f"{narrow.mean:+.3f}", f"{wide.mean:+.3f}"]
         assert narrow.low > 0 and wide.low < 0 < wide.high
+        assert at_vertices == f"{study.difference_at_vertices(name):+.3f}"
     for name in ("standard", "balanced"):
         (row,) = re.findall(rf'^\| `"{name}"` \| (0.*) \|$', text, re.M)
-        assert row.split(" | ") == [f"{study.vertices[w, name]:.3g}" for w in (256, 384, 512, 768)]
+        assert row.split(" | ") == [
+            f"{vertex.rate:.3g}" if (vertex := study.vertices[w, name]) else ""
+            for w in (256, 384, 512, 768)
+        ]
     assert f"{study.noise.std:.4f} with {study.noise.df} degrees of freedom" in text
 
 

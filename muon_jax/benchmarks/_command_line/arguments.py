@@ -30,7 +30,8 @@ def writable_file(text: str) -> Path:
     """Returns the path of a file that can be made: hours of measurements end in it.
 
     Raises:
-        argparse.ArgumentTypeError: the folder does not exist, or the path is a folder.
+        argparse.ArgumentTypeError: the folder does not exist, or the path is a folder, a pipe
+            or a device.
     """
     path = Path(text)
     if not path.parent.is_dir():
@@ -39,4 +40,6 @@ def writable_file(text: str) -> Path:
         )
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder: pass a file in it")
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is a pipe or a device: pass a file")
     return path

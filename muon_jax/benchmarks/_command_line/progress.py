@@ -46,3 +46,4 @@ def with_bar[Measurement](
             bar.update()
             bar.clear()
             yield measurement
+            bar.refresh()

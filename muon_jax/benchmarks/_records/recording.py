@@ -54,11 +54,19 @@ def record(
     Args:
         report: its list `"measurements"` grows.
         measurements: an iterator that measures when it is advanced.
-        path: the JSON file that is written anew after each measurement; pass None for no file.
+        path: the JSON file that `write_report` writes after each measurement; pass None for no
+            file.
         indent: of the JSON.
     """
     for measurement in measurements:
         print(measurement_line(measurement), flush=True)
         report["measurements"].append(measurement)
         if path:
-            path.write_text(json.dumps(report, indent=indent) + "\n")
+            write_report(report, path, indent)
+
+
+def write_report(report: dict[str, Any], path: Path, indent: int | None = None) -> None:
+    """Writes a report in place of its file. A process that is killed leaves the file as it was."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(report, indent=indent) + "\n")
+    part.replace(path)

@@ -91,7 +91,7 @@ def _draw_differences(axes: "Axes", study: Study) -> None:
 
 def _draw_times(axes: "Axes", study: Study) -> None:
     """Mean losses at the best learning rates at the largest width, by seconds or by step."""
-    width, steps = max(width for width, _ in study.trained), study.report["training"]["steps"]
+    width, steps = max(study.report["widths"]), study.report["training"]["steps"]
     programs = study.report["programs"]
     step_ms = {p["variant"]: p.get("step_ms") for p in programs if p["width"] == width}
     curves = {name: t.mean_curve for (w, name), t in study.trained.items() if w == width}

@@ -53,16 +53,18 @@ def training_sections(report: Report) -> list[Section]:
         "Losses",
         "Validation losses are in nats per token, at the best learning rate: mean ± standard"
         f" deviation over seeds. Differences to {study.first} are means over pairs of one seed,"
-        " each variant at its own best learning rate, with 95% confidence intervals. Those over"
-        " all widths assume one difference and one deviation at every width, and independent"
-        " pairs.",
+        " each variant at its own best learning rate among those tried, with 95% confidence"
+        " intervals. They assume one deviation for all pairs, and those over all widths, which"
+        " are of these widths alone, independent pairs.",
         loss_rows(study),
         [*verdicts(study), *resolution_lines(study), *gap_lines(study)],
     )
     rates = Section(
         "Learning rate by width",
         "The best learning rate tried; the vertex of a parabola through the losses around it, by"
-        f" the logarithm of the learning rate; that vertex over {study.first}'s.",
+        f" the logarithm of the learning rate; that vertex over {study.first}'s. The last column"
+        f" has the losses at vertices less {study.first}'s, means over all widths and seeds, where"
+        " each parabola goes through the best rate and those √2 from it.",
         rate_rows(study),
     )
     return [losses, rates, time_section(study), *spectrum_sections(study)]
@@ -176,21 +178,24 @@ def gap_lines(study: Study) -> list[str]:
 
 
 def rate_rows(study: Study) -> list[dict[str, str]]:
-    """Returns the cells of each variant by width: best rate, vertex, and ratio of vertices."""
-    return [
-        {"variant": variant}
-        | {f"width {w}": _rate_cell(study, w, variant) for w in study.report["widths"]}
-        for variant in study.report["variants"]
-    ]
+    """Returns the cells of each variant: by width best rate, vertex, and ratio of vertices."""
+    rows = []
+    for variant in study.report["variants"]:
+        cells = {f"width {w}": _rate_cell(study, w, variant) for w in study.report["widths"]}
+        loss = study.difference_at_vertices(variant)
+        at_vertices = "" if loss is None or variant == study.first else f"{loss:+.4f}"
+        rows.append({"variant": variant} | cells | {"difference at vertices": at_vertices})
+    return rows
 
 
 def _rate_cell(study: Study, width: int, variant: str) -> str:
     if (width, variant) not in study.trained:
         return ""
     found, of_first = (study.vertices.get((width, name)) for name in (variant, study.first))
-    cells = [f"{study.trained[width, variant].best_rate:.3g}", f"{found:.3g}" if found else "none"]
+    best = study.trained[width, variant].best_rate
+    cells = [f"{best:.3g}", f"{found.rate:.3g}" if found else "none"]
     if found and of_first:
-        cells.append(f"{found / of_first:.2f}×")
+        cells.append(f"{found.rate / of_first.rate:.2f}×")
     return "; ".join(cells)
 
 

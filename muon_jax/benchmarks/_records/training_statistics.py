@@ -9,7 +9,8 @@ import numpy as np
 from muon_jax.benchmarks._records.reading import Report
 
 _CONFIDENCE, _POWER = 0.95, 0.8
-_WITHIN = 2.1  # the factor of the best learning rate in which a parabola is fitted
+# The factors of the best learning rate in which a parabola is fitted: two or one rate on each side.
+_WITHIN, _NEXT = 2.1, 1.5
 NOT_MUON = ("adamw", "adamw_quarter")
 
 
@@ -40,6 +41,13 @@ class Trained(NamedTuple):
     def mean_curve(self) -> np.ndarray:
         """The mean over seeds at the best learning rate, shape `(evaluations,)`."""
         return np.mean([*self.curves[self.best_rate].values()], axis=0)
+
+
+class Vertex(NamedTuple):
+    """The least point of a parabola of the final loss over the logarithm of the learning rate."""
+
+    rate: float
+    losses: Mapping[int, float]  # by seed
 
 
 class Noise(NamedTuple):
@@ -75,14 +83,14 @@ class Study(NamedTuple):
         pairs: the final losses less those of the first variant, for seeds that both have, by width
             and variant. Each variant is at its own best learning rate.
         noise: the pooled deviation of all pairs but those of the control and of AdamW.
-        vertices: the learning rates of `rate_at_vertex`, by width and variant.
+        vertices: those of `fit_vertex`, by width and variant.
     """
 
     report: Report
     trained: Mapping[tuple[int, str], Trained]
     pairs: Mapping[tuple[int, str], np.ndarray]
     noise: Noise
-    vertices: Mapping[tuple[int, str], float | None]
+    vertices: Mapping[tuple[int, str], Vertex | None]
 
     @property
     def first(self) -> str:
@@ -92,8 +100,8 @@ class Study(NamedTuple):
     def difference(self, variant: str, width: int | None = None) -> Difference | None:
         """Returns the difference of a variant at a width, or over all widths for None.
 
-        Over all widths it is the mean over all pairs. That assumes one difference and one deviation
-        at every width, and independent pairs.
+        Over all widths it is the mean over all pairs of these widths. Its interval assumes one
+        deviation at every width and independent pairs, and tells nothing of other widths.
 
         Returns:
             None where there is no pair.
@@ -105,6 +113,23 @@ class Study(NamedTuple):
         with np.errstate(invalid="ignore"):
             mean = float(np.concatenate(pairs).mean())
         return Difference(mean, interval_half_width(self.noise.std, count, self.noise.df))
+
+    def difference_at_vertices(self, variant: str) -> float | None:
+        """Returns the loss at the vertex less the first variant's, a mean over widths and seeds.
+
+        Each parabola is fitted to the best learning rate and those √2 from it.
+
+        Returns:
+            None where no width has both vertices.
+        """
+        found: list[float] = []
+        for width in self.report["widths"]:
+            both = (self.trained.get((width, name)) for name in (variant, self.first))
+            own, others = (fit_vertex(one, _NEXT) if one else None for one in both)
+            if own and others:
+                seeds = own.losses.keys() & others.losses.keys()
+                found += [own.losses[seed] - others.losses[seed] for seed in seeds]
+        return float(np.mean(found)) if found else None
 
 
 def read_study(report: Report) -> Study:
@@ -125,7 +150,7 @@ def read_study(report: Report) -> Study:
                     [np.subtract(losses[seed], others[seed]) for seed in losses if seed in others]
                 )
     alike = (v for (_, name), v in pairs.items() if name not in (report["control"], *NOT_MUON))
-    vertices = {key: rate_at_vertex(of_variant) for key, of_variant in trained.items()}
+    vertices = {key: fit_vertex(of_variant) for key, of_variant in trained.items()}
     return Study(report, trained, pairs, pooled_noise(alike), vertices)
 
 
@@ -188,13 +213,13 @@ def detectable_difference(std: float, seeds: int, df: int) -> float:
     return float(found) * std / seeds**0.5
 
 
-def rate_at_vertex(trained: Trained) -> float | None:
-    """Returns the learning rate at the vertex of a parabola of the final loss over its logarithm.
+def fit_vertex(trained: Trained, within: float = _WITHIN) -> Vertex | None:
+    """Returns the vertex of a parabola of the final loss over the logarithm of the learning rate.
 
-    The parabola is fitted by least squares to all runs within a factor of 2 of the best learning
-    rate, five rates that are √2 apart. Each seed has a constant of its own: rates with fewer seeds
-    than others do not bend the parabola. Where all rates have all seeds that is the parabola
-    through the means.
+    The parabola is fitted by least squares to all runs within a factor of the best learning rate.
+    Within 2.1 lie five rates that are √2 apart. Each seed has a constant of its own: rates with
+    fewer seeds than others do not bend the parabola. Where all rates have all seeds that is the
+    parabola through the means.
 
     Returns:
         None where it opens downwards, or has its vertex outside the fitted rates, or where there
@@ -204,17 +229,21 @@ def rate_at_vertex(trained: Trained) -> float | None:
         (np.log2(rate / trained.best_rate), seed, curve[-1])
         for rate, seeds in trained.curves.items()
         for seed, curve in seeds.items()
-        if 1 / _WITHIN < rate / trained.best_rate < _WITHIN and np.isfinite(curve[-1])
+        if 1 / within < rate / trained.best_rate < within and np.isfinite(curve[-1])
     ]
     if len({x for x, _, _ in runs}) < 3:
         return None
     x, seed, loss = map(np.array, zip(*runs, strict=True))
-    constants = seed[:, None] == np.unique(seed)
-    terms = np.column_stack([x**2, x, constants])
-    square, linear, *_ = np.linalg.lstsq(terms, loss)[0]
+    seeds = np.unique(seed)
+    terms = np.column_stack([x**2, x, seed[:, None] == seeds])
+    square, linear, *constants = np.linalg.lstsq(terms, loss)[0]
     if square <= 0 or not x.min() <= (vertex := -linear / (2 * square)) <= x.max():
         return None
-    return float(trained.best_rate * 2**vertex)
+    losses = np.array(constants) - square * vertex**2
+    return Vertex(
+        float(trained.best_rate * 2**vertex),
+        dict(zip(seeds.tolist(), losses.tolist(), strict=True)),
+    )
 
 
 def seconds_to_equal_loss(study: Study) -> dict[tuple[int, str], tuple[float, float]]:

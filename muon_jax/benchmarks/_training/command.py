@@ -3,13 +3,12 @@
 import argparse
 import dataclasses
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 from muon_jax.benchmarks._command_line.arguments import add_json, quick_facts
 from muon_jax.benchmarks._command_line.progress import with_bar
-from muon_jax.benchmarks._records.recording import environment, record
+from muon_jax.benchmarks._records.recording import environment, record, write_report
 from muon_jax.benchmarks._records.tables import heading, markdown
 from muon_jax.benchmarks._training.corpus import read_corpus
 from muon_jax.benchmarks._training.gpt import GPT
@@ -82,19 +81,21 @@ def run_training(arguments: argparse.Namespace) -> None:
     sizes["vocabulary"] = text.vocabulary
     report: dict[str, Any] = {"benchmark": "training", **quick_facts(arguments), **environment()}
     report |= {"text": text.identity(), "model": sizes, "training": dataclasses.asdict(training)}
-    report |= {"widths": arguments.widths, "variants": arguments.variants}
+    widths, variants = map(list, map(dict.fromkeys, (arguments.widths, arguments.variants)))
+    report |= {"widths": widths, "variants": variants}
     report |= {"seeds": [*range(arguments.seeds)], "control": CONTROL, "spectra_shares": SHARES}
     report |= {"programs": [], "measurements": [], "spectra": []}
+    models = [GPT(width, **sizes) for width in widths]
     is_continued = arguments.json and arguments.json.exists()
-    for file in (*arguments.continue_from, *([arguments.json] if is_continued else ())):
+    for file in (*([arguments.json] if is_continued else ()), *arguments.continue_from):
         add_runs(report, file)
     if arguments.json:
-        arguments.json.write_text(json.dumps(report) + "\n")
+        write_report(report, arguments.json)
     print(heading(report), flush=True)
-    studies = [*itertools.product(arguments.widths, arguments.variants)]
+    studies = [*itertools.product(models, variants)]
     runs = itertools.chain.from_iterable(
-        missing_runs(report, name, GPT(width, **sizes), training, text, name in arguments.spectra)
-        for width, name in studies
+        missing_runs(report, name, model, training, text, name in arguments.spectra)
+        for model, name in studies
     )
     least = len(studies) * least_runs(arguments.seeds)
     record(report, with_bar(runs, len(report["measurements"]), least), arguments.json)

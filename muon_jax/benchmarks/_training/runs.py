@@ -29,7 +29,7 @@ class Training:
         validation_batches: of `batch_size` windows, the same for all runs and evaluations.
 
     Raises:
-        ValueError: `steps` is no positive multiple of `EVALUATIONS`.
+        ValueError: `steps` is no positive multiple of `EVALUATIONS`, or `batch_size` is below 1.
     """
 
     steps: int = 1000
@@ -43,6 +43,8 @@ class Training:
                 f"steps must be a positive multiple of {EVALUATIONS}, the number of evaluations,"
                 f" got {self.steps}"
             )
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
 
 
 class TrainingProgram:

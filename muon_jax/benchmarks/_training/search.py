@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from muon_jax.benchmarks._records.training_statistics import Trained, rate_at_vertex
+from muon_jax.benchmarks._records.training_statistics import Trained, fit_vertex
 
 # Learning rates are a start times powers of this, an eighth of an octave.
 RATIO = 2 ** (1 / 8)
@@ -15,6 +15,8 @@ _STRIDE = 4
 _AROUND = (0, -_STRIDE, _STRIDE, -2 * _STRIDE, 2 * _STRIDE)
 # How many of the best rates have how many seeds, before the parabola is fitted.
 _BEST, _SEEDS_OF_BEST = 2, 3
+# The search ends where as many rates have diverged: 2^8 lies between them.
+_MOST_DIVERGED = 17
 
 type Losses = Mapping[tuple[int, int], float]
 
@@ -41,6 +43,8 @@ def next_run(losses: Losses, seeds: Sequence[int], origin: int = 0) -> tuple[int
     2.  The two best rates get the second and the third seed.
     3.  The rate at the vertex of the parabola through these runs gets all seeds.
 
+    The search ends early where the first 17 rates have diverged.
+
     Args:
         losses: the final losses of the runs that have ended, by power and seed; ∞ for one that
             diverged.
@@ -50,6 +54,8 @@ def next_run(losses: Losses, seeds: Sequence[int], origin: int = 0) -> tuple[int
     of_search = {run: loss for run, loss in losses.items() if not run[0] % _STRIDE}
     tried = {power: loss for (power, seed), loss in of_search.items() if seed == seeds[0]}
     best, *others = sorted(tried, key=lambda power: (tried[power], power)) or [origin]
+    if len(tried) >= _MOST_DIVERGED and math.isinf(tried[best]):
+        return None
     wanted = [(best + distance, seeds[0]) for distance in _AROUND]
     wanted += [
         (power, seed) for power in (best, *others)[:_BEST] for seed in seeds[1:_SEEDS_OF_BEST]
@@ -65,5 +71,5 @@ def _power_at_vertex(losses: Losses, best: int) -> int:
     curves: dict[float, dict[int, np.ndarray]] = {}
     for (power, seed), loss in losses.items():
         curves.setdefault(learning_rate(1.0, power), {})[seed] = np.array([loss])
-    rate = rate_at_vertex(Trained(curves, learning_rate(1.0, best)))
-    return best if rate is None else power_of(1.0, rate)
+    vertex = fit_vertex(Trained(curves, learning_rate(1.0, best)))
+    return power_of(1.0, vertex.rate) if vertex else best

@@ -2,6 +2,7 @@
 
 import json
 import math
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,38 @@ from muon_jax.benchmarks._training.text import Text
 
 # What must be the same for runs to be compared.
 _SETUP = ("text", "model", "training")
+# What tells rows of a file apart: a run that was made twice has two losses, and one of them counts.
+_IDENTITIES = {
+    "programs": ("width", "variant"),
+    "measurements": ("width", "variant", "learning_rate", "seed"),
+    "spectra": ("width", "variant", "learning_rate", "step", "matrix", "layer"),
+}
 
 
 def add_runs(report: dict[str, Any], file: Path) -> None:
     """Adds the runs of a file to a report, those that it lacks, with their widths and variants.
 
     Raises:
-        ValueError: text, model or training are others.
+        ValueError: the file is no report of this command, or text, model or training are others.
     """
-    other = json.loads(file.read_text())
+    try:
+        other = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} must be a file of --json, got {error}: delete it") from error
+    if not isinstance(other, dict) or other.get("benchmark") != "training":
+        raise ValueError(f"{file} must be a file of `training --json`: pass another one")
     for key in _SETUP:
         if other.get(key) != report[key]:
             raise ValueError(
                 f"{file} must have runs with the {key} {report[key]}, got {other.get(key)}: pass"
                 " the flags that it was made with, or another file"
             )
-    for key in ("widths", "variants", "programs", "measurements", "spectra"):
-        report[key] = report[key] + [row for row in other[key] if row not in report[key]]
+    for key in ("widths", "variants"):
+        report[key] = [*dict.fromkeys(report[key] + other[key])]
+    for key, names in _IDENTITIES.items():
+        identity = operator.itemgetter(*names)
+        known = {identity(row) for row in report[key]}
+        report[key] = report[key] + [row for row in other[key] if identity(row) not in known]
 
 
 def missing_runs(
