@@ -169,7 +169,7 @@ def empty_report():
     setup = {"text": {"name": "a"}, "model": {"layers": 1}, "training": {"steps": 100}}
     rows = {"programs": [], "measurements": [], "spectra": []}
     setup |= {"benchmark": "training", "widths": [64], "variants": ["standard"], "seeds": [0, 1]}
-    return setup | rows
+    return setup | rows | {"device": "cpu", "jax": "0.12", "commit": "abc"}
 
 
 @pytest.fixture

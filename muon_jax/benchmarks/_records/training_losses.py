@@ -155,7 +155,10 @@ def resolution_lines(study: Study) -> list[str]:
 
 
 def gap_lines(study: Study) -> list[str]:
-    """Returns a line for each variant and width that was not measured, or not as it should be."""
+    """Returns a line for each variant and width that was not measured, or not as it should be.
+
+    Further lines say that runs are of several devices, versions of JAX or commits.
+    """
     report, lines = study.report, []
     for width, variant in itertools.product(report["widths"], report["variants"]):
         place = f"width {width}, {variant}"
@@ -172,6 +175,9 @@ def gap_lines(study: Study) -> list[str]:
                 f"few seeds: {place}, of which no learning rate has all; the best one lacks seeds"
                 f" {', '.join(map(str, missing))}"
             )
+    for key in ("device", "jax", "commit"):
+        if len(found := {m[key] for m in report["measurements"] if key in m}) > 1:
+            lines.append(f"runs of several {key}s: {', '.join(sorted(found))}")
     if report["control"] not in report["variants"]:
         lines.append(f"not measured: {report['control']}, the control")
     return lines

@@ -54,7 +54,8 @@ def add_training_arguments(command: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=[name for name in VARIANTS if not name.startswith(("adamw", "optax"))],
         default=[],
-        help="variants whose momenta's singular values are kept, in runs of the last seed",
+        help="variants whose momenta's singular values are kept, in runs of the last seed that are"
+        " made now",
     )
     add(
         "--continue-from",

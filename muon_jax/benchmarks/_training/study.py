@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from muon_jax.benchmarks._training.gpt import GPT
 from muon_jax.benchmarks._training.optimizers import VARIANTS
 from muon_jax.benchmarks._training.runs import EVALUATIONS, Training, TrainingProgram
@@ -74,7 +72,8 @@ def missing_runs(
     origin = min(losses, key=lambda run: losses[run], default=(0, 0))[0]
     while run := next_run(_losses(report, name, model.width, start), report["seeds"], origin):
         power, seed = run
-        facts = {"width": model.width, "variant": name, "device": jax.devices()[0].device_kind}
+        facts = {"width": model.width, "variant": name}
+        facts |= {key: report[key] for key in ("device", "jax", "commit")}
         if program is None:
             program = TrainingProgram(name, model, training, text)
         steps = {training.steps // EVALUATIONS * i for i in (1, EVALUATIONS // 2, EVALUATIONS)}
