@@ -235,13 +235,13 @@ def test_what_is_missing_is_named(report):
     )
     assert lines[-1] == "not measured: absent, the control"
     assert len(lines) == 1 + 4 + 4 + 1
+    assert read_study(report).difference("balanced", 256) is None
 
 
 def test_runs_of_several_commits_are_named(report):
     for measurement, commit in zip(report["measurements"], ("b", "a"), strict=False):
         measurement["commit"] = commit
     assert gap_lines(read_study(report)) == ["runs of several commits: a, b"]
-    assert read_study(report).difference("balanced", 256) is None
 
 
 def test_a_width_without_the_first_variant_compares_nothing(report):
