@@ -98,9 +98,8 @@ class FloatDType:
         if self.or_int8 and dtype == jnp.int8:
             return
         if not jnp.issubdtype(dtype, jnp.inexact):
-            raise ValueError(
-                f"{name} must be a float dtype, got {dtype}: pass 'float32', for example"
-            )
+            kinds = "a float dtype or int8" if self.or_int8 else "a float dtype"
+            raise ValueError(f"{name} must be {kinds}, got {dtype}: pass 'float32', for example")
         if jnp.finfo(dtype).bits < self.least_bits:
             raise ValueError(
                 f"{name} must have {self.least_bits} bits or more, got {dtype}: pass 'bfloat16', or"

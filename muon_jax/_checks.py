@@ -220,7 +220,7 @@ def checks_arguments[**P, R](function: Callable[P, R]) -> Callable[P, R]:
                 f"{function.__name__} has no argument"
                 f" {unknown[0]!r}{suggestion(unknown[0], signature.parameters)}"
             )
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
             if name in checks:
                 checks[name](name, value)
         return function(*args, **kwargs)

@@ -454,7 +454,7 @@ def test_eps_reaches_every_preconditioning(preconditioning):
             r"at \['a'\] the gradients have float32\[3\], the parameters nothing",
         ),
         (lambda: muon(0.1, ns_dtype="int8"), "ns_dtype must be a float dtype, got int8"),
-        (lambda: muon(0.1, mu_dtype="int16"), "mu_dtype must be a float dtype, got int16"),
+        (lambda: muon(0.1, mu_dtype="int16"), "mu_dtype must be a float dtype or int8, got int16"),
         (
             lambda: muon(0.1, max_group_bytes=-1),
             r"max_group_bytes must be an integer in \[0, inf\), got -1",

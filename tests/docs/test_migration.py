@@ -54,16 +54,21 @@ def restored(directory, target):
         return checkpointer.restore(directory, args=arguments)
 
 
+@pytest.mark.parametrize("pure", [True, False], ids=["pure dict", "state"])
 @pytest.mark.parametrize("run", RUNS)
-def test_a_run_of_optax_goes_on_under_nnx(run, tmp_path):
+def test_a_run_of_optax_goes_on_under_nnx(run, pure, tmp_path):
     theirs = build_nnx(optax.contrib.muon(**run))
     for _ in range(3):
         nnx_step(*theirs)
     with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "run", nnx.to_pure_dict(nnx.state(theirs)))
+        saved = nnx.state(theirs)
+        checkpointer.save(tmp_path / "run", nnx.to_pure_dict(saved) if pure else saved)
     ours = build_nnx(muon(**run, **KNOWN))
     state = nnx.state(ours)
-    nnx.replace_by_pure_dict(state, restored(tmp_path / "run", nnx.to_pure_dict(state)))
+    if pure:
+        nnx.replace_by_pure_dict(state, restored(tmp_path / "run", nnx.to_pure_dict(state)))
+    else:
+        state = restored(tmp_path / "run", state)
     nnx.update(ours, state)
 
     def adam(pair):
