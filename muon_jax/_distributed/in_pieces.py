@@ -179,7 +179,6 @@ def _orthogonalize_pieces(
         owners=bucket.owners,
         count=chunk.count,
     )
-    # The largest entry decides a power of two alone, and needs no derivative.
     largest = jax.lax.pmax(largest_entries(stacks), operand.axes)
     scaled, scale = scale_down(stacks, largest, n, form.dtype, operand)
     x = jnp.concatenate([*map(_with_whole_rows, scaled, leaves)])

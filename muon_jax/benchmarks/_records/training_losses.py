@@ -223,10 +223,10 @@ def time_section(study: Study) -> Section:
         rows.append(row | dict(zip(columns, cells, strict=True)))
     tokens = training["batch_size"] * study.report["model"]["context"]
     note = (
-        f"Medians of a step of {tokens:,} tokens, and of the optimizer's update. Seconds are of"
-        f" steps until both the variant and {study.first} have the larger one of their mean final"
-        " losses, by interpolation. The learning rates fall over the whole run, so that shorter"
-        " runs can reach a loss sooner."
+        f"Milliseconds are medians of a step of {tokens:,} tokens, and of the optimizer's update."
+        f" The variant and {study.first} need the seconds until both have one loss: the larger one"
+        " of their mean final losses. Losses between evaluations are interpolated. The learning"
+        " rates fall over the whole run. A shorter run can reach a loss sooner."
     )
     return Section("Time", note * bool(rows), rows, _missing_times(study))
 

@@ -72,8 +72,8 @@ def missing_runs(
     origin = min(losses, key=lambda run: losses[run], default=(0, 0))[0]
     while run := next_run(_losses(report, name, model.width, start), report["seeds"], origin):
         power, seed = run
-        facts = {"width": model.width, "variant": name}
-        facts |= {key: report[key] for key in ("device", "jax", "commit")}
+        place = {"width": model.width, "variant": name}
+        facts = place | {key: report[key] for key in ("device", "jax", "commit")}
         if program is None:
             program = TrainingProgram(name, model, training, text)
         steps = {training.steps // EVALUATIONS * i for i in (1, EVALUATIONS // 2, EVALUATIONS)}
@@ -83,7 +83,7 @@ def missing_runs(
         if not _rows(report["programs"], name, model.width):
             report["programs"].append(facts | program.facts)
         if kept:
-            report["spectra"] += [facts | {"learning_rate": rate} | row for row in kept.rows()]
+            report["spectra"] += [place | {"learning_rate": rate} | row for row in kept.rows()]
         yield facts | {"learning_rate": rate, "seed": seed} | ended
 
 
