@@ -191,7 +191,10 @@ def test_times_beside_packages_for_torch_are_those_of_the_results():
         errors.append(measurement["errors"]["None"] - max(theirs))
     said = " ".join(README.split())
     assert f"{min(ratios):.2f} to {max(ratios):.2f} times as fast" in said
-    assert f"{min(of_five_steps):.2f} to {max(of_five_steps):.2f} times as fast, in the faster form" in said
+    assert (
+        f"{min(of_five_steps):.2f} to {max(of_five_steps):.2f} times as fast, in the faster form"
+        in said
+    )
     assert min(errors) > 0  # "closer to exact arithmetic than our five steps"
 
 
