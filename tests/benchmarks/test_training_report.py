@@ -276,21 +276,10 @@ def test_the_vertex_of_an_exact_parabola(report):
     study = read_study(report)
     for (_, variant), trained in study.trained.items():
         found = fit_vertex(trained)
-        assert found and found.rate == pytest.approx(0.02 * 2 ** TRUTH[variant][2])
+        assert found == pytest.approx(0.02 * 2 ** TRUTH[variant][2])
     assert rate_rows(study)[2] == {"variant": "accurate"} | {
         f"width {width}": "0.0283; 0.0283; 1.41×" for width in WIDTHS
-    } | {"difference at vertices": "-0.0300"}
-
-
-def test_differences_at_vertices_are_without_the_grid(report):
-    study = read_study(report)
-    for variant, (offset, *_) in TRUTH.items():
-        assert study.difference_at_vertices(variant) == pytest.approx(offset)
-    of_rates_tried = study.difference("balanced")  # its best rate lies between them
-    assert of_rates_tried and of_rates_tried.mean > 0.001
-    octaves = [np.log2(m["learning_rate"] / 0.02) for m in report["measurements"]]
-    far = [m for m, x in zip(report["measurements"], octaves, strict=True) if round(2 * x) % 2 == 0]
-    assert read_study(report | {"measurements": far}).difference_at_vertices("balanced") is None
+    }
 
 
 def test_a_parabola_without_a_vertex(report):
@@ -446,7 +435,7 @@ def test_the_figure(report):
     (part,) = figure_of_reports([report]).subfigs
     *rates, differences, times = (axes for row in part.subfigs for axes in row.axes)
     assert [axes.get_title() for axes in rates] == [f"width {width}" for width in WIDTHS]
-    assert all(len(axes.lines) == len(TRUTH) for axes in rates)
+    assert all(len(axes.lines) == len(TRUTH) - 1 for axes in rates)  # without adamw
     loss = [3 - 0.256 + 0.01 + 0.2 * (step / 2) ** 2 for step in range(-2, 3)]
     np.testing.assert_allclose(rates[0].lines[0].get_ydata(), loss)  # of the one seed everywhere
     bars = [bar.lines[2][0].get_segments() for bar in differences.containers]

@@ -279,28 +279,42 @@ def test_accuracies_are_those_of_the_notebook():
 def test_the_losses_allow_what_is_said_of_them():
     text = DOCUMENTS["muon_jax/docs/training.md"]
     study = read_study(json.loads((RESULTS / "training_widths_h100.json").read_text()))
-    row = r"^\| .* \| (\S+ \[.*\]) \| (\S+) \| (\S+), not told from 0 \| (\S+) \|$"
-    rows = re.findall(row, text, re.M)
-    names = ("balanced", "polar_express", "accurate", "standard_3_steps")
 
     def difference(name, width=None):
         found = study.difference(name, width)
         assert found is not None
         return found
 
-    for name, (over_all, *by_width, at_vertices) in zip(names, rows, strict=True):
-        found = difference(name)
-        assert over_all == f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
-        narrow, wide = (difference(name, width) for width in (256, 768))
-        assert by_width == [f"{narrow.mean:+.3f}", f"{wide.mean:+.3f}"]
-        assert narrow.low > 0 and wide.low < 0 < wide.high
-        assert at_vertices == f"{study.difference_at_vertices(name):+.3f}"
+    def cell(name, width):
+        found = difference(name, width)
+        worse, better = found.low > 0, found.high < 0
+        words = "worse" if worse else "better" if better else "not told from 0"
+        return f"{found.mean:+.3f}, {words}"
+
+    widths = (256, 384, 512, 768)
+    rows = re.findall(r"^\| .* ((?:\| [+-]0\.\d{3}, [^|]+){5})\|$", text, re.M)
+    names = ("balanced", "polar_express", "accurate", "standard_3_steps")
+    for name, row in zip(names, rows, strict=True):
+        cells = [cell(name, width) for width in (*widths, None)]
+        assert row.strip("| ").split(" | ") == cells
+        assert study.trained[768, name].final_losses.keys() == {*range(12)}
+    for width, half_width in ((256, "0.012"), (None, "0.006")):
+        assert f"{difference('balanced', width).half_width:.3f}" == half_width
+    for name in names[:3]:  # "fall with the width"
+        by_width = [difference(name, width).mean for width in widths]
+        assert by_width == sorted(by_width, reverse=True)
+    assert all(
+        abs(difference("balanced", width).mean - difference("polar_express", width).mean) < 0.007
+        for width in widths
+    )
     for name in ("standard", "balanced"):
         (row,) = re.findall(rf'^\| `"{name}"` \| (0.*) \|$', text, re.M)
-        assert row.split(" | ") == [
-            f"{vertex.rate:.3g}" if (vertex := study.vertices[w, name]) else ""
-            for w in (256, 384, 512, 768)
-        ]
+        vertices = (study.vertices[width, name] for width in widths)
+        assert row.split(" | ") == [f"{rate:.3g}" if rate else "" for rate in vertices]
+    curves = study.trained[256, "balanced"].curves
+    for rate, loss in ((0.0095137, 2.890), (0.011314, 2.875)):
+        assert sum(curves[rate][i][-1] for i in range(3)) / 3 == pytest.approx(loss, abs=5e-4)
+    assert "loss of 2.890 there, and 2.875 at the next rate" in " ".join(text.split())
     assert f"{study.noise.std:.4f} with {study.noise.df} degrees of freedom" in text
 
 

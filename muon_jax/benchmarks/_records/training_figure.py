@@ -33,7 +33,8 @@ def draw_training(figure: "SubFigure", report: Report) -> None:
     names = report["variants"]
     handles = [Line2D([], [], label=name, **_style(study, name)) for name in names]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9)
-    figure.suptitle(f"training, {report['device']}, nats per token")
+    without = ", AdamW at the lower right alone" * bool({*NOT_MUON} & {*names})
+    figure.suptitle(f"training, {report['device']}, nats per token{without}")
 
 
 def _style(study: Study, variant: str) -> dict[str, Any]:
@@ -42,10 +43,17 @@ def _style(study: Study, variant: str) -> dict[str, Any]:
     return {"color": color, "linestyle": "--" if variant == study.report["control"] else "-"}
 
 
+def _without_adamw(study: Study) -> list[str]:
+    return [name for name in study.report["variants"] if name not in NOT_MUON]
+
+
 def _draw_rates(axes: "Axes", study: Study, width: int) -> None:
-    """Final losses of each seed, and lines of the means over the seeds that all rates have."""
+    """Final losses of each seed, and lines of the means over the seeds that all rates have.
+
+    AdamW's are left out: they can be far above, at other learning rates.
+    """
     least = np.inf
-    for variant in study.report["variants"]:
+    for variant in _without_adamw(study):
         if trained := study.trained.get((width, variant)):
             style, rates = _style(study, variant), trained.curves
             common = set.intersection(*map(set, rates.values()))
@@ -53,7 +61,7 @@ def _draw_rates(axes: "Axes", study: Study, width: int) -> None:
                 lines = [[curves[seed][-1] for seed in common] for curves in rates.values()]
                 axes.plot([*rates], np.mean(lines, axis=1), linewidth=1, **style)
             points = [(rate, c[-1]) for rate, curves in rates.items() for c in curves.values()]
-            axes.scatter(*zip(*points, strict=True), s=6, color=style["color"])
+            axes.scatter(*zip(*points, strict=True), s=4, color=style["color"])
             least = min(least, *(loss for _, loss in points))
     axes.set(title=f"width {width}", xlabel="learning rate", xscale="log")
     _label_plainly(axes.xaxis, (1, 2, 5))
@@ -68,7 +76,7 @@ def _draw_differences(axes: "Axes", study: Study) -> None:
     AdamW's is left out: it can be many times larger than the others.
     """
     widths, first = study.report["widths"], study.first
-    others = [name for name in study.report["variants"] if name not in (first, *NOT_MUON)]
+    others = [name for name in _without_adamw(study) if name != first]
     for i, variant in enumerate(others):
         found = {w: study.difference(variant, w) for w in widths}
         known = [(w, d) for w, d in found.items() if d is not None and np.isfinite(d.mean)]
@@ -85,8 +93,7 @@ def _draw_differences(axes: "Axes", study: Study) -> None:
     axes.axhline(0, color=PALETTE[0], linewidth=1)
     axes.set(xlabel="width", ylabel=f"loss - {first}'s", xlim=(-0.5, len(widths) - 0.5))
     axes.set_xticks(range(len(widths)), map(str, widths))
-    without = ", AdamW left out" * bool({*NOT_MUON} & {*study.report["variants"]})
-    axes.set_title(f"difference and 95% interval{without}", fontsize=10)
+    axes.set_title("difference and 95% interval", fontsize=10)
 
 
 def _draw_times(axes: "Axes", study: Study) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 from muon_jax.benchmarks._records.reading import Report
 
 _CONFIDENCE, _POWER = 0.95, 0.8
-# The factors of the best learning rate in which a parabola is fitted: two or one rate on each side.
-_WITHIN, _NEXT = 2.1, 1.5
+# The factor of the best learning rate in which a parabola is fitted: two rates on each side.
+_WITHIN = 2.1
 NOT_MUON = ("adamw", "adamw_quarter")
 
 
@@ -41,13 +41,6 @@ class Trained(NamedTuple):
     def mean_curve(self) -> np.ndarray:
         """The mean over seeds at the best learning rate, shape `(evaluations,)`."""
         return np.mean([*self.curves[self.best_rate].values()], axis=0)
-
-
-class Vertex(NamedTuple):
-    """The least point of a parabola of the final loss over the logarithm of the learning rate."""
-
-    rate: float
-    losses: Mapping[int, float]  # by seed
 
 
 class Noise(NamedTuple):
@@ -90,7 +83,7 @@ class Study(NamedTuple):
     trained: Mapping[tuple[int, str], Trained]
     pairs: Mapping[tuple[int, str], np.ndarray]
     noise: Noise
-    vertices: Mapping[tuple[int, str], Vertex | None]
+    vertices: Mapping[tuple[int, str], float | None]
 
     @property
     def first(self) -> str:
@@ -113,23 +106,6 @@ class Study(NamedTuple):
         with np.errstate(invalid="ignore"):
             mean = float(np.concatenate(pairs).mean())
         return Difference(mean, interval_half_width(self.noise.std, count, self.noise.df))
-
-    def difference_at_vertices(self, variant: str) -> float | None:
-        """Returns the loss at the vertex less the first variant's, a mean over widths and seeds.
-
-        Each parabola is fitted to the best learning rate and those √2 from it.
-
-        Returns:
-            None where no width has both vertices.
-        """
-        found: list[float] = []
-        for width in self.report["widths"]:
-            both = (self.trained.get((width, name)) for name in (variant, self.first))
-            own, others = (fit_vertex(one, _NEXT) if one else None for one in both)
-            if own and others:
-                seeds = own.losses.keys() & others.losses.keys()
-                found += [own.losses[seed] - others.losses[seed] for seed in seeds]
-        return float(np.mean(found)) if found else None
 
 
 def read_study(report: Report) -> Study:
@@ -213,11 +189,11 @@ def detectable_difference(std: float, seeds: int, df: int) -> float:
     return float(found) * std / seeds**0.5
 
 
-def fit_vertex(trained: Trained, within: float = _WITHIN) -> Vertex | None:
-    """Returns the vertex of a parabola of the final loss over the logarithm of the learning rate.
+def fit_vertex(trained: Trained) -> float | None:
+    """Returns the learning rate of the least loss by a parabola over its logarithm.
 
-    The parabola is fitted by least squares to all runs within a factor of the best learning rate.
-    Within 2.1 lie five rates that are √2 apart. Each seed has a constant of its own: rates with
+    The parabola is fitted by least squares to all runs within a factor of 2.1 of the best learning
+    rate. In it lie five rates that are √2 apart. Each seed has a constant of its own: rates with
     fewer seeds than others do not bend the parabola. Where all rates have all seeds that is the
     parabola through the means.
 
@@ -229,21 +205,17 @@ def fit_vertex(trained: Trained, within: float = _WITHIN) -> Vertex | None:
         (np.log2(rate / trained.best_rate), seed, curve[-1])
         for rate, seeds in trained.curves.items()
         for seed, curve in seeds.items()
-        if 1 / within < rate / trained.best_rate < within and np.isfinite(curve[-1])
+        if 1 / _WITHIN < rate / trained.best_rate < _WITHIN and np.isfinite(curve[-1])
     ]
     if len({x for x, _, _ in runs}) < 3:
         return None
     x, seed, loss = map(np.array, zip(*runs, strict=True))
     seeds = np.unique(seed)
     terms = np.column_stack([x**2, x, seed[:, None] == seeds])
-    square, linear, *constants = np.linalg.lstsq(terms, loss)[0]
+    square, linear, *_ = np.linalg.lstsq(terms, loss)[0]
     if square <= 0 or not x.min() <= (vertex := -linear / (2 * square)) <= x.max():
         return None
-    losses = np.array(constants) - square * vertex**2
-    return Vertex(
-        float(trained.best_rate * 2**vertex),
-        dict(zip(seeds.tolist(), losses.tolist(), strict=True)),
-    )
+    return float(trained.best_rate * 2**vertex)
 
 
 def seconds_to_equal_loss(study: Study) -> dict[tuple[int, str], tuple[float, float]]:

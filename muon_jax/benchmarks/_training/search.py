@@ -72,4 +72,4 @@ def _power_at_vertex(losses: Losses, best: int) -> int:
     for (power, seed), loss in losses.items():
         curves.setdefault(learning_rate(1.0, power), {})[seed] = np.array([loss])
     vertex = fit_vertex(Trained(curves, learning_rate(1.0, best)))
-    return power_of(1.0, vertex.rate) if vertex else best
+    return power_of(1.0, vertex) if vertex else best
