@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import SubFigure
 
-_SHOWN = 1.25  # losses above this many times the least one are cut off
+_SHOWN = 1.4  # losses above this many times the least one are cut off
 
 
 def draw_training(figure: "SubFigure", report: Report) -> None:
@@ -26,14 +26,14 @@ def draw_training(figure: "SubFigure", report: Report) -> None:
     panels = above.subplots(1, len(report["widths"]), squeeze=False)[0]
     for axes, width in zip(panels, report["widths"], strict=True):
         _draw_rates(axes, study, width)
-    panels[0].set_ylabel("final validation loss")
+    panels[0].set_ylabel("final loss; lines: seeds that all rates have", fontsize=9)
     differences, times = below.subplots(1, 2)
     _draw_differences(differences, study)
     _draw_times(times, study)
     names = report["variants"]
     handles = [Line2D([], [], label=name, **_style(study, name)) for name in names]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9)
-    without = ", AdamW at the lower right alone" * bool({*NOT_MUON} & {*names})
+    without = "; AdamW in the lower right panel alone" * bool({*NOT_MUON} & {*names})
     figure.suptitle(f"training, {report['device']}, nats per token{without}")
 
 
@@ -97,7 +97,7 @@ def _draw_differences(axes: "Axes", study: Study) -> None:
 
 
 def _draw_times(axes: "Axes", study: Study) -> None:
-    """Mean losses at the best learning rates at the largest width, by seconds or by step."""
+    """Mean losses at the largest width, each variant at its learning rate, by seconds or step."""
     width, steps = max(study.report["widths"]), study.report["training"]["steps"]
     programs = study.report["programs"]
     step_ms = {p["variant"]: p.get("step_ms") for p in programs if p["width"] == width}
@@ -106,9 +106,11 @@ def _draw_times(axes: "Axes", study: Study) -> None:
     for name, curve in curves.items():
         x = steps * np.arange(1, len(curve) + 1) / len(curve)
         axes.plot(x * step_ms[name] / 1000 if timed else x, curve, **_style(study, name))
-    axes.set(xlabel="seconds" if timed else "step", ylabel="validation loss", yscale="log")
-    axes.set_title(f"width {width}, at the best learning rate", fontsize=10)
-    _label_plainly(axes.yaxis, (1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8))
+    axes.set(xlabel="seconds" if timed else "step", ylabel="validation loss")
+    axes.set_title(f"width {width}, means over seeds", fontsize=10)
+    least = min((np.min(curve) for curve in curves.values()), default=np.inf)
+    if np.isfinite(least):
+        axes.set_ylim(top=_SHOWN * least)
 
 
 def _label_plainly(axis: "Axis", subs: Sequence[float]) -> None:

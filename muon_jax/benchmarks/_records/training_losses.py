@@ -51,18 +51,18 @@ def training_sections(report: Report) -> list[Section]:
     study = read_study(report)
     losses = Section(
         "Losses",
-        "Validation losses are in nats per token, at the best learning rate: mean ± standard"
-        f" deviation over seeds. Differences to {study.first} are means over pairs of one seed,"
-        " each variant at its own best learning rate among those tried, with 95% confidence"
-        " intervals. They assume one deviation for all pairs, and those over all widths, which"
-        " are of these widths alone, independent pairs.",
+        "Validation losses are in nats per token, mean ± standard deviation over seeds, at the best"
+        " of the learning rates that have the most seeds. Differences to"
+        f" {study.first} are means over pairs of one seed, each variant at its own learning rate,"
+        " with 95% confidence intervals. Intervals assume one deviation for all pairs. Those over"
+        " all widths are of these widths alone, and assume independent pairs.",
         loss_rows(study),
         [*verdicts(study), *resolution_lines(study), *gap_lines(study)],
     )
     rates = Section(
         "Learning rate by width",
-        "The best learning rate tried; the vertex of a parabola through the losses around it, by"
-        f" the logarithm of the learning rate; that vertex over {study.first}'s.",
+        "The learning rate of the losses above; the vertex of a parabola through the losses around"
+        f" it, by the logarithm of the learning rate; that vertex over {study.first}'s.",
         rate_rows(study),
     )
     return [losses, rates, time_section(study), *spectrum_sections(study)]
@@ -77,11 +77,11 @@ def loss_rows(study: Study) -> list[dict[str, str]]:
 
 
 def _loss_row(study: Study, width: int | None, variant: str) -> dict[str, str]:
-    row = {"width": "all", "variant": variant, "best learning rate": "", "validation loss": ""}
+    row = {"width": "all", "variant": variant, "learning rate": "", "validation loss": ""}
     if width is not None:
         trained = study.trained[width, variant]
         row["width"] = str(width)
-        row["best learning rate"] = f"{trained.best_rate:.3g}"
+        row["learning rate"] = f"{trained.best_rate:.3g}"
         row["validation loss"] = _mean_and_std([*trained.final_losses.values()])
     return row | {f"difference to {study.first}": _interval(study.difference(variant, width))}
 
@@ -205,7 +205,8 @@ def time_section(study: Study) -> Section:
     """Returns the times of a step, and until a variant and the first one have the same loss."""
     training, seconds = study.report["training"], seconds_to_equal_loss(study)
     columns, rows = ("seconds", f"{study.first}'s", "ratio"), []
-    for p in (p for p in study.report["programs"] if "step_ms" in p):
+    programs = {(p["width"], p["variant"]): p for p in study.report["programs"] if "step_ms" in p}
+    for p in (programs[key] for key in study.trained if key in programs):
         row = {
             "width": str(p["width"]),
             "variant": p["variant"],
