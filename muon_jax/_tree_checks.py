@@ -24,14 +24,23 @@ def check_params(params: Any) -> None:
 
 
 def check_floats(params: Any) -> None:
-    """Raises ValueError where a parameter is not of a float dtype."""
+    """Raises ValueError where a parameter is not of a float dtype of 16 bits or more."""
     for path, leaf in jax.tree.leaves_with_path(params):
-        if not jnp.issubdtype(_dtype(leaf), jnp.inexact):
+        name, dtype = f"the parameter {jax.tree_util.keystr(path)}", _dtype(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
-                f"the parameter {jax.tree_util.keystr(path)} must have a float dtype, got"
-                f" {_dtype(leaf)}: name it None in muon_weight_dimension_numbers, or leave it out"
-                " of the parameters"
+                f"{name} must have a float dtype, got {dtype}: name it None in"
+                " muon_weight_dimension_numbers, or leave it out of the parameters"
             )
+        _check_bits(name, dtype)
+
+
+def _check_bits(name: str, dtype: np.dtype) -> None:
+    if jnp.finfo(dtype).bits < 16:
+        raise ValueError(
+            f"{name} must have 16 bits or more, got {dtype}: train a copy of the parameters in"
+            " bfloat16 or float32"
+        )
 
 
 def check_mu_dtype(params: Any, mu_dtype: jax.typing.DTypeLike | None) -> None:
@@ -66,17 +75,20 @@ def check_update(gradients: Any, params: Any) -> None:
 
     Raises:
         TypeError: a gradient is neither an array nor None.
-        ValueError: a gradient is of integers or booleans; or as `check_gradients`.
+        ValueError: a gradient is of integers or booleans, or of floats below 16 bits; or as
+            `check_gradients`.
     """
     for path, gradient in jax.tree.leaves_with_path(gradients):
         name = f"the gradient {jax.tree_util.keystr(path)}"
         if not _is_array(gradient):
             raise TypeError(f"{name} must be an array, got {gradient!r}: pass jnp.asarray of it")
-        if not jnp.issubdtype(_dtype(gradient), jnp.inexact):
+        dtype = _dtype(gradient)
+        if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
-                f"{name} must have a float dtype, got {_dtype(gradient)}: pass None, which counts"
-                " as zeros, where there is no gradient"
+                f"{name} must have a float dtype, got {dtype}: pass None, which counts as zeros,"
+                " where there is no gradient"
             )
+        _check_bits(name, dtype)
     if params is not None:
         check_gradients(gradients, params, "the parameters")
 

@@ -333,6 +333,11 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             r"\['w'\] must have a float dtype, got",
         ),
         (
+            initialized({"w": jnp.ones((2, 3), jnp.float8_e4m3fn)}),
+            Value,
+            r"the parameter \['w'\] must have 16 bits or more, got float8_e4m3fn: train a copy",
+        ),
+        (
             initialized(mu_dtype="complex64"),
             Value,
             r"complex64 for the parameter \['b'\], which",
@@ -379,6 +384,11 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             lambda: muon(0.1).update({"b": "x"}, muon(0.1).init(PARAMS)),
             Type,
             r"the gradient \['b'\] must be an array",
+        ),
+        (
+            lambda: updated({**PARAMS, "b": jnp.ones(3, jnp.float8_e5m2)}),
+            Value,
+            r"the gradient \['b'\] must have 16 bits or more, got float8_e5m2",
         ),
         (lambda: updated(COMPLEX), Value, r"the gradient \['b'\] is complex64, but the param"),
         (
