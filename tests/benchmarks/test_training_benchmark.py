@@ -146,6 +146,8 @@ def test_a_search_goes_on_where_it_was_and_begins_where_told():
     for count in range(len(whole)):
         assert searched(loss, range(3), losses=[*whole.items()][:count]) == whole
     assert [*searched(loss, range(3), origin=-4)][0] == (-4, 0)
+    # The best rate of a narrower model may lie between those √2 apart.
+    assert searched(loss, range(3), origin=7) == searched(loss, range(3), origin=8)
     assert searched(loss, range(3), losses=searched(loss, range(2))).keys() == whole.keys()
 
 

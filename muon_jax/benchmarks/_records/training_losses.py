@@ -54,8 +54,8 @@ def training_sections(report: Report) -> list[Section]:
         "Validation losses are in nats per token, mean ± standard deviation over seeds, at the best"
         " of the learning rates that have the most seeds. Differences to"
         f" {study.first} are means over pairs of one seed, each variant at its own learning rate,"
-        " with 95% confidence intervals. Intervals assume one deviation for all pairs. Those over"
-        " all widths are of these widths alone, and assume independent pairs.",
+        " with 95% confidence intervals. Intervals assume one deviation for all pairs but"
+        " AdamW's. Those over all widths are of these widths alone, and assume independent pairs.",
         loss_rows(study),
         [*verdicts(study), *resolution_lines(study), *gap_lines(study)],
     )
@@ -143,8 +143,8 @@ def resolution_lines(study: Study) -> list[str]:
     if not df:
         return ["no intervals: they need two seeds of the first variant and another one"]
     return [
-        f"the differences of pairs have a standard deviation of {std:.4f}, pooled, {df} degrees of"
-        " freedom"
+        f"the differences of pairs have a standard deviation of {std:.4f}, pooled over all but the"
+        f" control and AdamW, {df} degrees of freedom"
     ] + [
         f"resolution of {count} pairs: intervals of ±{interval_half_width(std, count, df):.4f}; a"
         f" difference of {detectable_difference(std, count, df):.4f} is seen with 80% power"
@@ -204,7 +204,7 @@ def _rate_cell(study: Study, width: int, variant: str) -> str:
 def time_section(study: Study) -> Section:
     """Returns the times of a step, and until a variant and the first one have the same loss."""
     training, seconds = study.report["training"], seconds_to_equal_loss(study)
-    columns, rows = ("seconds", f"{study.first}'s", "ratio"), []
+    columns, rows = ("seconds to equal loss", f"{study.first}'s", "ratio"), []
     programs = {(p["width"], p["variant"]): p for p in study.report["programs"] if "step_ms" in p}
     for p in (programs[key] for key in study.trained if key in programs):
         row = {

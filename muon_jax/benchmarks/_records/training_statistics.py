@@ -94,7 +94,8 @@ class Study(NamedTuple):
         """Returns the difference of a variant at a width, or over all widths for None.
 
         Over all widths it is the mean over all pairs of these widths. Its interval assumes one
-        deviation at every width and independent pairs, and tells nothing of other widths.
+        deviation at every width and independent pairs, and tells nothing of other widths. AdamW's
+        deviation is that of its own pairs, the others' is `noise`.
 
         Returns:
             None where there is no pair.
@@ -105,7 +106,9 @@ class Study(NamedTuple):
             return None
         with np.errstate(invalid="ignore"):
             mean = float(np.concatenate(pairs).mean())
-        return Difference(mean, interval_half_width(self.noise.std, count, self.noise.df))
+        of_variant = (found for (_, name), found in self.pairs.items() if name == variant)
+        std, df = pooled_noise(of_variant) if variant in NOT_MUON else self.noise
+        return Difference(mean, interval_half_width(std, count, df))
 
 
 def read_study(report: Report) -> Study:

@@ -49,8 +49,9 @@ def next_run(losses: Losses, seeds: Sequence[int], origin: int = 0) -> tuple[int
         losses: the final losses of the runs that have ended, by power and seed; ∞ for one that
             diverged.
         seeds: all seeds.
-        origin: the power that is tried first.
+        origin: the power next to the one that is tried first, a multiple of `_STRIDE`.
     """
+    origin = _STRIDE * round(origin / _STRIDE)
     of_search = {run: loss for run, loss in losses.items() if not run[0] % _STRIDE}
     tried = {power: loss for (power, seed), loss in of_search.items() if seed == seeds[0]}
     best, *others = sorted(tried, key=lambda power: (tried[power], power)) or [origin]
