@@ -65,9 +65,7 @@ def _draw_rates(axes: "Axes", study: Study, width: int) -> None:
             least = min(least, *(loss for _, loss in points))
     axes.set(title=f"width {width}", xlabel="learning rate", xscale="log")
     _label_plainly(axes.xaxis, (1, 2, 5))
-    if np.isfinite(least):
-        high = min(axes.get_ylim()[1], _SHOWN * least)
-        axes.set_ylim(least - 0.05 * (high - least), high)
+    _cut_off(axes, least)
 
 
 def _draw_differences(axes: "Axes", study: Study) -> None:
@@ -108,9 +106,14 @@ def _draw_times(axes: "Axes", study: Study) -> None:
         axes.plot(x * step_ms[name] / 1000 if timed else x, curve, **_style(study, name))
     axes.set(xlabel="seconds" if timed else "step", ylabel="validation loss")
     axes.set_title(f"width {width}, means over seeds", fontsize=10)
-    least = min((np.min(curve) for curve in curves.values()), default=np.inf)
+    _cut_off(axes, min((float(np.min(curve)) for curve in curves.values()), default=np.inf))
+
+
+def _cut_off(axes: "Axes", least: float) -> None:
+    """Leaves out what is far above the least loss, which is not finite where all runs diverged."""
     if np.isfinite(least):
-        axes.set_ylim(top=_SHOWN * least)
+        high = min(axes.get_ylim()[1], _SHOWN * least)
+        axes.set_ylim(least - 0.05 * (high - least), high)
 
 
 def _label_plainly(axis: "Axis", subs: Sequence[float]) -> None:

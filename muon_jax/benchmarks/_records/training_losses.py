@@ -61,8 +61,9 @@ def training_sections(report: Report) -> list[Section]:
     )
     rates = Section(
         "Learning rate by width",
-        "The learning rate of the losses above; the vertex of a parabola through the losses around"
-        f" it, by the logarithm of the learning rate; that vertex over {study.first}'s.",
+        "Each cell has three numbers. The first is the learning rate of the losses above. The"
+        " second is the vertex of a parabola through the losses around it, by the logarithm of the"
+        f" learning rate. The third is that vertex over {study.first}'s.",
         rate_rows(study),
     )
     return [losses, rates, time_section(study), *spectrum_sections(study)]
@@ -203,9 +204,11 @@ def _rate_cell(study: Study, width: int, variant: str) -> str:
 
 def time_section(study: Study) -> Section:
     """Returns the times of a step, and until a variant and the first one have the same loss."""
+    programs = {(p["width"], p["variant"]): p for p in study.report["programs"] if "step_ms" in p}
+    if not programs:
+        return Section("Time", "", [], ["no step times in this record"])
     training, seconds = study.report["training"], seconds_to_equal_loss(study)
     columns, rows = ("seconds to equal loss", f"{study.first}'s", "ratio"), []
-    programs = {(p["width"], p["variant"]): p for p in study.report["programs"] if "step_ms" in p}
     for p in (programs[key] for key in study.trained if key in programs):
         row = {
             "width": str(p["width"]),
@@ -220,23 +223,18 @@ def time_section(study: Study) -> Section:
         rows.append(row | dict(zip(columns, cells, strict=True)))
     tokens = training["batch_size"] * study.report["model"]["context"]
     note = (
-        f"Milliseconds are medians of a step of {tokens:,} tokens, and of the optimizer's update."
-        f" The variant and {study.first} need the seconds until both have one loss: the larger one"
+        f"The first milliseconds are the median of a step of {tokens:,} tokens. The second are the"
+        " median of the optimizer's update alone. The last three columns compare the variant with"
+        f" {study.first}. Both have the same loss after these seconds. That loss is the larger one"
         " of their mean final losses. Losses between evaluations are interpolated. The learning"
         " rates fall over the whole run. A shorter run can reach a loss sooner."
     )
-    return Section("Time", note * bool(rows), rows, _missing_times(study))
-
-
-def _missing_times(study: Study) -> list[str]:
-    measured = {(p["width"], p["variant"]) for p in study.report["programs"] if "step_ms" in p}
-    if not measured:
-        return ["no step times in this record"]
-    return [
+    missing = [
         f"not measured: step times at width {width}, {variant}"
         for width, variant in study.trained
-        if (width, variant) not in measured
+        if (width, variant) not in programs
     ]
+    return Section("Time", note, rows, missing)
 
 
 def spectrum_sections(study: Study) -> list[Section]:
