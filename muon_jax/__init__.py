@@ -13,6 +13,7 @@ import importlib.metadata
 
 from optax.contrib import MuonDimensionNumbers
 
+from muon_jax._by_use.by_use import Routes, by_use
 from muon_jax._hyperp import hyperp_learning_rate
 from muon_jax._matrices.by_role import by_role
 from muon_jax._matrices.views import Split, Unfold
@@ -41,9 +42,11 @@ __all__ = [
     "NorMuonState",
     "Quantized",
     "QueryHeads",
+    "Routes",
     "Split",
     "Unfold",
     "by_role",
+    "by_use",
     "cast_momentum",
     "convert_momentum",
     "describe",

@@ -66,6 +66,14 @@ def errors_naming(name: str, shape: tuple[int, ...]) -> Iterator[None]:
         raise type(error)(f"the parameter {name} of shape {shape}: {error}") from error
 
 
+def is_function(node: Any) -> bool:
+    """Returns whether `node` is a callable that makes a tree, and no tree that can be called.
+
+    A tree in the shape of an Equinox module is a module, which may have `__call__`.
+    """
+    return callable(node) and jax.tree_util.all_leaves([node])
+
+
 def broadcast_prefix[Node, Found](
     argument: str,
     convert: Callable[[tuple[Any, ...], Node], Found],
@@ -96,7 +104,7 @@ def broadcast_prefix[Node, Found](
     def find(path: tuple[Any, ...], node: Node, subtree: Any) -> None:
         found.extend([convert(path, node)] * len(jax.tree.leaves(subtree)))
 
-    prefix = prefix(tree) if callable(prefix) else prefix
+    prefix = prefix(tree) if is_function(prefix) else prefix
     check_prefix(argument, prefix, tree, is_leaf)
     jax.tree.map_with_path(find, prefix, tree, is_leaf=is_leaf)
     return found

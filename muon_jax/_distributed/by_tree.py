@@ -8,6 +8,7 @@ import optax
 
 from muon_jax._distributed.sharding import Shardings, whole_tree
 from muon_jax._matrices.views import Views
+from muon_jax._trees import is_function
 
 
 def optimizer_by_tree(
@@ -26,7 +27,7 @@ def optimizer_by_tree(
         shardings: as for `muon`.
     """
     optimizer = with_views(views)
-    if not callable(views):
+    if not is_function(views):
         return lambda tree: optimizer
     latest: tuple[Any, optax.GradientTransformation] = None, optimizer
 

@@ -30,6 +30,7 @@ from muon_jax._distributed.sharding import (
 )
 from muon_jax._distributed.stacked import run_stacked
 from muon_jax._matrices.views import Views, stacked_view, stacks_of_tree
+from muon_jax._trees import is_function
 
 
 def map_matrices(
@@ -85,7 +86,7 @@ def _map_by_mesh(
 ) -> Any:
     """`map_matrices` of the parameters on each mesh, one mesh after the other."""
     leaves, treedef = jax.tree.flatten(tree)
-    stated = shardings(tree) if callable(shardings) else shardings
+    stated = shardings(tree) if is_function(shardings) else shardings
     meshes = meshes_of(leaves)
     limits.check_names({name: size for mesh in meshes for name, size in mesh.shape.items()})
     where = [(meshes_of([x]) or meshes)[0] for x in leaves]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from muon_jax._trees import broadcast_prefix
+from muon_jax._trees import broadcast_prefix, is_function
 
 type Mesh = jax.sharding.Mesh | AbstractMesh
 # A prefix of the parameters' tree. Its leaves are PartitionSpec, NamedSharding, or None for a
@@ -167,7 +167,7 @@ def shardings_of_leaves(shardings: Shardings, tree: Any) -> list[PartitionSpec |
 
 def check_shardings(shardings: Shardings) -> None:
     """Raises ValueError where a leaf of a tree of shardings is none. A callable makes its later."""
-    if not callable(shardings):
+    if not is_function(shardings):
         for path, node in jax.tree.leaves_with_path(shardings, is_leaf=_is_sharding):
             _as_sharding(path, node)
 

@@ -88,9 +88,9 @@ def call_of_by_role(
     rules: Mapping[str, View | None], groups: Sequence[Group], **arguments: Any
 ) -> str:
     """Returns the code of `by_role` with these rules, a rule for each group, and the arguments."""
-    entries = [f"{_literal(rule)}: {view}" for rule, view in rules.items()]
+    entries = [f"{literal(rule)}: {view}" for rule, view in rules.items()]
     entries += [
-        f"{_literal(group.pattern)}: {group.members[0].unknown.proposal}" for group in groups
+        f"{literal(group.pattern)}: {group.members[0].unknown.proposal}" for group in groups
     ]
     given = [
         f", {name}={value!r}"
@@ -101,7 +101,7 @@ def call_of_by_role(
     return f"functools.partial(by_role{''.join(given)}{of_rules})"
 
 
-def _literal(pattern: str) -> str:
-    """The code of an expression."""
+def literal(pattern: str) -> str:
+    """Returns the code of an expression."""
     is_raw = repr(pattern) == "'" + pattern.replace("\\", "\\\\") + "'"
     return f"r'{pattern}'" if is_raw and not pattern.endswith("\\") else repr(pattern)

@@ -1,0 +1,216 @@
+"""`by_use`: which parameters are matrices, read off the model."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muon_jax._by_use.follow import Follower, Value
+from muon_jax._by_use.pieces import whole
+from muon_jax._by_use.roles_of_use import MUON, Roles, Routed
+from muon_jax._checks import checks_arguments
+from muon_jax._matrices.by_role import Rules
+from muon_jax._matrices.shapes import Unknown
+from muon_jax._matrices.unknown_roles import (
+    Group,
+    UnknownParameter,
+    groups_of_unknown,
+    listed,
+    literal,
+)
+from muon_jax._matrices.views import ViewTree
+from muon_jax._tree_checks import check_params
+from muon_jax._trees import path_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Routes:
+    """The view of each parameter, and why: what `by_use` returns.
+
+    It is data alone, and can be pickled. Pass it as `muon_weight_dimension_numbers`. Printed, it is
+    a table with the reason for each parameter, and a call of `by_role` to paste that gives the same
+    views without the model.
+
+    Attributes:
+        parameters: what is known of each: path, shape, role, view and reason.
+    """
+
+    parameters: tuple[Routed, ...]
+
+    def __call__(self, params: Any) -> ViewTree:
+        """Returns the views in a tree like `params`; None leaves a parameter to AdamW.
+
+        Raises:
+            ValueError: `by_use` saw no parameter of that path, or saw it with another rank.
+        """
+        by_path = {routed.path: routed for routed in self.parameters}
+
+        def view_of(path: tuple[Any, ...], leaf: Any) -> Any:
+            routed = by_path.get(path_name(path))
+            if routed is None or np.ndim(leaf) != len(routed.shape):
+                raise ValueError(
+                    f"by_use saw no parameter {path_name(path)!r} of shape {np.shape(leaf)}:"
+                    " call by_use again with these parameters. optax.inject_hyperparams needs"
+                    " static_args='muon_weight_dimension_numbers'"
+                )
+            return routed.view
+
+        return jax.tree.map_with_path(view_of, params)
+
+    def __getitem__(self, path: str) -> Routed:
+        """Returns what is known of the parameter with this path."""
+        for routed in self.parameters:
+            if routed.path == path:
+                return routed
+        raise KeyError(path)
+
+    def __str__(self) -> str:
+        """The table, and the code."""
+        heading = ("path", "shape", "role", "view", "reason")
+        rows = [
+            (r.path, "×".join(map(str, r.shape)), r.role, _code(r.view), r.reason)
+            for r in self.parameters
+        ]
+        widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (heading, *rows)]
+        of_muon = [_proposing(r, _code(r.view)) for r in self.parameters if r.view is not None]
+        others = [r.path for r in self.parameters if r.view is None]
+        entries = _entries({}, groups_of_unknown(of_muon, others)) + ["'.*': None"] * bool(others)
+        return "\n".join([*lines, "", f"by_role(rules={{{', '.join(entries)}}})"])
+
+
+@checks_arguments
+def by_use(
+    fn: Callable[..., Any],
+    params: Any,
+    *inputs: Any,
+    rules: Rules | None = None,
+    per_head: bool = False,
+) -> Routes:
+    """Returns the view of each parameter by what the model does with it.
+
+    `fn(params, *inputs)` is traced once, as by `jax.make_jaxpr`: nothing runs, and shapes
+    (`jax.ShapeDtypeStruct`) do. Each parameter is followed through reshapes, transposes, casts,
+    loops, branches, `vmap`, `shard_map` and derivatives to the products that take it. They say
+    which axes are contracted and which are kept, whatever the parameter is called:
+
+        routes = by_use(loss, params, batch)
+        optimizer = muon(0.02, muon_weight_dimension_numbers=routes)
+
+    | role      | what the model does                                                  | who has it |
+    | --------- | -------------------------------------------------------------------- | ---------- |
+    | hidden    | contracts some axes, keeps others                                    | Muon       |
+    | input     | the same, with the inputs                                            | Muon       |
+    | output    | no product with a parameter follows on the way to the outputs        | AdamW      |
+    | embedding | rows are looked up, or it meets a one-hot encoding; tied or not      | AdamW      |
+    | router    | the outputs choose, by `top_k`, sorting or a maximum, among experts  | AdamW      |
+    | factor    | multiplied with another parameter, as in LoRA                        | AdamW      |
+    | depthwise | filters of one input each                                            | AdamW      |
+    | latents   | stands in the place of an activation, as learned queries do          | AdamW      |
+    | vector    | used entry by entry, or has one input or one output                  | AdamW      |
+    | unused    | has no effect on the outputs, or is of integers                      | AdamW      |
+
+    Axes that a product batches, such as experts, stacked layers or ensembles, hold a matrix for
+    each index. Where later products take parts of the outputs, as of fused q, k and v, of gate and
+    up or of the gates of an LSTM, each part is a matrix of its own.
+
+    Args:
+        fn: a loss or a forward pass. It may return several outputs. Where one network feeds another
+            in a loss, as an actor its critic, the actor's output head looks like a hidden layer:
+            pass each network's own forward pass, and join the trees of views.
+        params: the parameters, a tree of arrays or of their shapes.
+        *inputs: the other arguments of `fn`, arrays or shapes.
+        rules: a view, or None for AdamW, for each regular expression. Expressions are searched for
+            in paths such as `"layers/0/mlp/up/kernel"`. The first that matches decides.
+        per_head: whether each head of a projection to heads is a matrix of its own. Products of two
+            activations show the heads.
+
+    Raises:
+        TypeError: `params` has leaves that are no arrays, or `rules` is no dict of regular
+            expressions.
+        ValueError: it is not clear what a parameter is: products use it in different ways, a kernel
+            takes it whose inside cannot be seen (`pallas_call`, a custom call), data multiply it
+            entry by entry before a product, or its outputs feed another network. The message says
+            what was seen, and has the rule to paste.
+        ValueError: a rule decides for no parameter, or `per_head` finds no heads.
+    """
+    check_params(params)
+    flat = jax.tree.leaves_with_path(params)
+    named = [(path_name(path), np.shape(x)) for path, x in flat]
+    closed = jax.make_jaxpr(lambda params, *inputs: fn(params, *inputs))(params, *inputs)
+    follower = Follower(captures_are_data=not inputs)
+    args = [
+        Value(frozenset([whole(i, shape)]), is_weight=True) for i, (_, shape) in enumerate(named)
+    ]
+    args += [Value(is_data=True)] * (len(closed.jaxpr.invars) - len(named))
+    outputs = follower.run(closed, args)
+    roles = Roles(follower, outputs, *([*column] for column in zip(*named, strict=True)))
+    found = [roles.route(i, per_head) for i in range(len(named))]
+    found = [
+        routed
+        if jnp.issubdtype(_dtype(x), jnp.inexact)
+        else routed._replace(role="unused", view=None)
+        for routed, (_, x) in zip(found, flat, strict=True)
+    ]
+    found = _ruled(found, rules or {})
+    if unclear := [_proposing(r, "None", r.reason) for r in found if r.role == "unclear"]:
+        known = [r.path for r in found if r.role not in ("unclear", "rule")]
+        groups = groups_of_unknown(unclear, known)
+        code = ", ".join(_entries(rules or {}, groups))
+        raise ValueError(
+            f"by_use cannot decide on {listed(groups)}: pass rules={{{code}}}, with None for AdamW or a"
+            " view for Muon, such as MuonDimensionNumbers(-2, -1) for matrices in the last two axes"
+        )
+    if per_head and not any("heads" in r.reason for r in found if r.role in MUON):
+        raise ValueError(
+            f"per_head=True finds no projection to heads among the {len(named)} parameters: leave"
+            " per_head out, or give rules for these projections"
+        )
+    return Routes(tuple(found))
+
+
+def _ruled(found: Sequence[Routed], rules: Rules) -> list[Routed]:
+    """The routes, of which those that a rule matches are decided by the first such rule."""
+    ruled, used = [], set()
+    for routed in found:
+        rule = next((rule for rule in rules if re.search(rule, routed.path)), None)
+        used.add(rule)
+        if rule is not None:
+            reason = f"the rule {rule!r} matches; without it: {routed.role}"
+            routed = routed._replace(role="rule", view=rules[rule], reason=reason)
+        ruled.append(routed)
+    for rule in rules:
+        if rule not in used:
+            matched = [r.path for r in found if re.search(rule, r.path)]
+            why = (
+                f"matches none of the {len(found)} paths, such as {found[0].path!r}"
+                if not matched
+                else f"is behind rules that match all of its paths, such as {matched[0]!r}"
+            )
+            raise ValueError(
+                f"the rule {rule!r} decides nothing: it {why}. Leave it out, or put it first"
+            )
+    return ruled
+
+
+def _proposing(routed: Routed, view: str, reason: str = "") -> UnknownParameter:
+    return UnknownParameter(routed.path, routed.shape, Unknown(reason, view))
+
+
+def _entries(rules: Mapping[str, Any], groups: Sequence[Group]) -> list[str]:
+    """The code of rules, and of a rule for each group."""
+    given = [f"{literal(rule)}: {_code(view)}" for rule, view in rules.items()]
+    return given + [f"{literal(g.pattern)}: {g.members[0].unknown.proposal}" for g in groups]
+
+
+def _code(view: Any) -> str:
+    """The shortest code of a view."""
+    return str(view).replace("reduction_axis=", "").replace("output_axis=", "")
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)

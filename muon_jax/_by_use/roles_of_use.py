@@ -1,0 +1,278 @@
+"""The role of each parameter, from what products and other operations do with it."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from muon_jax._by_use.follow import Follower, Product, Value, as_activation
+from muon_jax._by_use.pieces import Shape
+from muon_jax._by_use.views_of_use import Digit, labels_of_parts, view_of_use
+from muon_jax._matrices.views import View
+
+# What a model uses a parameter for, and why AdamW has it, or its matrices.
+MUON = ("hidden", "input")
+REASONS = {
+    "embedding": "rows are looked up in it",
+    "latents": "it stands in the place of an activation",
+    "factor": "it is multiplied with another parameter, or only linear operations are between",
+    "depthwise": "each filter has one input",
+    "vector": "it is used entry by entry",
+    "unused": "it has no effect on the outputs",
+    "router": "its outputs choose among experts",
+    "output": "no product with a parameter follows",
+}
+
+
+class Routed(NamedTuple):
+    """What is known of a parameter.
+
+    Attributes:
+        path: its path, names joined by slashes.
+        shape: its shape.
+        role: what the model uses it for; "unclear" where that is not decided.
+        view: its matrices; None leaves it to AdamW.
+        reason: what was seen.
+    """
+
+    path: str
+    shape: Shape
+    role: str
+    view: View | None
+    reason: str
+
+
+type Way = tuple[tuple[Digit, ...], ...]  # the digits of each axis of a parameter in a product
+
+
+class Roles:
+    """The roles of all parameters of a program."""
+
+    def __init__(
+        self,
+        follower: Follower,
+        outputs: Sequence[Value],
+        paths: Sequence[str],
+        shapes: Sequence[Shape],
+    ) -> None:
+        self._seen, self._paths, self._shapes = follower, paths, shapes
+        products = follower.products
+        reached = frozenset().union(*(as_activation(x).frontier for x in outputs))
+        self._last = reached - {*follower.followed} - follower.contracted
+        self._products_of: defaultdict[int, list[int]] = defaultdict(list)
+        for j in follower.seen:
+            self._products_of[products[j].leaf].append(j)
+        self._routers = {
+            products[j].leaf
+            for j, how in follower.chosen
+            if j not in self._last and (how == "sort" or products[j].leaf not in follower.heads)
+        }
+        self._latents, self._factors = self._latents_and_factors()
+        self._experts = self._axes_of_experts()
+
+    def _latents_and_factors(self) -> tuple[set[int], set[int]]:
+        """Parameters that are multiplied with parameters.
+
+        Where one of two is also used entry by entry with data, it is a table of latents.
+        """
+
+        def meets_data(leaf: int) -> bool:
+            return "with data" in self._seen.uses[leaf]
+
+        pairs = self._seen.factors
+        latents = {
+            a
+            for pair in pairs
+            for a in pair
+            if meets_data(a) and not any(map(meets_data, pair - {a}))
+        }
+        return latents, {a for pair in pairs if not pair & latents for a in pair}
+
+    def _axes_of_experts(self) -> set[tuple[int, int]]:
+        """The axes of experts: those that weights batch, or that meet what a router chooses."""
+        seen, shapes = self._seen, self._shapes
+        found = {(leaf, axis) for leaf, axis, n in seen.batched if n == shapes[leaf][axis]}
+        gates = {
+            (seen.products[j].leaf, atom.axis)
+            for j in seen.seen
+            if seen.products[j].leaf in self._routers
+            for atom in seen.products[j].kept
+        }
+        for mates in seen.mates:
+            if any((leaf, axis) in gates for leaf, axis, _ in mates):
+                found |= {
+                    (leaf, axis)
+                    for leaf, axis, n in mates
+                    if leaf not in self._routers and n == shapes[leaf][axis]
+                }
+        return found
+
+    def route(self, i: int, per_head: bool) -> Routed:
+        """Returns the route of parameter i."""
+        path, shape = self._paths[i], self._shapes[i]
+        ways = self._ways(i)
+        role = self._role(i, bool(ways))
+        if role != "unclear" and _are_inconsistent(ways):
+            reason = f"one product {_said(ways[0])}, another {_said(ways[1])}"
+            return Routed(path, shape, "unclear", None, reason)
+        if role not in MUON:
+            return Routed(path, shape, role, None, self._reason(i, role))
+        try:
+            view, reason = self._view(i, ways, per_head)
+        except ValueError as error:
+            return Routed(path, shape, "unclear", None, str(error))
+        if role == "input":
+            reason = f"{reason}; the inputs come first"
+        return Routed(path, shape, role, view, reason)
+
+    def _role(self, i: int, has_products: bool) -> str:
+        uses, own = self._seen.uses[i], self._products_of[i]
+        is_opaque = any(use.startswith("opaque") for use in uses)
+        is_vector = len([n for n in self._shapes[i] if n > 1]) < 2
+        if not is_vector and is_opaque or "modulated" in uses:
+            return "unclear"
+        if "lookup" in uses and "matrices chosen by data" not in uses:
+            return "embedding"
+        if i in self._latents:
+            return "latents"
+        if i in self._factors:
+            return "factor"
+        if not has_products:
+            return "depthwise" if "depthwise" in uses else "vector" if uses else "unused"
+        if i in self._routers:
+            return "router"
+        if {*own} & self._last:
+            return "output"
+        if is_vector:
+            return "vector"
+        if self._feeds_another_network(i):
+            return "unclear"
+        if all(self._seen.seen[j][0] for j in own):
+            return "input"
+        return "hidden"
+
+    def _reason(self, i: int, role: str) -> str:
+        if role == "vector" and self._products_of[i]:
+            return "it has one input or one output"
+        if role != "unclear":
+            return REASONS[role]
+        uses = self._seen.uses[i]
+        opaque = [use.removeprefix("opaque ") for use in uses if use.startswith("opaque ")]
+        if opaque:
+            return f"{_joined(sorted(opaque))} takes it, and does not show what for"
+        if "modulated" in uses:
+            return "it is multiplied by data, entry by entry, before a product takes it"
+        return (
+            f"its outputs, joined with the inputs, feed {self._network_after(i)}: if it is an output"
+            " head, pass by_use the forward pass of each network by itself"
+        )
+
+    def _feeds_another_network(self, i: int) -> bool:
+        """Whether outputs go, with the inputs, into another module at the top of the tree alone.
+
+        An actor's last layer does so where a loss has the critic judge its action.
+        """
+        own = self._products_of[i]
+        tops = [path.partition("/")[0] for path in self._paths]
+        with_products = [top for j, top in enumerate(tops) if self._products_of[j]]
+        after = {tops[leaf] for j in own for leaf in self._seen.followed.get(j, ())}
+        return (
+            bool({*own} & self._seen.beside_inputs)
+            and len(after) == 1
+            and tops[i] not in after
+            and all(with_products.count(top) > 1 for top in (tops[i], *after))
+        )
+
+    def _network_after(self, i: int) -> str:
+        followers = (leaf for j in self._products_of[i] for leaf in self._seen.followed.get(j, ()))
+        return _joined(sorted({self._paths[leaf].partition("/")[0] for leaf in followers}))
+
+    def _ways(self, i: int) -> list[Way]:
+        """How products use a parameter, the one of the largest operand first."""
+        entries: dict[Way, int] = {}
+        for j in self._products_of[i]:
+            way = self._way(i, self._seen.products[j])
+            entries[way] = max(entries.get(way, 0), self._seen.seen[j][1])
+        return sorted(entries, key=lambda way: -entries[way])
+
+    def _way(self, i: int, product: Product) -> Way:
+        """The digits of each axis in a product, with their sides."""
+        sides = {"C": product.contracted, "F": product.kept, "B": product.batch}
+        found = []
+        for axis, n in enumerate(self._shapes[i]):
+            own: dict[tuple[int, int], Any] = {
+                (atom.stride, atom.size): side
+                for side, atoms in sides.items()
+                for atom in atoms
+                if atom.axis == axis
+            }
+            if (i, axis) in self._experts or not own:
+                found.append((Digit(n, "B"),))
+            elif len({*own.values()}) == 1:
+                found.append((Digit(n, next(iter(own.values()))),))
+            else:
+                ordered = sorted(own.items(), reverse=True)
+                found.append(tuple(Digit(size, side) for (_, size), side in ordered))
+        return tuple(found)
+
+    def _view(self, i: int, ways: Sequence[Way], per_head: bool) -> tuple[View, str]:
+        """The view of a parameter, and why.
+
+        Raises:
+            ValueError: its parts do not repeat.
+        """
+        way = ways[0]
+
+        def is_kept(axis: int) -> bool:
+            return [digit.side for digit in way[axis]] == ["F"]
+
+        shape = self._shapes[i]
+        labels = {
+            axis: found
+            for (leaf, axis), taken in self._seen.taken.items()
+            if leaf == i and is_kept(axis) and (found := labels_of_parts(taken, shape[axis]))
+        }
+        heads: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        for axis, begin, stride, _ in self._seen.heads[i]:
+            if is_kept(axis):
+                heads[axis][begin] = min(stride, heads[axis].get(begin, stride))
+        reason = _said(way)
+        for axis, of_axis in sorted(labels.items()):
+            cuts = [k for k in range(1, shape[axis]) if of_axis[k] != of_axis[k - 1]]
+            shown = [*map(str, cuts[:5]), "…"] if len(cuts) > 6 else [*map(str, cuts)]
+            reason += f", cut at {_joined(shown)}" + f" of axis {axis}" * (len(labels) > 1)
+        if heads:
+            reason += f", heads on {_axes_named(sorted(heads))}"
+        if len(ways) > 1:
+            reason += ", and the other way round elsewhere"
+        return view_of_use(shape, way, labels, heads if per_head else {}), reason
+
+
+def _swapped(way: Way) -> Way:
+    """The same way with contracted and kept axes in each other's places."""
+    other: dict[Any, Any] = {"C": "F", "F": "C", "B": "B"}
+    return tuple(tuple(Digit(n, other[side]) for n, side in axis) for axis in way)
+
+
+def _are_inconsistent(ways: Sequence[Way]) -> bool:
+    """Whether products have different axes of a parameter on the two sides of its matrices."""
+    return len({min(way, _swapped(way), key=str) for way in ways}) > 1
+
+
+def _said(way: Way) -> str:
+    """The sides of each axis in words."""
+    verbs = {"C": "contracts", "F": "keeps", "B": "has a matrix for each index of"}
+    said = []
+    for side, verb in verbs.items():
+        axes = [axis for axis, digits in enumerate(way) if any(d.side == side for d in digits)]
+        if axes:
+            said.append(f"{verb} {_axes_named(axes)}")
+    return ", ".join(said)
+
+
+def _axes_named(axes: Sequence[int]) -> str:
+    return f"{'axis' if len(axes) == 1 else 'axes'} {_joined(map(str, axes))}"
+
+
+def _joined(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last

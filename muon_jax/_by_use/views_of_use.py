@@ -1,0 +1,122 @@
+"""From what products do with the axes of a parameter to a view of its matrices."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from optax.contrib import MuonDimensionNumbers
+
+from muon_jax._by_use.pieces import Axis, Shape
+from muon_jax._matrices.views import Split, Unfold, View
+
+# Contracted (rows), kept (columns), or one matrix for each index.
+type Side = Literal["C", "F", "B"]
+
+
+class Digit(NamedTuple):
+    """A factor of an axis, the slowest first, and the side of the matrices that it is on."""
+
+    size: int
+    side: Side
+
+
+def labels_of_parts(taken: Iterable[frozenset[Any]], n: int) -> list[int] | None:
+    """Returns the part that each index of an axis is in, None where a product takes all.
+
+    Parts are what later products take, not what slices cut: a rotary embedding that takes halves of
+    a head and joins them makes no parts.
+
+    Args:
+        taken: for each operand of a product the entries that it has: pairs of atoms and of the box
+            of the operand that they fill. Those that share a box were added or multiplied, as gate
+            and up are, and are parts each.
+        n: the size of the axis.
+    """
+    sets = []
+    for entries in taken:
+        found = [(_indices(atoms), box) for atoms, box in entries]
+        union = frozenset().union(*(indices for indices, _ in found))
+        boxes = {box for _, box in found}
+        room = sum(math.prod(size for _, _, size in box) for box in boxes)
+        sets += [union] if len(union) <= room else [indices for indices, _ in found]
+    sets = sorted({indices for indices in sets if indices}, key=min)
+    if len(sets) < 2 or any(len(indices) == n for indices in sets):
+        return None
+    numbers: dict[tuple[bool, ...], int] = {}
+    memberships = (tuple(i in indices for indices in sets) for i in range(n))
+    return [numbers.setdefault(membership, len(numbers)) for membership in memberships]
+
+
+def _indices(atoms: Axis) -> frozenset[int]:
+    """The indices of an axis that these atoms of it run over."""
+    digits = (
+        range(a.start, a.start + a.size * a.stride, a.stride) if a.stride else (a.start,)
+        for a in atoms
+    )
+    return frozenset(map(sum, itertools.product(*digits)))
+
+
+def view_of_use(
+    shape: Shape,
+    digits: Sequence[Sequence[Digit]],
+    labels: Mapping[int, Sequence[int]],
+    heads: Mapping[int, Mapping[int, int]],
+) -> View:
+    """Returns the view of a parameter.
+
+    Args:
+        shape: of the parameter.
+        digits: of each axis.
+        labels: for axes in parts the part of each index.
+        heads: for axes with heads, the width of a head by the index where the heads begin.
+
+    Raises:
+        ValueError: the parts of an axis do not repeat with a period.
+    """
+
+    def of_axes(axis: int, sides: tuple[Side, ...]) -> View:
+        """The view of an array whose axes after `axis` have these sides."""
+        if axis < 0:
+            return MuonDimensionNumbers(_axes_of(sides, "C"), _axes_of(sides, "F"))
+        if len(digits[axis]) > 1:
+            inner = of_axes(axis - 1, (*(digit.side for digit in digits[axis]), *sides))
+            return Unfold(axis, tuple(digit.size for digit in digits[axis]), inner)
+        side = digits[axis][0].side
+
+        def of_part(size: int, begin: int) -> View:
+            width = heads.get(axis, {}).get(begin)
+            if width == 1:
+                return of_axes(axis - 1, ("B", *sides))
+            if width and width < size and size % width == 0:
+                return Unfold(axis, (-1, width), of_axes(axis - 1, ("B", side, *sides)))
+            return of_axes(axis - 1, (side, *sides))
+
+        own = labels.get(axis)
+        if own is None:
+            return of_part(shape[axis], 0)
+        sizes = _runs(own)
+        if len(sizes) == len({*own}):  # each part is one run
+            begins = itertools.accumulate(sizes, initial=0)
+            views = [of_part(size, begin) for size, begin in zip(sizes, begins, strict=False)]
+            is_same = all(view == views[0] for view in views)
+            return Split(axis, tuple(sizes), views[0] if is_same else tuple(views))
+        n = shape[axis]
+        period = next(p for p in range(1, n + 1) if n % p == 0 and own == own[:p] * (n // p))
+        if period == n:
+            raise ValueError(f"later products take parts of axis {axis} of unequal sizes, {sizes}")
+        repeats: Side = "B" if heads.get(axis) else side
+        inner = of_axes(axis - 1, (repeats, side, *sides))
+        split = Split(axis + 1, tuple(_runs(own[:period])), inner)
+        return Unfold(axis, (n // period, period), split)
+
+    return of_axes(len(shape) - 1, ())
+
+
+def _runs(labels: Sequence[int]) -> list[int]:
+    return [len([*group]) for _, group in itertools.groupby(labels)]
+
+
+def _axes_of(sides: Sequence[Side], side: Side) -> int | tuple[int, ...]:
+    axes = tuple(axis for axis, own in enumerate(sides) if own == side)
+    return axes[0] if len(axes) == 1 else axes
