@@ -20,6 +20,7 @@ from muon_jax._by_use.pieces import (
     known,
     size_of,
     sliced,
+    source_axes,
     unknown,
     without_lost,
 )
@@ -48,8 +49,11 @@ class Value:
         is_scalar: whether it is one number, or made of single numbers alone.
         is_one_hot: whether it is a comparison, as of a one-hot encoding.
         is_looked_up: whether it is a weight of which the data chose rows or matrices.
-        modulated: parameters of two axes or more that it is a product of with data, entry by entry.
+        modulated: parameters that it is a product of with data, entry by entry, where the data vary
+            along some axes of the parameter and not along others.
         beside_inputs: products that were concatenated with the inputs to make it.
+        repeats: the axes that a broadcast has just made.
+        hidden: products of whose outputs a relayout took entries that pieces cannot show.
     """
 
     pieces: frozenset[Piece] = frozenset()
@@ -61,6 +65,8 @@ class Value:
     is_looked_up: bool = False
     modulated: frozenset[int] = frozenset()
     beside_inputs: frozenset[int] = frozenset()
+    repeats: frozenset[int] = frozenset()
+    hidden: frozenset[int] = frozenset()
 
     def with_pieces(self, pieces: Iterable[Piece | None]) -> "Value":
         """Returns the same value with these pieces."""
@@ -108,6 +114,7 @@ class Follower:
         mates: sets of axes that are contracted with each other.
         factors: pairs of parameters that are multiplied with each other.
         beside_inputs: products whose outputs, concatenated with the inputs, another one takes.
+        hidden: parameters that a product takes entries of which pieces do not show.
     """
 
     def __init__(self, captures_are_data: bool) -> None:
@@ -126,6 +133,8 @@ class Follower:
         self.mates: set[frozenset[tuple[int, int, int]]] = set()
         self.factors: set[frozenset[int]] = set()
         self.beside_inputs: set[int] = set()
+        self.hidden: set[int] = set()
+        self._index_of: dict[Product, int] = {}
 
     def run(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
         """Returns the values of a jaxpr's outputs."""
@@ -236,6 +245,11 @@ class Follower:
             for source in x.sources:
                 self.uses[source].add(use)
 
+    def _note_modulated(self, xs: Sequence[Value]) -> None:
+        if not self._passes_to_come:
+            for leaf in frozenset().union(*(x.modulated for x in xs)):
+                self.uses[leaf].add("modulated")
+
     def _mixed(self, xs: Sequence[Value], use: str | None = None) -> Value:
         """An activation of operands among which are weights: vectors, tables or latents."""
         for x in xs:
@@ -265,10 +279,14 @@ class Follower:
             self._note(xs[0], "lookup")
             xs = [dataclasses.replace(xs[0], is_looked_up=True, is_data=True)]
         pieces = _moved_pieces(name, params, xs, shapes, out, output)
-        flags = {
+        flags: dict[str, Any] = {
             "is_scalar": bool(xs) and all(x.is_scalar for x in xs) or math.prod(out) == 1,
             "is_one_hot": name == "eq" or name in RELAYOUTS and xs[0].is_one_hot,
         }
+        if name == "broadcast_in_dim":
+            of = {n: k for k, n in enumerate(params["broadcast_dimensions"])}
+            repeated = (n for n in range(len(out)) if n not in of or shapes[0][of[n]] != out[n])
+            flags["repeats"] = frozenset(repeated)
         weights = [k for k, x in enumerate(xs) if x.is_weight]
         if not weights:
             found = _activation([x.with_pieces(p) for x, p in zip(xs, pieces, strict=True)])
@@ -277,14 +295,18 @@ class Follower:
             beside = found.beside_inputs
             if name == "concatenate" and any(x.is_data and not x.frontier for x in xs):
                 beside |= found.frontier
+            if name == "reduce_sum":
+                self._note_modulated(xs)
+            if not name.startswith(REDUCTIONS):
+                found = dataclasses.replace(found, hidden=found.hidden | _hidden(name, xs, pieces))
             found = dataclasses.replace(found, modulated=modulated, beside_inputs=beside)
             return dataclasses.replace(found, **flags)
         if name.startswith(REDUCTIONS):  # a norm of a weight, say
             frontier = as_activation(xs[0]).frontier
             return Value(is_data=xs[0].is_data, frontier=frontier, **flags)
-        is_lost = any(xs[k].pieces and not pieces[k] for k in weights)
-        if name not in ELEMENTWISE or is_lost and name not in ("slice", "split", "unstack"):
-            for k in weights:
+        for k in weights:
+            is_lost = name not in ("gather", "dynamic_slice") and _hidden(name, [xs[k]], [pieces[k]])
+            if name not in ELEMENTWISE or is_lost:
                 self._note(xs[k], f"opaque {name}")
         if len(xs) == 1:
             return dataclasses.replace(xs[0].with_pieces(pieces[0]), **flags)
@@ -297,8 +319,19 @@ class Follower:
         found = self._mixed([x if x.is_weight else x.with_pieces(p) for x, p in operands])
         modulated = found.modulated
         if name in ("mul", "div") and any(x.is_data for x in others):
-            matrices = (p for k in weights for p in pieces[k] if _has_two_axes(p))
-            modulated |= {p.source for p in matrices}
+            varies = [
+                any(
+                    shape[n] != 1 and n not in x.repeats
+                    for x, shape in zip(xs, shapes, strict=True)
+                    if x.is_data and not x.is_weight and len(shape) == len(out)
+                )
+                for n in range(len(out))
+            ]
+            for k in weights:
+                for p in pieces[k]:
+                    own = [varies[n] for n, atoms in enumerate(p.axes) if known(atoms)]
+                    if any(own) and not all(own):
+                        modulated |= {p.source}
         return dataclasses.replace(found, modulated=modulated, **flags)
 
     def _reparametrized(
@@ -447,10 +480,7 @@ class Follower:
         in_output: Callable[[int, Piece], Piece],
     ) -> Value:
         """Attention, for example: shows which axes are heads."""
-        for x in xs:
-            if not self._passes_to_come:
-                for leaf in x.modulated:
-                    self.uses[leaf].add("modulated")
+        self._note_modulated(xs)
         is_norm = xs[0].frontier == xs[1].frontier and not free[0] and not free[1]
         pieces = []
         for i in (0, 1):
@@ -490,9 +520,7 @@ class Follower:
         if x.is_weight:
             x = self._learned(x, True)
         if not kernel.is_weight:
-            if not self._passes_to_come:
-                for leaf in kernel.modulated:
-                    self.uses[leaf].add("modulated")
+            self._note_modulated([x, kernel])
             return _activation([x, kernel], frozenset())
         if groups > 1 and shapes[1][of_in] == 1:
             self._note(kernel, "depthwise")
@@ -532,9 +560,9 @@ class Follower:
         """Records a product of a weight with an activation and returns its index."""
         atoms = (fused(known(atoms_at(piece.axes, axes))) for axes in (contract, free, batch))
         product = Product(piece.source, *atoms)
-        if product not in self.products:
+        j = self._index_of.setdefault(product, len(self.products))
+        if j == len(self.products):
             self.products.append(product)
-        j = self.products.index(product)
         for before in other.frontier:
             if before >= 0:
                 self.followed[before].add(product.leaf)
@@ -563,6 +591,7 @@ class Follower:
         """
         if self._passes_to_come or x.is_weight:
             return
+        self.hidden |= {self.products[j].leaf for j in x.hidden}
         entries = defaultdict(set)
         for piece in x.pieces:
             product = self.products[piece.source]
@@ -573,7 +602,8 @@ class Follower:
                 ]
                 atoms = tuple(a for k in own for a in piece.axes[k] if a.axis == axis)
                 box = tuple((k, piece.at[k], size_of(piece.axes[k])) for k in own)
-                entries[product.leaf, axis].add((atoms, box))
+                of_axis = (a for k in own for a in piece.axes[k] if a.axis in (axis, None))
+                entries[product.leaf, axis].add((atoms, box, size_of(of_axis)))
         for key, found in entries.items():
             self.taken[key].add(frozenset(found))
         for n, k in enumerate(contract):
@@ -622,9 +652,13 @@ def _shifted(piece: Piece, axis: int, by: int) -> Piece:
     return piece._replace(at=at)
 
 
-def _has_two_axes(piece: Piece) -> bool:
-    """Whether a piece has two axes of its source that are longer than 1."""
-    return len({a.axis for a in known(all_atoms(piece)) if a.size > 1}) > 1
+def _hidden(name: str, xs: Sequence[Value], pieces: Sequence[frozenset[Piece]]) -> set[int]:
+    """The sources of which an operation takes entries that pieces do not show."""
+    if name in ("slice", "split", "unstack"):
+        return set()
+    before = {(p.source, axis) for x in xs for p in x.pieces for axis in source_axes(p)}
+    after = {(p.source, axis) for own in pieces for p in own for axis in source_axes(p)}
+    return {source for source, _ in before - after}
 
 
 def _is_matrix(x: Value, contract: Dims, free: Dims) -> bool:
@@ -657,6 +691,7 @@ def _activation(
         is_data=any(x.is_data for x in xs) if is_data is None else is_data,
         modulated=frozenset().union(*(x.modulated for x in xs)),
         beside_inputs=frozenset().union(*(x.beside_inputs for x in xs)),
+        hidden=frozenset().union(*(x.hidden for x in xs)),
     )
 
 

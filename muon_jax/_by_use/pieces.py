@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 def whole(source: int, shape: Shape) -> Piece:
     """Returns the piece that is an array of this shape itself."""
-    axes = tuple((Atom(axis, 0, 1, n),) for axis, n in enumerate(shape))
+    axes = tuple((Atom(axis, 0, 1, n),) if n != 1 else () for axis, n in enumerate(shape))
     return Piece(source, (0,) * len(shape), axes)
 
 
@@ -75,7 +75,7 @@ def fused(atoms: Iterable[Atom]) -> Axis:
         if outer and is_next and (atom.axis is None or outer.stride == atom.stride * atom.size):
             start, size = atom.start + outer.start, atom.size * outer.size
             found[-1] = Atom(atom.axis, start, atom.stride, size)
-        elif atom.size > 1 or atom.start:
+        elif atom.size > 1 or atom.axis is not None:  # an axis of size 1 has no atom of its own
             found.append(atom)
     return tuple(found)
 
@@ -136,6 +136,11 @@ def without_lost(piece: Piece, lost: Iterable[Atom]) -> Piece:
     return piece._replace(axes=tuple(tuple(map(kept, axis)) for axis in piece.axes))
 
 
+def source_axes(piece: Piece) -> set[int | None]:
+    """Returns the axes of the source that the piece has atoms of."""
+    return {atom.axis for axis in piece.axes for atom in axis if atom.axis is not None}
+
+
 def transposed(piece: Piece, permutation: Sequence[int]) -> Piece:
     """Returns the piece of a transpose."""
     return Piece(
@@ -173,20 +178,25 @@ def reshaped(piece: Piece, shape: Shape, new: Shape) -> Piece | None:
     """Returns the piece of a reshape, None where it would be no box.
 
     Both shapes fall into runs of axes with equal products. In each run the piece may be a part of
-    the first axis that is longer than 1, and has the other axes whole.
+    the first axis that is longer than 1. It should have the other axes whole, and is widened where
+    it does not, as if its entries were repeated.
     """
     at: list[int] = []
     axes: list[Axis] = []
     for old_axes, new_axes in _runs(shape, new):
-        atoms = atoms_at(piece.axes, old_axes)
         first = next((k for k in old_axes if shape[k] > 1), None)
         longest = next((k for k in new_axes if new[k] > 1), None)
         if first is None or longest is None:
             at += [0] * len(new_axes)
+            atoms = atoms_at(piece.axes, old_axes)
             axes += [atoms, *[()] * (len(new_axes) - 1)] if new_axes else []
             continue
-        if any(size_of(piece.axes[k]) != shape[k] for k in old_axes if k > first):
+        widened = [
+            piece.axes[k] if k <= first else _widened(piece.axes[k], shape[k]) for k in old_axes
+        ]
+        if None in widened:
             return None
+        atoms = tuple(atom for axis in widened for atom in axis or ())
         inner = math.prod(shape[k] for k in old_axes if k > first)
         tail = math.prod(new[k] for k in new_axes if k > longest)
         begin, size = piece.at[first] * inner, size_of(piece.axes[first]) * inner
@@ -199,6 +209,14 @@ def reshaped(piece: Piece, shape: Shape, new: Shape) -> Piece | None:
         at += [begin // tail if k == longest else 0 for k in new_axes]
         axes += found
     return Piece(piece.source, tuple(at), tuple(axes))
+
+
+def _widened(axis: Axis, size: int) -> Axis | None:
+    """The atoms, repeated until they fill an axis of this size, None where they do not fit."""
+    repeats, rest = divmod(size, size_of(axis))
+    if rest:
+        return None
+    return axis if repeats == 1 else (*unknown(repeats), *axis)
 
 
 def _runs(shape: Shape, new: Shape) -> list[tuple[range, range]]:

@@ -6,9 +6,11 @@ from muon_jax._by_use.pieces import (
     Piece,
     Shape,
     atoms_at,
+    fused,
     kept_where_equal,
     regrouped,
     reshaped,
+    size_of,
     sliced,
     sliced_along,
     transposed,
@@ -65,6 +67,11 @@ def moved(
             axis = params["axis"]
             part = sliced_along(piece, shape, axis, output, output + 1)
             return part and reshaped(part, (*shape[:axis], 1, *shape[axis + 1 :]), out)
+        case "all_gather":
+            return _gathered(piece, params, shape)
+        case "pad" if all(min(low, high) >= 0 and not step for low, high, step in params["padding_config"]):
+            at = (begin + low for begin, (low, *_) in zip(piece.at, params["padding_config"], strict=True))
+            return piece._replace(at=tuple(at))
         case "broadcast_in_dim":
             return _placed(piece, shape, out, enumerate(params["broadcast_dimensions"]))
         case "slice":
@@ -91,10 +98,24 @@ def moved(
 
 def _placed(piece: Piece, shape: Shape, out: Shape, pairs: Any) -> Piece:
     """The piece with each axis of a pair in the place of the other, if both have one size."""
-    at, axes = [0] * len(out), [unknown(n) for n in out]
+    at, axes, lost = [0] * len(out), [unknown(n) for n in out], [*piece.axes]
     for axis, target in pairs:
         if out[target] == shape[axis]:
-            at[target], axes[target] = piece.at[axis], piece.axes[axis]
+            at[target], axes[target], lost[axis] = piece.at[axis], piece.axes[axis], ()
+    return without_lost(Piece(piece.source, tuple(at), tuple(axes)), atoms_at(lost, range(len(lost))))
+
+
+def _gathered(piece: Piece, params: dict[str, Any], shape: Shape) -> Piece | None:
+    """The piece of all shards, of which this is the first."""
+    axis, shards = params["all_gather_dimension"], params["axis_size"]
+    n, at, axes = shape[axis] if params["tiled"] else 1, [*piece.at], [*piece.axes]
+    if not params["tiled"]:
+        at.insert(axis, 0)
+        axes.insert(axis, unknown(shards))
+    elif n == 1 or len(atoms := fused(axes[axis])) != 1 or size_of(atoms) != n:
+        return None
+    else:
+        axes[axis] = (atoms[0]._replace(size=n * shards),)
     return Piece(piece.source, tuple(at), tuple(axes))
 
 

@@ -203,7 +203,7 @@ class Roles:
                 (atom.stride, atom.size): side
                 for side, atoms in sides.items()
                 for atom in atoms
-                if atom.axis == axis
+                if atom.axis == axis and atom.size > 1
             }
             if (i, axis) in self._experts or not own:
                 found.append((Digit(n, "B"),))

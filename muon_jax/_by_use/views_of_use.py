@@ -28,18 +28,17 @@ def labels_of_parts(taken: Iterable[frozenset[Any]], n: int) -> list[int] | None
     a head and joins them makes no parts.
 
     Args:
-        taken: for each operand of a product the entries that it has: pairs of atoms and of the box
-            of the operand that they fill. Those that share a box were added or multiplied, as gate
-            and up are, and are parts each.
+        taken: for each operand of a product the entries that it has: atoms, the box of the operand
+            that they fill, and how many indices of this axis the box has room for. Those that share
+            a box were added or multiplied, as gate and up are, and are parts each.
         n: the size of the axis.
     """
     sets = []
     for entries in taken:
-        found = [(_indices(atoms), box) for atoms, box in entries]
-        union = frozenset().union(*(indices for indices, _ in found))
-        boxes = {box for _, box in found}
-        room = sum(math.prod(size for _, _, size in box) for box in boxes)
-        sets += [union] if len(union) <= room else [indices for indices, _ in found]
+        found = [_indices(atoms) for atoms, *_ in entries]
+        union = frozenset().union(*found)
+        room = sum({box: n for _, box, n in entries}.values())
+        sets += [union] if len(union) <= room else found
     sets = sorted({indices for indices in sets if indices}, key=min)
     if len(sets) < 2 or any(len(indices) == n for indices in sets):
         return None
