@@ -115,6 +115,7 @@ class Follower:
         factors: pairs of parameters that are multiplied with each other.
         beside_inputs: products whose outputs, concatenated with the inputs, another one takes.
         hidden: parameters that a product takes entries of which pieces do not show.
+        gated: axes of parameters of which parts are multiplied with each other.
     """
 
     def __init__(self, captures_are_data: bool) -> None:
@@ -134,6 +135,7 @@ class Follower:
         self.factors: set[frozenset[int]] = set()
         self.beside_inputs: set[int] = set()
         self.hidden: set[int] = set()
+        self.gated: set[tuple[int, int]] = set()
         self._index_of: dict[Product, int] = {}
 
     def run(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
@@ -295,6 +297,8 @@ class Follower:
             beside = found.beside_inputs
             if name == "concatenate" and any(x.is_data and not x.frontier for x in xs):
                 beside |= found.frontier
+            if name == "mul":
+                self._note_gates(*pieces)
             if name == "reduce_sum":
                 self._note_modulated(xs)
             if not name.startswith(REDUCTIONS):
@@ -377,6 +381,15 @@ class Follower:
                     self._maxima.add(piece.source)
                 else:
                     self.chosen.add((piece.source, "sort"))
+
+    def _note_gates(self, left: frozenset[Piece], right: frozenset[Piece]) -> None:
+        for p, q in itertools.product(left, right):
+            if p.source == q.source and p.at == q.at and p.axes != q.axes:
+                product = self.products[p.source]
+                for axis in {atom.axis for atom in product.kept}:
+                    one, other = ([a for a in all_atoms(x) if a.axis == axis] for x in (p, q))
+                    if one != other and [a.size for a in one] == [a.size for a in other]:
+                        self.gated.add((product.leaf, axis))
 
     # Products.
 

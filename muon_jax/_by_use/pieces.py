@@ -18,7 +18,8 @@ class Atom(NamedTuple):
     """A digit of an index: `start`, `start + stride`, …, of `size` values.
 
     The index on `axis` of the source is the sum of all atoms of that axis. The axis is None where
-    entries are of no axis of the source, such as those of a broadcast.
+    entries are of no axis of the source, such as those of a broadcast. The stride of an axis of
+    size 1 is 0, which tells it from one index of a longer axis.
     """
 
     axis: int | None
@@ -37,7 +38,7 @@ class Piece(NamedTuple):
 
 def whole(source: int, shape: Shape) -> Piece:
     """Returns the piece that is an array of this shape itself."""
-    axes = tuple((Atom(axis, 0, 1, n),) if n != 1 else () for axis, n in enumerate(shape))
+    axes = tuple((Atom(axis, 0, n > 1, n),) for axis, n in enumerate(shape))
     return Piece(source, (0,) * len(shape), axes)
 
 
@@ -75,7 +76,7 @@ def fused(atoms: Iterable[Atom]) -> Axis:
         if outer and is_next and (atom.axis is None or outer.stride == atom.stride * atom.size):
             start, size = atom.start + outer.start, atom.size * outer.size
             found[-1] = Atom(atom.axis, start, atom.stride, size)
-        elif atom.size > 1 or atom.axis is not None:  # an axis of size 1 has no atom of its own
+        elif atom.size > 1 or atom.stride:
             found.append(atom)
     return tuple(found)
 
@@ -138,7 +139,7 @@ def without_lost(piece: Piece, lost: Iterable[Atom]) -> Piece:
 
 def source_axes(piece: Piece) -> set[int | None]:
     """Returns the axes of the source that the piece has atoms of."""
-    return {atom.axis for axis in piece.axes for atom in axis if atom.axis is not None}
+    return {atom.axis for axis in piece.axes for atom in known(axis) if atom.stride}
 
 
 def transposed(piece: Piece, permutation: Sequence[int]) -> Piece:
@@ -235,15 +236,18 @@ def _runs(shape: Shape, new: Shape) -> list[tuple[range, range]]:
     return found
 
 
+def placed(axis: Axis, size: int, new: int) -> Axis:
+    """Returns the atoms of an axis of one size in an axis of another."""
+    return axis if size == new else (*axis, *unknown(new)) if size == 1 else unknown(new)
+
+
 def kept_where_equal(piece: Piece, shape: Shape, new: Shape) -> Piece:
     """Returns the piece of an operation that keeps the rank, such as padding or pooling.
 
-    An axis of another size has none of its atoms.
+    An axis of another size has none of its atoms, unless its one entry is repeated.
     """
     keeps = [old == n for old, n in zip(shape, new, strict=True)]
     at = tuple(begin if keep else 0 for begin, keep in zip(piece.at, keeps, strict=True))
-    axes = tuple(
-        axis if keep else unknown(n) for axis, keep, n in zip(piece.axes, keeps, new, strict=True)
-    )
-    changed = [axis for axis, keep in enumerate(keeps) if not keep]
+    axes = tuple(map(placed, piece.axes, shape, new))
+    changed = [k for k, keep in enumerate(keeps) if not keep and shape[k] != 1]
     return without_lost(Piece(piece.source, at, axes), atoms_at(piece.axes, changed))

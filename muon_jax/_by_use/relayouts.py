@@ -8,6 +8,7 @@ from muon_jax._by_use.pieces import (
     atoms_at,
     fused,
     kept_where_equal,
+    placed,
     regrouped,
     reshaped,
     size_of,
@@ -100,8 +101,9 @@ def _placed(piece: Piece, shape: Shape, out: Shape, pairs: Any) -> Piece:
     """The piece with each axis of a pair in the place of the other, if both have one size."""
     at, axes, lost = [0] * len(out), [unknown(n) for n in out], [*piece.axes]
     for axis, target in pairs:
-        if out[target] == shape[axis]:
-            at[target], axes[target], lost[axis] = piece.at[axis], piece.axes[axis], ()
+        axes[target] = placed(piece.axes[axis], shape[axis], out[target])
+        if shape[axis] in (1, out[target]):
+            at[target], lost[axis] = piece.at[axis], ()
     return without_lost(Piece(piece.source, tuple(at), tuple(axes)), atoms_at(lost, range(len(lost))))
 
 

@@ -225,11 +225,13 @@ class Roles:
         def is_kept(axis: int) -> bool:
             return [digit.side for digit in way[axis]] == ["F"]
 
-        shape = self._shapes[i]
+        seen, shape = self._seen, self._shapes[i]
         labels = {
             axis: found
-            for (leaf, axis), taken in self._seen.taken.items()
-            if leaf == i and is_kept(axis) and (found := labels_of_parts(taken, shape[axis]))
+            for (leaf, axis), taken in seen.taken.items()
+            if leaf == i
+            and is_kept(axis)
+            and (found := labels_of_parts(taken, shape[axis], (i, axis) in seen.gated, i in seen.hidden))
         }
         heads: defaultdict[int, dict[int, int]] = defaultdict(dict)
         for axis, begin, stride, _ in self._seen.heads[i]:

@@ -21,7 +21,9 @@ class Digit(NamedTuple):
     side: Side
 
 
-def labels_of_parts(taken: Iterable[frozenset[Any]], n: int) -> list[int] | None:
+def labels_of_parts(
+    taken: Iterable[frozenset[Any]], n: int, is_gated: bool, some_hidden: bool
+) -> list[int] | None:
     """Returns the part that each index of an axis is in, None where a product takes all.
 
     Parts are what later products take, not what slices cut: a rotary embedding that takes halves of
@@ -32,15 +34,27 @@ def labels_of_parts(taken: Iterable[frozenset[Any]], n: int) -> list[int] | None
             that they fill, and how many indices of this axis the box has room for. Those that share
             a box were added or multiplied, as gate and up are, and are parts each.
         n: the size of the axis.
+        is_gated: whether parts are multiplied with each other.
+        some_hidden: whether a product takes indices that are not known.
+
+    Raises:
+        ValueError: products take parts, of which some are not known.
     """
     sets = []
     for entries in taken:
         found = [_indices(atoms) for atoms, *_ in entries]
         union = frozenset().union(*found)
         room = sum({box: n for _, box, n in entries}.values())
-        sets += [union] if len(union) <= room else found
+        sets += found if len(union) > room or is_gated else [union]
     sets = sorted({indices for indices in sets if indices}, key=min)
-    if len(sets) < 2 or any(len(indices) == n for indices in sets):
+    if not sets or any(len(indices) == n for indices in sets):
+        return None
+    if some_hidden:
+        raise ValueError(
+            f"later products take parts of its {n} outputs, and a relayout such as indexing by an"
+            " array hides which"
+        )
+    if len(sets) < 2:
         return None
     numbers: dict[tuple[bool, ...], int] = {}
     memberships = (tuple(i in indices for indices in sets) for i in range(n))
