@@ -79,12 +79,17 @@ class Value:
 
 
 class Product(NamedTuple):
-    """A product with a parameter: the atoms of its axes that are contracted, kept and batched."""
+    """A product with a parameter: the atoms of its axes that are contracted, kept and batched.
+
+    `is_own` says whether the other operand comes from products with the same parameter alone, as in
+    the power iteration of a spectral norm.
+    """
 
     leaf: int
     contracted: Axis
     kept: Axis
     batch: Axis
+    is_own: bool
 
 
 class Head(NamedTuple):
@@ -572,7 +577,8 @@ class Follower:
     ) -> int:
         """Records a product of a weight with an activation and returns its index."""
         atoms = (fused(known(atoms_at(piece.axes, axes))) for axes in (contract, free, batch))
-        product = Product(piece.source, *atoms)
+        of = {self.products[before].leaf if before >= 0 else None for before in other.frontier}
+        product = Product(piece.source, *atoms, is_own=of == {piece.source})
         j = self._index_of.setdefault(product, len(self.products))
         if j == len(self.products):
             self.products.append(product)

@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 def whole(source: int, shape: Shape) -> Piece:
     """Returns the piece that is an array of this shape itself."""
-    axes = tuple((Atom(axis, 0, n > 1, n),) for axis, n in enumerate(shape))
+    axes = tuple((Atom(axis, 0, int(n > 1), n),) for axis, n in enumerate(shape))
     return Piece(source, (0,) * len(shape), axes)
 
 

@@ -18,7 +18,7 @@ REASONS = {
     "depthwise": "each filter has one input",
     "vector": "it is used entry by entry",
     "unused": "it has no effect on the outputs",
-    "router": "its outputs choose among experts",
+    "router": "its outputs choose, as among experts",
     "output": "no product with a parameter follows",
 }
 
@@ -98,13 +98,21 @@ class Roles:
             for atom in seen.products[j].kept
         }
         for mates in seen.mates:
-            if any((leaf, axis) in gates for leaf, axis, _ in mates):
-                found |= {
-                    (leaf, axis)
-                    for leaf, axis, n in mates
-                    if leaf not in self._routers and n == shapes[leaf][axis]
-                }
+            experts = {n for leaf, axis, n in mates if (leaf, axis) in gates}
+            found |= {
+                (leaf, axis)
+                for leaf, axis, n in mates
+                if leaf not in self._routers
+                and n in experts
+                and n == shapes[leaf][axis]
+                and self._contracts_besides(leaf, axis)
+            }
         return found
+
+    def _contracts_besides(self, leaf: int, axis: int) -> bool:
+        """Whether products contract another axis of a parameter than this one."""
+        contracted = {a.axis for j in self._products_of[leaf] for a in self._seen.products[j].contracted}
+        return bool(contracted - {axis})
 
     def route(self, i: int, per_head: bool) -> Routed:
         """Returns the route of parameter i."""
@@ -138,17 +146,16 @@ class Roles:
             return "factor"
         if not has_products:
             return "depthwise" if "depthwise" in uses else "vector" if uses else "unused"
-        if i in self._routers:
-            return "router"
         if {*own} & self._last:
             return "output"
         if is_vector:
             return "vector"
+        if i in self._routers:
+            return "router"
         if self._feeds_another_network(i):
             return "unclear"
-        if all(self._seen.seen[j][0] for j in own):
-            return "input"
-        return "hidden"
+        others = [j for j in own if not self._seen.products[j].is_own] or own
+        return "input" if all(self._seen.seen[j][0] for j in others) else "hidden"
 
     def _reason(self, i: int, role: str) -> str:
         if role == "vector" and self._products_of[i]:

@@ -296,7 +296,9 @@ def qwen3_moe_sorted():
         x, total = p["embed"][t], 0.0
         for b in p["layers"]:
             y = norm(x)
-            q, k = (rope(norm(heads(y @ b[n], h)) * b[n + "_norm"]) for n, h in (("q", 32), ("k", 4)))
+            q, k = (
+                rope(norm(heads(y @ b[n], h)) * b[n + "_norm"]) for n, h in (("q", 32), ("k", 4))
+            )
             v = heads(y @ b["v"], 4)
             o = attention(q, jnp.repeat(k, 8, 2), jnp.repeat(v, 8, 2))
             x = x + merged(o) @ b["o"]
@@ -854,7 +856,12 @@ def rwkv6():
             mix = jnp.einsum("btfr,frd->fbtd", heads(mix, 5), b["maa_w2"])
             w, k, v, r, g = (y + delta * (b["maa"][i] + mix[i]) for i in range(5))
             w = jnp.exp(-jnp.exp(b["decay"] + jnp.tanh(w @ b["decay_w1"]) @ b["decay_w2"]))
-            r, k, v, w = heads(r @ b["r"], n), heads(k @ b["k"], n), heads(v @ b["v"], n), heads(w, n)
+            r, k, v, w = (
+                heads(r @ b["r"], n),
+                heads(k @ b["k"], n),
+                heads(v @ b["v"], n),
+                heads(w, n),
+            )
             g = jax.nn.silu(g @ b["g"])
 
             def step(s, i):
@@ -922,7 +929,12 @@ def xlstm():
             x = x + norm(h.swapaxes(0, 1)) @ b["proj"]
         return cross_entropy(norm(x) @ p["head"], t)
 
-    block = {"w": f32(d, 4 * d), "r": f32(n, d // n, 4, d // n), "bias": f32(4 * d), "proj": f32(d, d)}
+    block = {
+        "w": f32(d, 4 * d),
+        "r": f32(n, d // n, 4, d // n),
+        "bias": f32(4 * d),
+        "proj": f32(d, d),
+    }
     return (
         fn,
         {"embed": f32(50304, d), "layers": [block] * 2, "head": f32(d, 50304)},

@@ -74,7 +74,7 @@ def sac_actor():
 
     return (
         *linen(Actor(), f32(32, 376), KEY),
-        {"Dense_0/kernel": first(), "Dense_1/kernel": hidden(), "Dense_[23]/kernel": "output"},
+        {"Dense_1/kernel": first(), "Dense_0/kernel": hidden(), "Dense_[23]/kernel": "output"},
     )
 
 
@@ -101,8 +101,8 @@ def sac_critics():
         *linen(critics(), f32(32, 376), f32(32, 17)),
         {
             "Dense_0/kernel": first(Dims(1, 2)),
-            "Dense_1/kernel": hidden(Dims(1, 2)),
-            "Dense_2/kernel": "output",
+            "Dense_2/kernel": hidden(Dims(1, 2)),
+            "Dense_1/kernel": "output",  # Flax counts the outer call first
             "LayerNorm|bias": "vector",
         },
     )
@@ -177,8 +177,9 @@ def dreamer_world_model():
             "encoder|dec1": hidden(CONV),
             "dec2|reward_out": "output",
             "gru": hidden(Split(1, (512,) * 3, Dims(0, 1))),
+            "post": "router",  # categories are sampled from it
             "prior": "output",  # a product follows in no step: it enters the divergence alone
-            "img|post|obs_out|dec_in|reward": hidden(),
+            "img|obs_out|dec_in|reward": hidden(),
         },
     )
 
@@ -440,7 +441,7 @@ def sst2_bilstm():
             "_cell.*kernel": hidden(),
             "score": "vector",
             "out/kernel": "output",
-            "keys|mlp/kernel": hidden(),
+            "(keys|mlp)/kernel": hidden(),
         },
     )
 
@@ -492,12 +493,15 @@ def grus_of_four_libraries():
         return jax.vmap(eqx.combine(p, static))(x, h)
 
     params, others = nnx.split_state(rest, nnx.Param, ...)
-    others = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype) if s.dtype == jnp.uint32 else s, others)
+    others = jax.tree.map(
+        lambda s: jnp.zeros(s.shape, s.dtype) if s.dtype == jnp.uint32 else s, others
+    )
     others = nnx.State({})
 
     def fn(p, t):
         x = p["embed"][t].swapaxes(0, 1)
         for name in ("linen", "haiku", "equinox"):
+
             def body(h, x, name=name):
                 h = step(p[name], name, h, x)
                 return h, h
@@ -531,7 +535,10 @@ def nnx_autoencoder():
     class Autoencoder(nnx.Module):
         def __init__(self, rngs):
             self.layers = nnx.List(
-                [nnx.Linear(a, b, rngs=rngs) for a, b in ((784, 512), (512, 64), (64, 512), (512, 784))]
+                [
+                    nnx.Linear(a, b, rngs=rngs)
+                    for a, b in ((784, 512), (512, 64), (64, 512), (512, 784))
+                ]
             )
 
         def __call__(self, x):

@@ -624,7 +624,11 @@ def resnext_grouped():
             x = jax.nn.relu(x + conv(y, b["wide"]))
         return x.mean((1, 2)) @ p["head"]
 
-    block = {"narrow": f32(1, 1, 256, 128), "grouped": f32(3, 3, 4, 128), "wide": f32(1, 1, 128, 256)}
+    block = {
+        "narrow": f32(1, 1, 256, 128),
+        "grouped": f32(3, 3, 4, 128),
+        "wide": f32(1, 1, 128, 256),
+    }
     return (
         fn,
         {"stem": f32(7, 7, 3, 256), "blocks": [block] * 2, "head": f32(256, 1000)},
