@@ -58,6 +58,7 @@ ORDER = {
         "_tree_checks",
         "_trees",
         "_matrices",
+        "_by_use",
         "_iteration",
         "_coefficients",
         "_distributed",

@@ -24,7 +24,7 @@ from muon_jax._by_use.pieces import (
     unknown,
     without_lost,
 )
-from muon_jax._by_use.relayouts import ELEMENTWISE, REDUCTIONS, RELAYOUTS, grouped, moved
+from muon_jax._by_use.relayouts import ELEMENTWISE, MOVES, REDUCTIONS, RELAYOUTS, grouped, moved
 
 type Dims = Sequence[int]
 type Slots = Sequence[tuple[int, int]]  # the axes of an output: an operand and an axis of it
@@ -33,7 +33,7 @@ _OPAQUE = frozenset(
     "cudnn_dot_product_attention_fwd custom_partitioning ffi_call io_callback pallas_call"
     " pure_callback run_state triton_kernel_call xla_ffi_call".split()
 )
-_MOST_PIECES = 48  # of an activation: those of the latest products are kept
+_MOST_PIECES = 24  # of an activation: those of the latest products are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,8 @@ class Value:
 
     def with_pieces(self, pieces: Iterable[Piece | None]) -> "Value":
         """Returns the same value with these pieces."""
-        return dataclasses.replace(self, pieces=frozenset(p for p in pieces if p))
+        pieces = frozenset(p for p in pieces if p)
+        return self if pieces == self.pieces else dataclasses.replace(self, pieces=pieces)
 
     @property
     def sources(self) -> set[int]:
@@ -135,12 +136,12 @@ class Follower:
         self.chosen: set[tuple[int, str]] = set()
         self.taken: defaultdict[tuple[int, int], set[frozenset[Any]]] = defaultdict(set)
         self.heads: defaultdict[int, set[Head]] = defaultdict(set)
-        self.batched: set[tuple[int, int, int]] = set()
+        self.batched: set[tuple[int, int | None, int]] = set()
         self.mates: set[frozenset[tuple[int, int, int]]] = set()
         self.factors: set[frozenset[int]] = set()
         self.beside_inputs: set[int] = set()
         self.hidden: set[int] = set()
-        self.gated: set[tuple[int, int]] = set()
+        self.gated: set[tuple[int, int | None]] = set()
         self._index_of: dict[Product, int] = {}
 
     def run(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
@@ -314,7 +315,9 @@ class Follower:
             frontier = as_activation(xs[0]).frontier
             return Value(is_data=xs[0].is_data, frontier=frontier, **flags)
         for k in weights:
-            is_lost = name not in ("gather", "dynamic_slice") and _hidden(name, [xs[k]], [pieces[k]])
+            is_lost = name not in ("gather", "dynamic_slice") and _hidden(
+                name, [xs[k]], [pieces[k]]
+            )
             if name not in ELEMENTWISE or is_lost:
                 self._note(xs[k], f"opaque {name}")
         if len(xs) == 1:
@@ -349,7 +352,7 @@ class Follower:
         xs: list[Value],
         pieces: list[frozenset[Piece]],
         weights: list[int],
-        flags: dict[str, bool],
+        flags: dict[str, Any],
     ) -> Value:
         """A weight made of weights, and of what does not depend on data: the largest counts."""
 
@@ -430,9 +433,10 @@ class Follower:
                 self._note(x, "lookup")
                 rows = Value(is_weight=True, is_data=True, is_looked_up=True)
                 return rows.with_pieces(in_output(i, piece) for piece in x.pieces)
-        xs = self._weights_of_product(xs, contract, free)
-        if xs is None:
+        operands = self._weights_of_product(xs, contract, free)
+        if operands is None:
             return Value()
+        xs = operands
         found: set[Piece] = set()
         for i in (0, 1):
             if not xs[i].is_weight:
@@ -655,8 +659,11 @@ def _moved_pieces(
 ) -> list[frozenset[Piece]]:
     """For each operand the pieces that the output has of it."""
     found, offset = [], 0
-    axis = params.get("dimension" if name == "concatenate" else "axis")
+    axis = params.get("dimension" if name == "concatenate" else "axis", 0)
     for k, (x, shape) in enumerate(zip(xs, shapes, strict=False)):
+        if shape == out and name not in MOVES:
+            found.append(x.pieces)
+            continue
         pieces = [moved(name, params, piece, shape, out, output) for piece in x.pieces]
         if name in ("concatenate", "stack"):
             place = offset if name == "concatenate" else k
@@ -673,7 +680,9 @@ def _shifted(piece: Piece, axis: int, by: int) -> Piece:
 
 def _hidden(name: str, xs: Sequence[Value], pieces: Sequence[frozenset[Piece]]) -> set[int]:
     """The sources of which an operation takes entries that pieces do not show."""
-    if name in ("slice", "split", "unstack"):
+    if name in ("slice", "split", "unstack") or all(
+        own is x.pieces for x, own in zip(xs, pieces, strict=True)
+    ):
         return set()
     before = {(p.source, axis) for x in xs for p in x.pieces for axis in source_axes(p)}
     after = {(p.source, axis) for own in pieces for p in own for axis in source_axes(p)}

@@ -246,6 +246,8 @@ def kept_where_equal(piece: Piece, shape: Shape, new: Shape) -> Piece:
 
     An axis of another size has none of its atoms, unless its one entry is repeated.
     """
+    if shape == new:
+        return piece
     keeps = [old == n for old, n in zip(shape, new, strict=True)]
     at = tuple(begin if keep else 0 for begin, keep in zip(piece.at, keeps, strict=True))
     axes = tuple(map(placed, piece.axes, shape, new))

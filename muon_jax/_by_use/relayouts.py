@@ -1,4 +1,4 @@
-"""What operations that are no products make of a piece: relayouts, slices, elementwise functions."""
+"""How relayouts, slices and elementwise functions move a piece."""
 
 from typing import Any
 
@@ -31,6 +31,11 @@ ELEMENTWISE = RELAYOUTS | frozenset(
     " conj cos cosh div dynamic_slice eq erf erf_inv erfc exp exp2 expm1 floor gather ge gt imag"
     " integer_pow is_finite le log log1p log2 logistic lt max min mul ne neg nextafter not or pad"
     " pow real rem round rsqrt select_n sign sin sinh sqrt square sub tan tanh xor".split()
+)
+# They move entries even where the shape stays.
+MOVES = RELAYOUTS | frozenset("concatenate dynamic_slice gather pad".split()) - frozenset(
+    "convert_element_type copy device_put name optimization_barrier pcast pvary reduce_precision"
+    " reshard sharding_constraint stop_gradient".split()
 )
 REDUCTIONS = ("reduce_", "arg", "cum")
 
@@ -70,9 +75,9 @@ def moved(
             return part and reshaped(part, (*shape[:axis], 1, *shape[axis + 1 :]), out)
         case "all_gather":
             return _gathered(piece, params, shape)
-        case "pad" if all(min(low, high) >= 0 and not step for low, high, step in params["padding_config"]):
-            at = (begin + low for begin, (low, *_) in zip(piece.at, params["padding_config"], strict=True))
-            return piece._replace(at=tuple(at))
+        case "pad" if all(min(ends) >= 0 and not ends[2] for ends in params["padding_config"]):
+            each = zip(piece.at, params["padding_config"], strict=True)
+            return piece._replace(at=tuple(begin + low for begin, (low, *_) in each))
         case "broadcast_in_dim":
             return _placed(piece, shape, out, enumerate(params["broadcast_dimensions"]))
         case "slice":
@@ -104,7 +109,8 @@ def _placed(piece: Piece, shape: Shape, out: Shape, pairs: Any) -> Piece:
         axes[target] = placed(piece.axes[axis], shape[axis], out[target])
         if shape[axis] in (1, out[target]):
             at[target], lost[axis] = piece.at[axis], ()
-    return without_lost(Piece(piece.source, tuple(at), tuple(axes)), atoms_at(lost, range(len(lost))))
+    gone = atoms_at(lost, range(len(lost)))
+    return without_lost(Piece(piece.source, tuple(at), tuple(axes)), gone)
 
 
 def _gathered(piece: Piece, params: dict[str, Any], shape: Shape) -> Piece | None:

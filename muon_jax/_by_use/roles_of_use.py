@@ -111,8 +111,8 @@ class Roles:
 
     def _contracts_besides(self, leaf: int, axis: int) -> bool:
         """Whether products contract another axis of a parameter than this one."""
-        contracted = {a.axis for j in self._products_of[leaf] for a in self._seen.products[j].contracted}
-        return bool(contracted - {axis})
+        products = (self._seen.products[j] for j in self._products_of[leaf])
+        return any(atom.axis != axis for product in products for atom in product.contracted)
 
     def route(self, i: int, per_head: bool) -> Routed:
         """Returns the route of parameter i."""
@@ -235,10 +235,14 @@ class Roles:
         seen, shape = self._seen, self._shapes[i]
         labels = {
             axis: found
-            for (leaf, axis), taken in seen.taken.items()
-            if leaf == i
+            for axis in range(len(shape))
+            if (key := (i, axis)) in seen.taken
             and is_kept(axis)
-            and (found := labels_of_parts(taken, shape[axis], (i, axis) in seen.gated, i in seen.hidden))
+            and (
+                found := labels_of_parts(
+                    seen.taken[key], shape[axis], key in seen.gated, i in seen.hidden
+                )
+            )
         }
         heads: defaultdict[int, dict[int, int]] = defaultdict(dict)
         for axis, begin, stride, _ in self._seen.heads[i]:

@@ -1,13 +1,12 @@
 """From what products do with the axes of a parameter to a view of its matrices."""
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
-from muon_jax._by_use.pieces import Axis, Shape
+from muon_jax._by_use.pieces import Axis, Shape, size_of
 from muon_jax._matrices.views import Split, Unfold, View
 
 # Contracted (rows), kept (columns), or one matrix for each index.
@@ -40,6 +39,8 @@ def labels_of_parts(
     Raises:
         ValueError: products take parts, of which some are not known.
     """
+    if any(size_of(atoms) == n for entries in taken for atoms, *_ in entries):
+        return None
     sets = []
     for entries in taken:
         found = [_indices(atoms) for atoms, *_ in entries]
@@ -115,7 +116,7 @@ def view_of_use(
             is_same = all(view == views[0] for view in views)
             return Split(axis, tuple(sizes), views[0] if is_same else tuple(views))
         n = shape[axis]
-        period = next(p for p in range(1, n + 1) if n % p == 0 and own == own[:p] * (n // p))
+        period = next(p for p in range(1, n + 1) if n % p == 0 and [*own] == [*own[:p]] * (n // p))
         if period == n:
             raise ValueError(f"later products take parts of axis {axis} of unequal sizes, {sizes}")
         repeats: Side = "B" if heads.get(axis) else side

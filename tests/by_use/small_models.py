@@ -25,7 +25,11 @@ from use_models import (
 
 from muon_jax import Split, Unfold
 
-zeros = lambda *shape: jnp.zeros(shape)
+
+def zeros(*shape):
+    return jnp.zeros(shape)
+
+
 KEY = jax.random.key(0)
 TOKENS = jnp.zeros((2, 16), int)
 
@@ -47,7 +51,7 @@ def linen_lstm():
 
     return (
         *linen(L(), zeros(2, 5, 7)),
-        {"/h./kernel": hidden(IN_OUT), "/i./kernel": "input", "Dense_0/kernel": "output"},
+        {"/h./kernel": hidden(), "/i./kernel": "input", "Dense_0/kernel": "output"},
     )
 
 
@@ -61,7 +65,7 @@ def linen_gru_embed():
 
     return (
         *linen(L(), TOKENS),
-        {"Cell.*kernel": hidden(IN_OUT), "Dense_0/kernel": "output", "embedding": "embedding"},
+        {"Cell.*kernel": hidden(), "Dense_0/kernel": "output", "embedding": "embedding"},
     )
 
 
@@ -125,8 +129,9 @@ def nnx_gpt():
         (TOKENS,),
         {
             "(query|key|value)/kernel": hidden(Dims(0, (1, 2))),
+            "(query|key|value)/bias": "vector",
             "out/kernel": hidden(Dims((0, 1), 2)),
-            "/[ud]/kernel": hidden(IN_OUT),
+            "/[ud]/kernel": hidden(),
             "^[ep]/": "embedding",
             "^h/kernel": "output",
         },
@@ -225,8 +230,8 @@ def haiku_transformer():
         p,
         (TOKENS,),
         {
-            "(query|key|value|attention.*linear)/w$": hidden(IN_OUT),
-            "^linear.*/w": hidden(IN_OUT),
+            "(query|key|value|attention.*linear)/w$": hidden(),
+            "^linear.*/w": hidden(),
             "embeddings": "embedding",
             "^o/w": "output",
             "pos": "vector",
@@ -453,11 +458,11 @@ def mla():
         },
         (TOKENS,),
         {
-            "q_a": hidden(IN_OUT),
-            "q_b": hidden(IN_OUT),
+            "q_a": hidden(),
+            "q_b": hidden(),
             "kv_a": hidden(Split(1, (16, 4), IN_OUT)),
             "kv_b": hidden(Unfold(1, (4, 14), Split(2, (8, 6), Dims(0, (1, 2))))),
-            "^o": hidden(IN_OUT),
+            "^o": hidden(),
             "emb": "embedding",
             "head": "output",
         },
@@ -475,7 +480,7 @@ def decoder(qkv, params, expect, post=lambda x: x):
         f,
         {"emb": zeros(50, 32), "o": zeros(32, 32), "head": zeros(32, 50), **params},
         (TOKENS,),
-        {"emb": "embedding", "^o": hidden(IN_OUT), "head": "output", **expect},
+        {"emb": "embedding", "^o": hidden(), "head": "output", **expect},
     )
 
 
@@ -488,7 +493,7 @@ def gqa_repeat_rope():
             jnp.repeat(heads(x @ p["v"], 2), 2, 2),
         ),
         {"q": zeros(32, 32), "k": zeros(32, 16), "v": zeros(32, 16)},
-        {"^[qkv]": hidden(IN_OUT)},
+        {"^[qkv]": hidden()},
     )
 
 
@@ -501,7 +506,7 @@ def rope_other_forms():
             heads(x @ p["v"], 4),
         ),
         {k: zeros(32, 32) for k in "qkv"},
-        {"^[qkv]": hidden(IN_OUT)},
+        {"^[qkv]": hidden()},
     )
 
 
@@ -528,7 +533,7 @@ def gqa_grouped_einsum():
             "head": zeros(32, 50),
         },
         (TOKENS,),
-        {"^[qkv]": hidden(IN_OUT), "^o": "hidden", "emb": "embedding", "head": "output"},
+        {"^[qkv]": hidden(), "^o": "hidden", "emb": "embedding", "head": "output"},
     )
 
 
@@ -638,7 +643,7 @@ def geglu_interleaved():
         (TOKENS,),
         {
             "gu": hidden(Unfold(1, (64, 2), Split(2, (1, 1), Dims(0, (1, 2))))),
-            "down": hidden(IN_OUT),
+            "down": hidden(),
             "emb": "embedding",
             "head": "output",
         },
@@ -691,13 +696,13 @@ def dit():
         (zeros(2, 8, 8, 3), zeros(2)),
         {
             "t1": "input",
-            "t2": hidden(IN_OUT),
+            "t2": hidden(),
             "patch": "input",
             "pos": "vector",
             "blocks/./ada": hidden(Split(1, (32,) * 6, IN_OUT)),
             "^ada": hidden(Split(1, (32, 32), IN_OUT)),
             "out": "output",
-            "blocks/./([qkvo]|up|down)$": hidden(IN_OUT),
+            "blocks/./([qkvo]|up|down)$": hidden(),
         },
     )
 
@@ -747,9 +752,9 @@ def mamba():
             "in": hidden(Split(1, (64, 64), IN_OUT)),
             "conv": "depthwise",
             "^x": hidden(Split(1, (4, 8, 8), IN_OUT)),
-            "dt": hidden(IN_OUT),
+            "dt": hidden(),
             "A_log": "vector",
-            "out": hidden(IN_OUT),
+            "out": hidden(),
             "emb": "embedding",
         },
     )
@@ -788,7 +793,7 @@ def rwkv():
             "head": zeros(32, 50),
         },
         (TOKENS,),
-        {"^[kvro]$": hidden(IN_OUT), "emb": "embedding", "head": "output"},
+        {"^[kvro]$": hidden(), "emb": "embedding", "head": "output"},
     )
 
 
@@ -865,9 +870,10 @@ def vit():
         {
             "Conv_0/k": "input",
             "cls|pos": "vector",
+            "(query|key|value)/bias": "vector",
             "(query|key|value)/k": hidden(Dims(0, (1, 2))),
             "out/k": hidden(Dims((0, 1), 2)),
-            "Dense_[01]/k": hidden(IN_OUT),
+            "Dense_[01]/k": hidden(),
             "Dense_2/k": "output",
         },
     )
@@ -898,7 +904,7 @@ def clip():
             "temp": zeros(),
         },
         (zeros(2, 12), TOKENS),
-        {"i1": "input", "i2|t1|t2": hidden(IN_OUT), "emb": "embedding"},
+        {"i1": "input", "i2|t1|t2": hidden(), "emb": "embedding"},
     )
 
 
@@ -919,7 +925,7 @@ def vae():
         {
             "e1": "input",
             "e2": hidden(Split(1, (8, 8), IN_OUT)),
-            "d1": hidden(IN_OUT),
+            "d1": hidden(),
             "d2": "output",
         },
     )
@@ -938,7 +944,7 @@ def autoencoder_tied():
         ),
         {"w1": zeros(12, 32), "w2": zeros(32, 8)},
         (zeros(4, 12),),
-        {"w1": "output", "w2": hidden(IN_OUT)},
+        {"w1": "output", "w2": hidden()},
     )
 
 
@@ -955,12 +961,13 @@ def ppo():
         f,
         {"t1": zeros(12, 32), "t2": zeros(32, 32), "pi": zeros(32, 5), "v": zeros(32, 1)},
         (zeros(4, 12), jnp.zeros(4, int)),
-        {"t1": "input", "t2": hidden(IN_OUT), "pi|v": "output"},
+        {"t1": "input", "t2": hidden(), "pi|v": "output"},
     )
 
 
 @model
-def ppo_continuous_tanh_gaussian():
+def actor_that_feeds_a_critic():
+    """Documented: in one flat loss the actor's head is a hidden layer. Pass each network by itself."""
 
     def f(p, o, k):
         h = jnp.tanh(jnp.tanh(o @ p["t1"]) @ p["t2"])
@@ -979,7 +986,13 @@ def ppo_continuous_tanh_gaussian():
             "q2": zeros(32, 1),
         },
         (zeros(4, 12), KEY),
-        {"t1": "input", "t2": hidden(IN_OUT), "pi": "output", "q1": "input", "q2": "output"},
+        {
+            "t1": "input",
+            "t2": hidden(),
+            "pi": hidden(Split(1, (3, 3), IN_OUT)),
+            "q1": hidden(),
+            "q2": "output",
+        },
     )
 
 
@@ -1016,7 +1029,7 @@ def detr():
             "blocks": [{n: zeros(32, 32) for n in "qkvo"}] * 2,
         },
         (zeros(2, 16, 12),),
-        {"inp": "input", "query": "vector", "cls|b2": "output", "b1|m1|m2|blocks": hidden(IN_OUT)},
+        {"inp": "input", "query": "vector", "cls|b2": "output", "b1|m1|m2|blocks": hidden()},
     )
 
 
@@ -1042,7 +1055,7 @@ def perceiver_unbatched():
             **{n: zeros(32, 32) for n in "qkvo"},
         },
         (zeros(2, 16, 12),),
-        {"inp": "input", "lat": "latents", "head": "output", "^[qkvo]$": hidden(IN_OUT)},
+        {"inp": "input", "lat": "latents", "head": "output", "^[qkvo]$": hidden()},
     )
 
 
@@ -1064,7 +1077,7 @@ def gnn():
             "out": zeros(16, 2),
         },
         (zeros(6, 5), jnp.zeros(9, int), jnp.zeros(9, int)),
-        {"inp": "input", "layers": hidden(IN_OUT), "out": "output"},
+        {"inp": "input", "layers": hidden(), "out": "output"},
     )
 
 
@@ -1080,7 +1093,7 @@ def lora_merged():
             "head": zeros(32, 50),
         },
         (TOKENS,),
-        {"w": hidden(IN_OUT), "^[ab]$": "factor", "emb": "embedding", "head": "output"},
+        {"w": hidden(), "^[ab]$": "factor", "emb": "embedding", "head": "output"},
     )
 
 
@@ -1101,7 +1114,7 @@ def lora_beside():
             "head": zeros(32, 50),
         },
         (TOKENS,),
-        {"w": hidden(IN_OUT), "^[ab]$": hidden(IN_OUT), "emb": "embedding", "head": "output"},
+        {"w": hidden(), "^[ab]$": hidden(), "emb": "embedding", "head": "output"},
     )
 
 
@@ -1134,7 +1147,7 @@ def weight_norms():
             "out": zeros(32, 3),
         },
         (zeros(4, 12),),
-        {"in": "input", "v|ws|sn|q": hidden(IN_OUT), "out": "output", "^g": "vector"},
+        {"in": "input", "v|ws|sn|q": hidden(), "out": "output", "^g": "vector"},
     )
 
 
@@ -1154,7 +1167,7 @@ def linen_spectral_norm():
         lambda p, b, x: m.apply({"params": p, "batch_stats": b}, x, mutable=["batch_stats"]),
         v["params"],
         (v["batch_stats"], zeros(2, 8)),
-        {"Dense_2/kernel": "input", "Dense_1/kernel": hidden(IN_OUT), "Dense_0/kernel": "output"},
+        {"Dense_2/kernel": "input", "Dense_1/kernel": hidden(), "Dense_0/kernel": "output"},
     )
 
 
@@ -1171,7 +1184,7 @@ def mixed_precision_tied():
         f,
         {"emb": zeros(50, 32), "up": zeros(32, 64), "down": zeros(64, 32)},
         (TOKENS,),
-        {"up|down": hidden(IN_OUT), "emb": "embedding"},
+        {"up|down": hidden(), "emb": "embedding"},
     )
 
 
@@ -1196,7 +1209,12 @@ def linen_scan_axis1():
 
     return (
         *linen(N(), zeros(4, 12)),
-        {"Scan.*kernel": hidden(Dims(0, 2)), "^Dense_0/k": "input", "^Dense_1/k": "output"},
+        {
+            "Scan.*bias": "vector",
+            "Scan.*kernel": hidden(Dims(0, 2)),
+            "^Dense_0/k": "input",
+            "^Dense_1/k": "output",
+        },
     )
 
 
@@ -1223,7 +1241,7 @@ def stacked_then_scanned():
         f,
         {"in": zeros(12, 32), "l": [{"w": zeros(32, 32)}] * 3, "out": zeros(32, 5)},
         (zeros(4, 12),),
-        {"in": "input", "l/": hidden(IN_OUT), "out": "output"},
+        {"in": "input", "l/": hidden(), "out": "output"},
     )
 
 
@@ -1233,7 +1251,7 @@ def lax_map():
         lambda p, x: jax.lax.map(lambda x: jnp.tanh(jnp.tanh(x @ p["in"]) @ p["w"]) @ p["out"], x),
         {"in": zeros(12, 32), "w": zeros(32, 32), "out": zeros(32, 5)},
         (zeros(4, 12),),
-        {"in": "input", "w": hidden(IN_OUT), "out": "output"},
+        {"in": "input", "w": hidden(), "out": "output"},
     )
 
 
@@ -1282,7 +1300,7 @@ def mlp(p, x):
 MLP = {"in": zeros(12, 32), "w": zeros(32, 32), "out": zeros(32, 5)}
 
 
-MLP_X = {"in": "input", "w": hidden(IN_OUT), "out": "output"}
+MLP_X = {"in": "input", "w": hidden(), "out": "output"}
 
 
 @model
@@ -1326,7 +1344,7 @@ def shard_mapped():
         lambda p, x: blk(jnp.tanh(x @ p["in"]), p["w"], p["o"]) @ p["out"],
         {**MLP, "o": zeros(32, 32)},
         (zeros(4, 12),),
-        {"in": "input", "w": hidden(IN_OUT), "^o$": hidden(IN_OUT), "out": "output"},
+        {"in": "input", "w": hidden(), "^o$": hidden(), "out": "output"},
     )
 
 
@@ -1344,7 +1362,7 @@ def shard_mapped_2_abstract():
         lambda p, x: blk(jnp.tanh(x @ p["in"]), p["w"], p["o"]) @ p["out"],
         {**MLP, "o": zeros(32, 32)},
         (zeros(4, 12),),
-        {"in": "input", "w": hidden(IN_OUT), "^o$": hidden(IN_OUT), "out": "output"},
+        {"in": "input", "w": hidden(), "^o$": hidden(), "out": "output"},
     )
 
 
@@ -1365,7 +1383,7 @@ def onehot_embedding():
         lambda p, t: jax.nn.silu(jax.nn.one_hot(t, 50) @ p["emb"] @ p["w"]) @ p["out"],
         {"emb": zeros(50, 32), "w": zeros(32, 32), "out": zeros(32, 50)},
         (TOKENS,),
-        {"emb": "embedding", "w": hidden(IN_OUT), "out": "output"},
+        {"emb": "embedding", "w": hidden(), "out": "output"},
     )
 
 
@@ -1377,7 +1395,7 @@ def neural_ode():
         ),
         {"a": zeros(8, 32), "b": zeros(32, 32), "c": zeros(32, 8)},
         (zeros(4, 8),),
-        {"b": hidden(IN_OUT)},
+        {"[abc]": hidden()},  # the last layer of a step feeds the next one
     )
 
 
@@ -1398,7 +1416,7 @@ def decoder_feeds_back():
         f,
         {"emb": zeros(50, 16), "hh": zeros(32, 32), "ih": zeros(16, 32), "out": zeros(32, 50)},
         (jnp.zeros(2, int),),
-        {"emb": "embedding", "hh|ih": hidden(IN_OUT), "out": "output"},
+        {"emb": "embedding", "hh|ih": hidden(), "out": "output"},
     )
 
 
@@ -1412,7 +1430,7 @@ def shared_universal():
         )(p["emb"][t]),
         {"emb": zeros(50, 32), "w": zeros(32, 32), "head": zeros(32, 50)},
         (TOKENS,),
-        {"w": hidden(IN_OUT), "emb": "embedding", "head": "output"},
+        {"w": hidden(), "emb": "embedding", "head": "output"},
     )
 
 
@@ -1445,7 +1463,7 @@ def relative_position_xl():
             "head": zeros(32, 50),
         },
         (TOKENS,),
-        {"^[qkvro]$": hidden(IN_OUT), "^(u|vb)$": "vector", "emb": "embedding", "head": "output"},
+        {"^[qkvro]$": hidden(), "^(u|vb)$": "vector", "emb": "embedding", "head": "output"},
     )
 
 
@@ -1469,7 +1487,7 @@ def t5_bias_dropout():
             "head": zeros(32, 50),
         },
         (TOKENS, KEY),
-        {"^[qkvo]$": hidden(IN_OUT), "bias|emb": "embedding", "head": "output"},
+        {"^[qkvo]$": hidden(), "bias|emb": "embedding", "head": "output"},
     )
 
 
@@ -1484,5 +1502,5 @@ def attention_library():
             ),
         ),
         {k: zeros(32, 32) for k in "qkv"},
-        {"^[qkv]": hidden(IN_OUT)},
+        {"^[qkv]": hidden()},
     )

@@ -1,15 +1,76 @@
-"""`by_use` on models of all kinds: each parameter has the role and the view that its source says."""
+"""`by_use` on models of all kinds: each parameter has the role and the view its source says."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import real_language_models  # noqa: F401
 import real_other_models  # noqa: F401
 import real_vision_models  # noqa: F401
-from use_models import MODELS, differences
+import small_models  # noqa: F401
+from use_models import MODELS, REAL_SIZE, differences
 
-from muon_jax import by_use
+from muon_jax import Split, Unfold, by_use, muon
+from muon_jax._trees import path_name
+
+BIT_FOR_BIT = (
+    "nnx_gpt",
+    "eqx_lstm",
+    "haiku_transformer",
+    "moe_ragged",
+    "mla",
+    "gqa_fused_grouped",
+    "swiglu_fused_alibi_remat",
+    "dit",
+    "mamba",
+    "vit",
+    "grouped_conv",
+    "neox_interleaved",
+)
+
+
+def test_many_models_are_at_real_size():
+    assert len(REAL_SIZE) >= 40
+    assert len(MODELS) - len(REAL_SIZE) >= 60
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_parameter_has_its_role_and_view(name):
     fn, params, inputs, expected = MODELS[name]()
     assert not differences(by_use(fn, params, *inputs).parameters, expected)
+
+
+def hand_written(routes, params, expected):
+    """The views of `expected`; where it has no more than a role, a matrix of two axes."""
+    import re
+
+    def view_of(path, leaf):
+        wanted = next((w for p, w in expected.items() if re.search(p, path_name(path))), None)
+        if np.ndim(leaf) < 2 or wanted is None or isinstance(wanted, str) and wanted != "input":
+            return None
+        return routes[path_name(path)].view if wanted == "input" else wanted[1]
+
+    return jax.tree.map_with_path(view_of, params)
+
+
+@pytest.mark.parametrize("name", BIT_FOR_BIT)
+def test_updates_are_those_of_hand_written_views(name):
+    fn, params, inputs, expected = MODELS[name]()
+    params = jax.tree.map(jnp.asarray, params)
+    keys = jax.random.split(jax.random.key(0), len(jax.tree.leaves(params)))
+    keys = jax.tree.unflatten(jax.tree.structure(params), [*keys])
+    grads = jax.tree.map(lambda x, k: jax.random.normal(k, x.shape, x.dtype), params, keys)
+    routes = by_use(fn, params, *inputs)
+
+    def updates(views):
+        optimizer = muon(0.02, muon_weight_dimension_numbers=views)
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    written = hand_written(routes, params, expected)
+    by_hand = lambda _: written  # noqa: E731
+    assert any(
+        isinstance(v, tuple | Split | Unfold) for v in jax.tree.leaves(written, is_leaf=bool)
+    )
+    found, wanted = updates(routes), updates(by_hand)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,308 @@
+"""What is not clear raises, says what was seen, and has a rule that mends it."""
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from optax.contrib import MuonDimensionNumbers
+from use_models import IN_OUT, conv, f32, heads, i32, norm
+
+import muon_jax
+from muon_jax import Split, Unfold, by_role, by_use, muon
+
+X = f32(4, 16)
+MLP = {"a": f32(16, 32), "w": f32(32, 32), "out": f32(32, 4)}
+
+
+def mlp(p, x, product=jnp.matmul):
+    return jnp.tanh(product(jnp.tanh(x @ p["a"]), p["w"])) @ p["out"]
+
+
+def raises_and_is_mended(fn, params, *inputs, path, says, rule=None):
+    """The error names the parameter, and the rule that it shows decides it."""
+    with pytest.raises(ValueError, match=says) as caught:
+        by_use(fn, params, *inputs)
+    message = str(caught.value)
+    assert f"by_use cannot decide on {path}" in message
+    code = message.split("pass rules=")[1].split(", with None")[0]
+    rules = eval(code, {"MuonDimensionNumbers": MuonDimensionNumbers})
+    assert rules == {rule or rf"^{path}$": None}
+    routes = by_use(fn, params, *inputs, rules=rules)
+    assert (routes[path].role, routes[path].view) == ("rule", None)
+    mended = by_use(fn, params, *inputs, rules=dict.fromkeys(rules, IN_OUT))
+    assert mended[path].view == IN_OUT
+    assert {r.path for r in mended.parameters if r.role == "rule"} == {path}
+
+
+def test_used_in_two_ways():
+    def fn(p, t):
+        x = p["emb"][t]
+        one = jnp.einsum("btd,hdk->bthk", x, p["w"]).sum((2, 3))
+        return one + jnp.einsum("bth,hdk->btdk", x[..., :8], p["w"]).sum((2, 3))
+
+    raises_and_is_mended(
+        fn,
+        {"emb": f32(50, 32), "w": f32(8, 32, 4)},
+        i32(2, 16),
+        path="w",
+        says="one product contracts axis 1, keeps axes 0 and 2, another contracts axis 0",
+    )
+
+
+def in_pallas(x, w):
+    def kernel(x, w, o):
+        o[...] = x[...] @ w[...]
+
+    shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    return pl.pallas_call(kernel, out_shape=shape)(x, w)
+
+
+def in_callback(x, w):
+    shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    return jax.pure_callback(np.matmul, shape, x, w)
+
+
+def in_ffi(x, w):
+    shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    return jax.ffi.ffi_call("a_product", shape)(x, w)
+
+
+def partitioned(x, w):
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    product = custom_partitioning(jnp.matmul)
+    product.def_partition(
+        partition=lambda *_: None,
+        infer_sharding_from_operands=lambda *_: None,
+        sharding_rule="b i, i o -> b o",
+    )
+    return product(x, w)
+
+
+@pytest.mark.parametrize(
+    ("product", "name"),
+    [
+        (in_pallas, "pallas_call"),
+        (in_callback, "pure_callback"),
+        (in_ffi, "ffi_call"),
+        (partitioned, "custom_partitioning"),
+        (lambda x, w: x @ jnp.cumsum(w, 0), "cumsum"),
+        (lambda x, w: x @ jnp.sort(w, 0), "sort"),
+        (lambda x, w: x @ jnp.linalg.qr(w)[0], "householder_product|geqrf|qr"),
+        (lambda x, w: x @ jax.lax.linalg.cholesky(w), "cholesky"),
+        (lambda x, w: x @ w.reshape(48, -1)[:32, :20].reshape(32, 20), "reshape"),
+    ],
+)
+def test_opaque(product, name):
+    params = {"a": f32(16, 32), "w": f32(32, 32), "out": f32(32, 4)}
+    if name == "reshape":
+        params = {"a": f32(16, 32), "w": f32(32, 30), "out": f32(20, 4)}
+    raises_and_is_mended(
+        lambda p, x: mlp(p, x, product),
+        params,
+        X,
+        path="w",
+        says=rf"({name}).* takes it, and does not show what for",
+    )
+
+
+def test_activations_may_go_through_opaque_calls():
+    def fn(p, x):
+        h = jnp.tanh(x @ p["a"])
+        h = in_pallas(h, (h.T @ h) @ jnp.ones((32, 32)))
+        return jnp.tanh(h @ p["w"]) @ p["out"]
+
+    assert by_use(fn, MLP, X)["w"].view == IN_OUT
+    assert by_use(fn, MLP, X)["a"].view == IN_OUT
+
+
+def modulated_convolution(p, z):
+    w = p["w"][None] * (z @ p["style"])[:, None, None, :, None]
+    w = w * jax.lax.rsqrt((w**2).sum((1, 2, 3), keepdims=True) + 1e-6)
+    x = jnp.ones((1, 8, 8, 64))
+    y = conv(x, w.transpose(1, 2, 3, 0, 4).reshape(3, 3, 16, 64), groups=4)
+    return y.reshape(8, 8, 4, 16) @ p["rgb"]
+
+
+def modulated_product(p, z):
+    w = p["w"] * (z @ p["style"])[:, :, None]
+    return jnp.tanh(jnp.einsum("bi,bio->bo", z @ p["style"], w)) @ p["rgb"]
+
+
+def product_by_hand(p, z):
+    h = jnp.tanh(z @ p["style"])
+    return jnp.tanh((h[:, :, None] * p["w"]).sum(1)) @ p["rgb"]
+
+
+def product_by_hand_with_vmap(p, z):
+    h = jnp.tanh(z @ p["style"])
+    return jnp.tanh(jax.vmap(lambda h: (h[:, None] * p["w"]).sum(0))(h)) @ p["rgb"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape"),
+    [
+        (modulated_convolution, (3, 3, 16, 16)),
+        (modulated_product, (16, 16)),
+        (product_by_hand, (16, 16)),
+        (product_by_hand_with_vmap, (16, 16)),
+    ],
+)
+def test_modulated_weights(fn, shape):
+    params = {"style": f32(16, 16), "w": f32(*shape), "rgb": f32(16, 3)}
+    raises_and_is_mended(
+        fn, params, X, path="w", says="multiplied by data, entry by entry, before a product takes"
+    )
+
+
+def test_scales_of_heads_are_no_modulated_weights():
+    def fn(p, x):
+        h = heads(x @ p["a"], 4)
+        a = jax.nn.softmax((h * p["scale"]).sum(-1))
+        return (norm(h * p["scale"]) * a[..., None]).reshape(4, 32) @ p["out"]
+
+    params = {"a": f32(16, 32), "scale": f32(4, 8), "out": f32(32, 4)}
+    assert by_use(fn, params, X)["scale"].role == "vector"
+
+
+def actor_critic(p, x):
+    h = jnp.tanh(jnp.tanh(x @ p["actor"]["l0"]) @ p["actor"]["l1"])
+    action = jnp.tanh(h @ p["actor"]["l2"])
+    q = jnp.tanh(jnp.concatenate([x, action], -1) @ p["critic"]["l0"]) @ p["critic"]["l1"]
+    return -q.mean()
+
+
+ACTOR_CRITIC = {
+    "actor": {"l0": f32(16, 32), "l1": f32(32, 32), "l2": f32(32, 6)},
+    "critic": {"l0": f32(22, 32), "l1": f32(32, 1)},
+}
+
+
+def test_an_actor_that_feeds_a_critic():
+    raises_and_is_mended(
+        actor_critic,
+        ACTOR_CRITIC,
+        X,
+        path="actor/l2",
+        says="feed critic: .* pass by_use the forward pass of each network by itself",
+    )
+
+
+def test_networks_by_themselves_need_no_rule():
+    def actor(p, x):
+        return jnp.tanh(jnp.tanh(x @ p["l0"]) @ p["l1"]) @ p["l2"]
+
+    routes = by_use(actor, ACTOR_CRITIC["actor"], X)
+    assert [r.role for r in routes.parameters] == ["input", "hidden", "output"]
+
+
+def test_entries_that_an_index_array_hides():
+    """Falcon's form: the parts of k and v are not known, so q alone must not be a part."""
+
+    def fn(p, x):
+        fused = heads(jnp.tanh(x @ p["a"]) @ p["qkv"], 6)
+        q, k, v = fused[:, :-2], fused[:, np.array([-2])], fused[:, np.array([-1])]
+        return (jnp.einsum("bhd,bkd->bhk", q, k) * v).reshape(4, -1) @ p["out"]
+
+    params = {"a": f32(16, 32), "qkv": f32(32, 48), "out": f32(32, 4)}
+    raises_and_is_mended(fn, params, X, path="qkv", says="relayout such as indexing by an array")
+
+
+def test_a_rule_that_decides_nothing():
+    with pytest.raises(
+        ValueError, match=r"rule 'nothing' decides nothing: it matches none of the 3"
+    ):
+        by_use(mlp, MLP, X, rules={"nothing": None})
+    with pytest.raises(ValueError, match=r"rule '\^w' decides nothing: it is behind rules that"):
+        by_use(mlp, MLP, X, rules={"w$": None, "^w": IN_OUT})
+
+
+def test_leaves_that_are_no_arrays():
+    with pytest.raises(TypeError):
+        by_use(mlp, {**MLP, "name": "mlp"}, X)
+    with pytest.raises(TypeError):
+        by_use(mlp, MLP, X, rules=["w"])
+
+
+def test_routes_of_other_parameters():
+    routes = by_use(mlp, MLP, X)
+    with pytest.raises(ValueError, match=r"by_use saw no parameter 'b' of shape \(2, 2\)"):
+        routes({"b": jnp.ones((2, 2))})
+    with pytest.raises(ValueError, match=r"by_use saw no parameter 'w' of shape \(2, 32, 32\)"):
+        routes({**MLP, "w": jnp.ones((2, 32, 32))})
+    with pytest.raises(KeyError):
+        routes["b"]
+
+
+def fused(p, x):
+    gate, up = jnp.split(jnp.tanh(x @ p["a"]) @ p["gate_up"], 2, -1)
+    h = jax.nn.silu(gate[..., ::2]) * up[..., 1::2] + 0 * gate[..., 1::2] * up[..., ::2]
+    pairs = h @ p["pairs"]
+    return (pairs[..., ::2] * pairs[..., 1::2]) @ p["out"] + p["bias"]
+
+
+FUSED = {
+    "a": f32(16, 32),
+    "gate_up": f32(32, 64),
+    "pairs": f32(16, 40),
+    "out": f32(20, 4),
+    "bias": f32(4),
+}
+
+
+@pytest.mark.parametrize(("fn", "params"), [(mlp, MLP), (fused, FUSED)])
+def test_pickles_and_pastes(fn, params):
+    routes = by_use(fn, params, X)
+    again = pickle.loads(pickle.dumps(routes))
+    assert again == routes and again(params) == routes(params)
+    table, code = str(routes).split("\n\n")
+    lines = table.splitlines()
+    assert lines[0].split() == ["path", "shape", "role", "view", "reason"]
+    assert len(lines) == 1 + len(params)
+    assert any("contracts axis 0, keeps axis 1" in line for line in lines)
+    names = {
+        "by_role": functools.partial(functools.partial, by_role),  # by_role(rules=…) needs params
+        "Split": Split,
+        "Unfold": Unfold,
+        "MuonDimensionNumbers": MuonDimensionNumbers,
+    }
+    assert eval(code, names)(params) == routes(params)
+
+
+def test_a_tree_of_views_in_the_shape_of_an_equinox_module():
+    """It is callable, as the module is, and still a tree."""
+    import equinox as eqx
+
+    module = eqx.nn.MLP(16, 4, 32, 2, key=jax.random.key(0))
+    params, static = eqx.partition(module, eqx.is_array)
+    routes = by_use(lambda p, x: jax.vmap(eqx.combine(p, static))(x), params, jnp.ones((2, 16)))
+    views = routes(params)
+    assert callable(views)
+    grads = jax.tree.map(jnp.ones_like, params)
+
+    def updates(views, **arguments):
+        optimizer = muon(0.02, muon_weight_dimension_numbers=views, **arguments)
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    wanted = jax.tree.leaves(updates(routes))
+    for found in (
+        updates(views),
+        updates(views, shardings=jax.tree.map(lambda x: x.sharding, params)),
+    ):
+        for a, b in zip(jax.tree.leaves(found), wanted, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_integers_are_unused():
+    params = {**MLP, "table": i32(3, 3)}
+    routes = by_use(lambda p, x: mlp(p, x) * p["table"].sum(), params, X)
+    assert (routes["table"].role, routes["table"].view) == ("unused", None)
+
+
+def test_the_public_names():
+    assert muon_jax.by_use is by_use
+    assert by_use(mlp, MLP, X).__class__ is muon_jax.Routes
