@@ -311,14 +311,15 @@ class Follower:
                 found = dataclasses.replace(found, hidden=found.hidden | _hidden(name, xs, pieces))
             found = dataclasses.replace(found, modulated=modulated, beside_inputs=beside)
             return dataclasses.replace(found, **flags)
-        if name.startswith(REDUCTIONS):  # a norm of a weight, say
+        is_reduction = name.startswith(REDUCTIONS) and "axes" in params
+        is_sum = name == "reduce_sum" and any(len(source_axes(p)) > 1 for p in pieces[0])
+        if is_reduction and not is_sum:  # a norm of a weight, say
             frontier = as_activation(xs[0]).frontier
             return Value(is_data=xs[0].is_data, frontier=frontier, **flags)
         for k in weights:
-            is_lost = name not in ("gather", "dynamic_slice") and _hidden(
-                name, [xs[k]], [pieces[k]]
-            )
-            if name not in ELEMENTWISE or is_lost:
+            may_lose = is_sum or name in ("gather", "dynamic_slice")
+            is_lost = not may_lose and _hidden(name, [xs[k]], [pieces[k]])
+            if name not in ELEMENTWISE and not is_sum or is_lost:
                 self._note(xs[k], f"opaque {name}")
         if len(xs) == 1:
             return dataclasses.replace(xs[0].with_pieces(pieces[0]), **flags)

@@ -118,7 +118,8 @@ def view_of_use(
         n = shape[axis]
         period = next(p for p in range(1, n + 1) if n % p == 0 and [*own] == [*own[:p]] * (n // p))
         if period == n:
-            raise ValueError(f"later products take parts of axis {axis} of unequal sizes, {sizes}")
+            shown = f"{sizes[:5]}"[:-1] + ", …]" if len(sizes) > 5 else f"{sizes}"
+            raise ValueError(f"later products take parts of axis {axis} of unequal sizes, {shown}")
         repeats: Side = "B" if heads.get(axis) else side
         inner = of_axes(axis - 1, (repeats, side, *sides))
         split = Split(axis + 1, tuple(_runs(own[:period])), inner)
