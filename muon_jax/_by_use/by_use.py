@@ -101,18 +101,19 @@ def by_use(
         routes = by_use(loss, params, batch)
         optimizer = muon(0.02, muon_weight_dimension_numbers=routes)
 
-    | role      | what the model does                                                  | who has it |
-    | --------- | -------------------------------------------------------------------- | ---------- |
-    | hidden    | contracts some axes, keeps others                                    | Muon       |
-    | input     | the same, with the inputs                                            | Muon       |
-    | output    | no product with a parameter follows on the way to the outputs        | AdamW      |
-    | embedding | rows are looked up, or it meets a one-hot encoding; tied or not      | AdamW      |
-    | router    | the outputs choose, by `top_k`, sorting or a maximum, among experts  | AdamW      |
-    | factor    | multiplied with another parameter, as in LoRA                        | AdamW      |
-    | depthwise | filters of one input each                                            | AdamW      |
-    | latents   | stands in the place of an activation, as learned queries do          | AdamW      |
-    | vector    | used entry by entry, or has one input or one output                  | AdamW      |
-    | unused    | has no effect on the outputs, or is of integers                      | AdamW      |
+    | role      | what the model does                                               | who has it |
+    | --------- | ----------------------------------------------------------------- | ---------- |
+    | hidden    | contracts some axes and keeps others                              | Muon       |
+    | input     | the same, with the inputs of the model                            | Muon       |
+    | output    | no product with a parameter follows on the way to the outputs     | AdamW      |
+    | embedding | looks rows up, by index or by a one-hot encoding; tied or not     | AdamW      |
+    | router    | its outputs choose, by `top_k`, sorting or a maximum: experts,    | AdamW      |
+    |           | or the categories of a discrete latent                            |            |
+    | factor    | multiplies it with another parameter, as in merged LoRA           | AdamW      |
+    | depthwise | convolves with filters of one input each                          | AdamW      |
+    | latents   | uses it in place of an activation, like learned queries           | AdamW      |
+    | vector    | uses it entry by entry, or it has one input or one output         | AdamW      |
+    | unused    | it has no effect on the outputs, or holds integers                | AdamW      |
 
     Axes that a product batches, such as experts, stacked layers or ensembles, hold a matrix for
     each index. Where later products take parts of the outputs, as of fused q, k and v, of gate and
@@ -162,8 +163,8 @@ def by_use(
         groups = groups_of_unknown(unclear, known)
         code = ", ".join(_entries(rules or {}, groups))
         raise ValueError(
-            f"by_use cannot decide on {listed(groups)}: pass rules={{{code}}}, with None for AdamW or a"
-            " view for Muon, such as MuonDimensionNumbers(-2, -1) for matrices in the last two axes"
+            f"by_use cannot decide on {listed(groups)}: pass rules={{{code}}}, with None for AdamW"
+            " or a view for Muon, such as MuonDimensionNumbers(-2, -1) for matrices in the last two axes"
         )
     if per_head and not any("heads" in r.reason for r in found if r.role in MUON):
         raise ValueError(

@@ -41,7 +41,7 @@ class Value:
     """What an array of the program is made of.
 
     Attributes:
-        pieces: boxes of it, whose source is a parameter in a weight, and a product in an activation.
+        pieces: boxes of it. Their sources are parameters in a weight, products in an activation.
         is_weight: whether it is a relayout or a reparametrization of parameters.
         frontier: the products that it comes from with no product between; -1 - i for rows that were
             looked up in parameter i.

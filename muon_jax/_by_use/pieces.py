@@ -1,9 +1,9 @@
-"""Where the entries of a value come from: boxes of it whose axes are digits of the axes of a source.
+"""Where the entries of a value come from: boxes whose axes are digits of the axes of a source.
 
-A source is a parameter, or the output of a product with one. `x.reshape(…, heads, dim)` of an output
-with axis 1 of a weight makes two axes of it, both of atoms of axis 1: heads (stride dim) and dim
-(stride 1). Reshapes, transposes, slices and the like only move atoms, so a later operation shows
-which indices of which axis it takes, whatever happened in between.
+A source is a parameter, or the output of a product with one. If an axis of an activation comes from
+axis 1 of a weight, `x.reshape(…, heads, dim)` turns it into two axes of atoms of axis 1: heads
+(stride dim) and dim (stride 1). Reshapes, transposes and slices only move atoms, so a later
+operation shows which indices of which axis it takes, whatever happened in between.
 """
 
 import math

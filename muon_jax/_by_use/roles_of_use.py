@@ -87,7 +87,7 @@ class Roles:
         }
         return latents, {a for pair in pairs if not pair & latents for a in pair}
 
-    def _axes_of_experts(self) -> set[tuple[int, int]]:
+    def _axes_of_experts(self) -> set[tuple[int, int | None]]:
         """The axes of experts: those that weights batch, or that meet what a router chooses."""
         seen, shapes = self._seen, self._shapes
         found = {(leaf, axis) for leaf, axis, n in seen.batched if n == shapes[leaf][axis]}
@@ -174,7 +174,7 @@ class Roles:
         )
 
     def _feeds_another_network(self, i: int) -> bool:
-        """Whether outputs go, with the inputs, into another module at the top of the tree alone.
+        """Whether outputs, joined with the inputs, go into one other module at the top alone.
 
         An actor's last layer does so where a loss has the critic judge its action.
         """

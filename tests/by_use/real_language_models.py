@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import nnx
+from flax.linen.spmd import with_logical_constraint
 from optax.contrib import MuonDimensionNumbers as Dims
 from use_models import (
     IN_OUT,
@@ -533,7 +534,9 @@ class EncoderDecoderBlock(nn.Module):
     def __call__(self, x, encoded=None, train=True):
         mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
         y = nn.LayerNorm()(x)
-        y = nn.SelfAttention(16, dropout_rate=0.1, deterministic=not train)(y, mask=mask)
+        y = nn.MultiHeadDotProductAttention(16, dropout_rate=0.1, deterministic=not train)(
+            y, mask=mask
+        )
         x = x + nn.Dropout(0.1, deterministic=not train)(y)
         if encoded is not None:
             y = nn.LayerNorm()(x)
@@ -864,10 +867,10 @@ def rwkv6():
             )
             g = jax.nn.silu(g @ b["g"])
 
-            def step(s, i):
+            def step(s, i, u=b["u"]):
                 r, k, v, w = i
                 kv = k[..., :, None] * v[..., None, :]
-                y = jnp.einsum("bhi,bhij->bhj", r, s + b["u"][..., None] * kv)
+                y = jnp.einsum("bhi,bhij->bhj", r, s + u[..., None] * kv)
                 return s * w[..., None] + kv, y
 
             swapped = [a.swapaxes(0, 1) for a in (r, k, v, w)]
@@ -916,7 +919,7 @@ def xlstm():
         for b in p["layers"]:
             gates = norm(x) @ b["w"]
 
-            def step(s, gate):
+            def step(s, gate, b=b):
                 c, h = s
                 own = jnp.einsum("bhd,hdge->bghe", heads(h, n), b["r"]).reshape(2, 4 * d)
                 i, f, z, o = jnp.split(gate + own + b["bias"], 4, -1)
@@ -1019,7 +1022,7 @@ def maxtext_attention_scanned_axis_1():
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x, _):
-            y = nn.with_logical_constraint(nn.RMSNorm()(x), ("batch", "length", "embed"))
+            y = with_logical_constraint(nn.RMSNorm()(x), ("batch", "length", "embed"))
             qkv = nn.DenseGeneral((3, 16, 128), use_bias=False, name="qkv_proj")(y)
             q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
             o = attention(rope(q), rope(k), v)

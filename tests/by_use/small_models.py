@@ -98,29 +98,29 @@ def nnx_lstm():
 def nnx_gpt():
 
     class Bl(nnx.Module):
-        def __init__(s, g):
-            s.a = nnx.MultiHeadAttention(4, 32, rngs=g, decode=False)
-            s.n1 = nnx.LayerNorm(32, rngs=g)
-            s.n2 = nnx.LayerNorm(32, rngs=g)
-            s.u = nnx.Linear(32, 64, rngs=g)
-            s.d = nnx.Linear(64, 32, rngs=g)
+        def __init__(self, g):
+            self.a = nnx.MultiHeadAttention(4, 32, rngs=g, decode=False)
+            self.n1 = nnx.LayerNorm(32, rngs=g)
+            self.n2 = nnx.LayerNorm(32, rngs=g)
+            self.u = nnx.Linear(32, 64, rngs=g)
+            self.d = nnx.Linear(64, 32, rngs=g)
 
-        def __call__(s, x):
-            x = x + s.a(s.n1(x), mask=nn.make_causal_mask(jnp.ones(x.shape[:2])))
-            return x + s.d(jax.nn.gelu(s.u(s.n2(x))))
+        def __call__(self, x):
+            x = x + self.a(self.n1(x), mask=nn.make_causal_mask(jnp.ones(x.shape[:2])))
+            return x + self.d(jax.nn.gelu(self.u(self.n2(x))))
 
     class G(nnx.Module):
-        def __init__(s, g):
-            s.e = nnx.Embed(50, 32, rngs=g)
-            s.p = nnx.Embed(16, 32, rngs=g)
-            s.b = nnx.List([Bl(g), Bl(g)])
-            s.h = nnx.Linear(32, 50, rngs=g)
+        def __init__(self, g):
+            self.e = nnx.Embed(50, 32, rngs=g)
+            self.p = nnx.Embed(16, 32, rngs=g)
+            self.b = nnx.List([Bl(g), Bl(g)])
+            self.h = nnx.Linear(32, 50, rngs=g)
 
-        def __call__(s, t):
-            x = s.e(t) + s.p(jnp.arange(t.shape[1]))
-            for b in s.b:
+        def __call__(self, t):
+            x = self.e(t) + self.p(jnp.arange(t.shape[1]))
+            for b in self.b:
                 x = b(x)
-            return s.h(x)
+            return self.h(x)
 
     g, p, rest = nnx.split(G(nnx.Rngs(0)), nnx.Param, ...)
     return (
@@ -431,7 +431,7 @@ def moe_gathered():
 
 @model
 def mla():
-    h, nope, rp, v = (4, 8, 4, 6)
+    h, nope, rp = (4, 8, 4)
 
     def f(p, t):
         x = p["emb"][t]
@@ -766,7 +766,10 @@ def rwkv():
     def f(p, t):
         x = p["emb"][t]
         xx = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-        mix = lambda m: x * m + xx * (1 - m)
+
+        def mix(m):
+            return x * m + xx * (1 - m)
+
         k, v, rr = (
             mix(p["mk"]) @ p["k"],
             mix(p["mv"]) @ p["v"],
@@ -802,7 +805,7 @@ def unet():
 
     class U(nn.Module):
         @nn.compact
-        def __call__(s, x):
+        def __call__(self, x):
             a = nn.relu(nn.Conv(8, (3, 3))(x))
             b = nn.relu(nn.Conv(16, (3, 3), (2, 2))(a))
             c = nn.relu(nn.Conv(16, (3, 3))(b))
@@ -825,7 +828,7 @@ def resnet_bn():
 
     class N(nn.Module):
         @nn.compact
-        def __call__(s, x):
+        def __call__(self, x):
             x = nn.relu(nn.BatchNorm(False)(nn.Conv(8, (3, 3))(x)))
             y = nn.relu(nn.BatchNorm(False)(nn.Conv(16, (3, 3), (2, 2))(x)))
             y = nn.BatchNorm(False)(nn.Conv(16, (3, 3))(y))
@@ -833,7 +836,10 @@ def resnet_bn():
 
     m = N()
     v = m.init(KEY, zeros(2, 8, 8, 3))
-    f = lambda p, bs, x: m.apply({"params": p, "batch_stats": bs}, x, mutable=["batch_stats"])
+
+    def f(p, bs, x):
+        return m.apply({"params": p, "batch_stats": bs}, x, mutable=["batch_stats"])
+
     return (
         f,
         v["params"],
@@ -852,15 +858,17 @@ def vit():
 
     class N(nn.Module):
         @nn.compact
-        def __call__(s, x):
+        def __call__(self, x):
             x = nn.Conv(32, (4, 4), (4, 4))(x).reshape(2, -1, 32)
             x = jnp.concatenate(
                 [
-                    jnp.broadcast_to(s.param("cls", nn.initializers.zeros, (1, 1, 32)), (2, 1, 32)),
+                    jnp.broadcast_to(
+                        self.param("cls", nn.initializers.zeros, (1, 1, 32)), (2, 1, 32)
+                    ),
                     x,
                 ],
                 1,
-            ) + s.param("pos", nn.initializers.zeros, (1, 5, 32))
+            ) + self.param("pos", nn.initializers.zeros, (1, 5, 32))
             x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
             x = x + nn.Dense(32)(nn.gelu(nn.Dense(64)(x)))
             return nn.Dense(10)(x[:, 0])
@@ -967,7 +975,7 @@ def ppo():
 
 @model
 def actor_that_feeds_a_critic():
-    """Documented: in one flat loss the actor's head is a hidden layer. Pass each network by itself."""
+    """In one flat loss the actor's head looks hidden, as documented: pass networks apart."""
 
     def f(p, o, k):
         h = jnp.tanh(jnp.tanh(o @ p["t1"]) @ p["t2"])
@@ -1156,7 +1164,7 @@ def linen_spectral_norm():
 
     class N(nn.Module):
         @nn.compact
-        def __call__(s, x):
+        def __call__(self, x):
             return nn.Dense(1)(
                 nn.relu(nn.SpectralNorm(nn.Dense(32))(nn.relu(nn.Dense(32)(x)), update_stats=True))
             )
@@ -1193,12 +1201,12 @@ def linen_scan_axis1():
 
     class Bl(nn.Module):
         @nn.compact
-        def __call__(s, x, _):
+        def __call__(self, x, _):
             return (x + nn.Dense(32)(nn.gelu(nn.Dense(64)(x))), None)
 
     class N(nn.Module):
         @nn.compact
-        def __call__(s, x):
+        def __call__(self, x):
             x, _ = nn.scan(
                 nn.remat(Bl, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
                 variable_axes={"params": 1},
@@ -1267,9 +1275,11 @@ def ensemble_vmap():
 
 @model
 def ensemble_vmap_conv():
-    conv = lambda x, w: jax.lax.conv_general_dilated(
-        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
+    def conv(x, w):
+        return jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
     return (
         lambda p, x: jax.vmap(
             lambda p: conv(jnp.tanh(conv(jnp.tanh(conv(x, p["in"])), p["w"])), p["out"])
@@ -1282,9 +1292,11 @@ def ensemble_vmap_conv():
 
 @model
 def grouped_conv():
-    conv = lambda x, w, g=1: jax.lax.conv_general_dilated(
-        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=g
-    )
+    def conv(x, w, g=1):
+        return jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=g
+        )
+
     return (
         lambda p, x: conv(jnp.tanh(conv(jnp.tanh(conv(x, p["in"])), p["w"], 4)), p["out"]),
         {"in": zeros(3, 3, 2, 16), "w": zeros(3, 3, 4, 32), "out": zeros(1, 1, 32, 5)},

@@ -17,14 +17,12 @@ from muon_jax._trees import path_name
 
 BIT_FOR_BIT = (
     "nnx_gpt",
-    "eqx_lstm",
-    "haiku_transformer",
+    "haiku_lstm",
     "moe_ragged",
     "mla",
     "gqa_fused_grouped",
     "swiglu_fused_alibi_remat",
     "dit",
-    "mamba",
     "vit",
     "grouped_conv",
     "neox_interleaved",
