@@ -122,7 +122,9 @@ def by_use(
     Args:
         fn: a loss or a forward pass. It may return several outputs. Where one network feeds another
             in a loss, as an actor its critic, the actor's output head looks like a hidden layer:
-            pass each network's own forward pass, and join the trees of views.
+            pass each network's own forward pass, and join the trees of views. A parameter whose
+            product with data is itself used as weights (a hypernetwork, a mixture of kernels) is
+            taken for a layer like any other: give a rule if its matrices are others.
         params: the parameters, a tree of arrays or of their shapes.
         *inputs: the other arguments of `fn`, arrays or shapes.
         rules: a view, or None for AdamW, for each regular expression. Expressions are searched for
@@ -164,7 +166,8 @@ def by_use(
         code = ", ".join(_entries(rules or {}, groups))
         raise ValueError(
             f"by_use cannot decide on {listed(groups)}: pass rules={{{code}}}, with None for AdamW"
-            " or a view for Muon, such as MuonDimensionNumbers(-2, -1) for matrices in the last two axes"
+            " or a view for Muon, such as MuonDimensionNumbers(-2, -1) for matrices in the last two"
+            " axes"
         )
     if per_head and not any("heads" in r.reason for r in found if r.role in MUON):
         raise ValueError(

@@ -49,8 +49,9 @@ class Value:
         is_scalar: whether it is one number, or made of single numbers alone.
         is_one_hot: whether it is a comparison, as of a one-hot encoding.
         is_looked_up: whether it is a weight of which the data chose rows or matrices.
-        modulated: parameters that it is a product of with data, entry by entry, where the data vary
-            along some axes of the parameter and not along others.
+        modulated: parameters that data changed entry by entry, where the result may be a matrix:
+            the data vary along some of its axes alone, or (as -1 - i) are inputs of its own shape,
+            such as a mask.
         beside_inputs: products that were concatenated with the inputs to make it.
         repeats: the axes that a broadcast has just made.
         hidden: products of whose outputs a relayout took entries that pieces cannot show.
@@ -136,12 +137,12 @@ class Follower:
         self.chosen: set[tuple[int, str]] = set()
         self.taken: defaultdict[tuple[int, int], set[frozenset[Any]]] = defaultdict(set)
         self.heads: defaultdict[int, set[Head]] = defaultdict(set)
-        self.batched: set[tuple[int, int | None, int]] = set()
+        self.batched: set[tuple[int, Any, int]] = set()
         self.mates: set[frozenset[tuple[int, int, int]]] = set()
         self.factors: set[frozenset[int]] = set()
         self.beside_inputs: set[int] = set()
         self.hidden: set[int] = set()
-        self.gated: set[tuple[int, int | None]] = set()
+        self.gated: set[tuple[int, Any]] = set()
         self._index_of: dict[Product, int] = {}
 
     def run(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
@@ -253,10 +254,10 @@ class Follower:
             for source in x.sources:
                 self.uses[source].add(use)
 
-    def _note_modulated(self, xs: Sequence[Value]) -> None:
+    def _note_modulated(self, leaves: Iterable[int]) -> None:
         if not self._passes_to_come:
-            for leaf in frozenset().union(*(x.modulated for x in xs)):
-                self.uses[leaf].add("modulated")
+            for leaf in leaves:
+                self.uses[max(leaf, -1 - leaf)].add("modulated")
 
     def _mixed(self, xs: Sequence[Value], use: str | None = None) -> Value:
         """An activation of operands among which are weights: vectors, tables or latents."""
@@ -298,7 +299,7 @@ class Follower:
         weights = [k for k, x in enumerate(xs) if x.is_weight]
         if not weights:
             found = _activation([x.with_pieces(p) for x, p in zip(xs, pieces, strict=True)])
-            keeps = name in RELAYOUTS or name in ("mul", "div", "add", "sub")
+            keeps = name in RELAYOUTS or name in ("mul", "div", "add", "sub", "select_n")
             modulated = found.modulated if keeps else frozenset()
             beside = found.beside_inputs
             if name == "concatenate" and any(x.is_data and not x.frontier for x in xs):
@@ -306,7 +307,7 @@ class Follower:
             if name == "mul":
                 self._note_gates(*pieces)
             if name == "reduce_sum":
-                self._note_modulated(xs)
+                self._note_modulated(leaf for x in xs for leaf in x.modulated if leaf >= 0)
             if not name.startswith(REDUCTIONS):
                 found = dataclasses.replace(found, hidden=found.hidden | _hidden(name, xs, pieces))
             found = dataclasses.replace(found, modulated=modulated, beside_inputs=beside)
@@ -331,21 +332,33 @@ class Follower:
         operands = zip(xs, pieces, strict=True)
         found = self._mixed([x if x.is_weight else x.with_pieces(p) for x, p in operands])
         modulated = found.modulated
-        if name in ("mul", "div") and any(x.is_data for x in others):
-            varies = [
-                any(
-                    shape[n] != 1 and n not in x.repeats
-                    for x, shape in zip(xs, shapes, strict=True)
-                    if x.is_data and not x.is_weight and len(shape) == len(out)
-                )
-                for n in range(len(out))
-            ]
-            for k in weights:
-                for p in pieces[k]:
-                    own = [varies[n] for n, atoms in enumerate(p.axes) if known(atoms)]
-                    if any(own) and not all(own):
-                        modulated |= {p.source}
+        if name in ("mul", "div", "add", "sub", "select_n"):
+            modulated |= self._modulated(name, xs, pieces, shapes, out)
         return dataclasses.replace(found, modulated=modulated, **flags)
+
+    def _modulated(
+        self,
+        name: str,
+        xs: list[Value],
+        pieces: list[frozenset[Piece]],
+        shapes: list[Shape],
+        out: Shape,
+    ) -> set[int]:
+        """The weights that data change, entry by entry, as far as they may be matrices after it."""
+        data = [
+            (x, shape)
+            for x, shape in zip(xs, shapes, strict=True)
+            if x.is_data and not x.is_weight and len(shape) == len(out)
+        ]
+        varies = [any(s[n] != 1 and n not in x.repeats for x, s in data) for n in range(len(out))]
+        found = set()
+        for piece in (p for x, own in zip(xs, pieces, strict=True) if x.is_weight for p in own):
+            own = [varies[n] for n, atoms in enumerate(piece.axes) if known(atoms)]
+            if name not in ("add", "sub") and any(own) and not all(own):
+                found.add(piece.source)
+            elif size_of(known(all_atoms(piece))) == math.prod(out) and len(own) > 1:
+                found |= {-1 - piece.source for x, _ in data if not x.frontier}
+        return found
 
     def _reparametrized(
         self,
@@ -503,7 +516,7 @@ class Follower:
         in_output: Callable[[int, Piece], Piece],
     ) -> Value:
         """Attention, for example: shows which axes are heads."""
-        self._note_modulated(xs)
+        self._note_modulated(xs[0].modulated | xs[1].modulated)
         is_norm = xs[0].frontier == xs[1].frontier and not free[0] and not free[1]
         pieces = []
         for i in (0, 1):
@@ -543,7 +556,7 @@ class Follower:
         if x.is_weight:
             x = self._learned(x, True)
         if not kernel.is_weight:
-            self._note_modulated([x, kernel])
+            self._note_modulated(x.modulated | kernel.modulated)
             return _activation([x, kernel], frozenset())
         if groups > 1 and shapes[1][of_in] == 1:
             self._note(kernel, "depthwise")

@@ -87,7 +87,7 @@ class Roles:
         }
         return latents, {a for pair in pairs if not pair & latents for a in pair}
 
-    def _axes_of_experts(self) -> set[tuple[int, int | None]]:
+    def _axes_of_experts(self) -> set[tuple[int, Any]]:
         """The axes of experts: those that weights batch, or that meet what a router chooses."""
         seen, shapes = self._seen, self._shapes
         found = {(leaf, axis) for leaf, axis, n in seen.batched if n == shapes[leaf][axis]}
@@ -167,10 +167,10 @@ class Roles:
         if opaque:
             return f"{_joined(sorted(opaque))} takes it, and does not show what for"
         if "modulated" in uses:
-            return "it is multiplied by data, entry by entry, before a product takes it"
+            return "data change it, entry by entry, before a product takes it"
         return (
-            f"its outputs, joined with the inputs, feed {self._network_after(i)}: if it is an output"
-            " head, pass by_use the forward pass of each network by itself"
+            f"its outputs, joined with the inputs, feed {self._network_after(i)}: if it is an"
+            " output head, pass by_use the forward pass of each network by itself"
         )
 
     def _feeds_another_network(self, i: int) -> bool:

@@ -143,9 +143,27 @@ def product_by_hand_with_vmap(p, z):
     return jnp.tanh(jax.vmap(lambda h: (h[:, None] * p["w"]).sum(0))(h)) @ p["rgb"]
 
 
+def masked_by_an_input(p, z):
+    h = jnp.tanh(z @ p["style"])
+    return jnp.tanh(h @ (p["w"] * (z.T @ z > 0))) @ p["rgb"]
+
+
+def selected_by_data(p, z):
+    h = jnp.tanh(z @ p["style"])
+    return jnp.tanh(h @ jnp.where(z[:1].T > 0, p["w"], 0.0)) @ p["rgb"]
+
+
+def averaged_with_an_input(p, z):
+    h = jnp.tanh(z @ p["style"])
+    return jnp.tanh(h @ (0.9 * (z.T @ z) + 0.1 * p["w"])) @ p["rgb"]
+
+
 @pytest.mark.parametrize(
     ("fn", "shape"),
     [
+        (masked_by_an_input, (16, 16)),
+        (selected_by_data, (16, 16)),
+        (averaged_with_an_input, (16, 16)),
         (modulated_convolution, (3, 3, 16, 16)),
         (modulated_product, (16, 16)),
         (product_by_hand, (16, 16)),
@@ -155,7 +173,7 @@ def product_by_hand_with_vmap(p, z):
 def test_modulated_weights(fn, shape):
     params = {"style": f32(16, 16), "w": f32(*shape), "rgb": f32(16, 3)}
     raises_and_is_mended(
-        fn, params, X, path="w", says="multiplied by data, entry by entry, before a product takes"
+        fn, params, X, path="w", says="data change it, entry by entry, before a product takes it"
     )
 
 
@@ -296,6 +314,34 @@ def test_a_tree_of_views_in_the_shape_of_an_equinox_module():
     ):
         for a, b in zip(jax.tree.leaves(found), wanted, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda w: w.sum(0),
+        lambda w: w.mean(0),
+        lambda w: jnp.pad(w, ((0, 0), (0, 8), (0, 0)))[1, :32],
+        lambda w: jax.lax.reduce_precision(w, 8, 7)[0],
+        lambda w: jax.lax.dynamic_index_in_dim(w, 2, 0, keepdims=False),
+    ],
+)
+def test_reparametrizations_stay_weights(combine):
+    params = {**MLP, "w": f32(3, 32, 32)}
+    routes = by_use(lambda p, x: mlp({**p, "w": combine(p["w"])}, x), params, X)
+    assert routes["w"].view == MuonDimensionNumbers(1, 2)
+
+
+def test_positions_are_no_modulated_weights():
+    """Added to raw features of their own shape, without a batch, and normalized."""
+
+    def fn(p, x):
+        x = norm(x + p["positions"]) - x.mean(-1, keepdims=True)
+        return jnp.tanh(x @ p["a"]) @ p["w"] @ p["out"]
+
+    routes = by_use(fn, {**MLP, "positions": f32(4, 16)}, X)
+    assert routes["positions"].role == "vector"
+    assert routes["a"].role == "input"
 
 
 def test_integers_are_unused():
