@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax._by_use.follow import Follower, Value
+from muon_jax._by_use.follow import Follower
 from muon_jax._by_use.pieces import whole
 from muon_jax._by_use.roles_of_use import MUON, Roles, Routed
+from muon_jax._by_use.values import Value
 from muon_jax._checks import checks_arguments
 from muon_jax._matrices.by_role import Rules
 from muon_jax._matrices.shapes import Unknown
@@ -155,7 +156,7 @@ def by_use(
     found = [roles.route(i, per_head) for i in range(len(named))]
     found = [
         routed
-        if jnp.issubdtype(_dtype(x), jnp.inexact)
+        if jnp.issubdtype(_dtype_of(x), jnp.inexact)
         else routed._replace(role="unused", view=None)
         for routed, (_, x) in zip(found, flat, strict=True)
     ]
@@ -216,5 +217,5 @@ def _code(view: Any) -> str:
     return str(view).replace("reduction_axis=", "").replace("output_axis=", "")
 
 
-def _dtype(x: Any) -> Any:
+def _dtype_of(x: Any) -> Any:
     return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)

@@ -4,8 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from muon_jax._by_use.follow import Follower, Product, Value, as_activation
 from muon_jax._by_use.pieces import Shape
+from muon_jax._by_use.record import Record, WeightProduct
+from muon_jax._by_use.values import Value, as_activation
 from muon_jax._by_use.views_of_use import Digit, labels_of_parts, view_of_use
 from muon_jax._matrices.views import View
 
@@ -49,7 +50,7 @@ class Roles:
 
     def __init__(
         self,
-        follower: Follower,
+        follower: Record,
         outputs: Sequence[Value],
         paths: Sequence[str],
         shapes: Sequence[Shape],
@@ -165,7 +166,7 @@ class Roles:
         uses = self._seen.uses[i]
         opaque = [use.removeprefix("opaque ") for use in uses if use.startswith("opaque ")]
         if opaque:
-            return f"{_joined(sorted(opaque))} takes it, and does not show what for"
+            return f"{_in_words(sorted(opaque))} takes it, and does not show what for"
         if "modulated" in uses:
             return "data change it, entry by entry, before a product takes it"
         return (
@@ -191,7 +192,7 @@ class Roles:
 
     def _network_after(self, i: int) -> str:
         followers = (leaf for j in self._products_of[i] for leaf in self._seen.followed.get(j, ()))
-        return _joined(sorted({self._paths[leaf].partition("/")[0] for leaf in followers}))
+        return _in_words(sorted({self._paths[leaf].partition("/")[0] for leaf in followers}))
 
     def _ways(self, i: int) -> list[Way]:
         """How products use a parameter, the one of the largest operand first."""
@@ -201,7 +202,7 @@ class Roles:
             entries[way] = max(entries.get(way, 0), self._seen.seen[j][1])
         return sorted(entries, key=lambda way: -entries[way])
 
-    def _way(self, i: int, product: Product) -> Way:
+    def _way(self, i: int, product: WeightProduct) -> Way:
         """The digits of each axis in a product, with their sides."""
         sides = {"C": product.contracted, "F": product.kept, "B": product.batch}
         found = []
@@ -252,7 +253,7 @@ class Roles:
         for axis, of_axis in sorted(labels.items()):
             cuts = [k for k in range(1, shape[axis]) if of_axis[k] != of_axis[k - 1]]
             shown = [*map(str, cuts[:5]), "…"] if len(cuts) > 6 else [*map(str, cuts)]
-            reason += f", cut at {_joined(shown)}" + f" of axis {axis}" * (len(labels) > 1)
+            reason += f", cut at {_in_words(shown)}" + f" of axis {axis}" * (len(labels) > 1)
         if heads:
             reason += f", heads on {_axes_named(sorted(heads))}"
         if len(ways) > 1:
@@ -283,9 +284,9 @@ def _said(way: Way) -> str:
 
 
 def _axes_named(axes: Sequence[int]) -> str:
-    return f"{'axis' if len(axes) == 1 else 'axes'} {_joined(map(str, axes))}"
+    return f"{'axis' if len(axes) == 1 else 'axes'} {_in_words(map(str, axes))}"
 
 
-def _joined(words: Iterable[str]) -> str:
+def _in_words(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last

@@ -109,7 +109,7 @@ def view_of_use(
         own = labels.get(axis)
         if own is None:
             return of_part(shape[axis], 0)
-        sizes = _runs(own)
+        sizes = _lengths_of_runs(own)
         if len(sizes) == len({*own}):  # each part is one run
             begins = itertools.accumulate(sizes, initial=0)
             views = [of_part(size, begin) for size, begin in zip(sizes, begins, strict=False)]
@@ -122,13 +122,13 @@ def view_of_use(
             raise ValueError(f"later products take parts of axis {axis} of unequal sizes, {shown}")
         repeats: Side = "B" if heads.get(axis) else side
         inner = of_axes(axis - 1, (repeats, side, *sides))
-        split = Split(axis + 1, tuple(_runs(own[:period])), inner)
+        split = Split(axis + 1, tuple(_lengths_of_runs(own[:period])), inner)
         return Unfold(axis, (n // period, period), split)
 
     return of_axes(len(shape) - 1, ())
 
 
-def _runs(labels: Sequence[int]) -> list[int]:
+def _lengths_of_runs(labels: Sequence[int]) -> list[int]:
     return [len([*group]) for _, group in itertools.groupby(labels)]
 
 
