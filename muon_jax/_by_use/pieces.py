@@ -52,7 +52,7 @@ def known(atoms: Iterable[Atom]) -> Axis:
     return tuple(atom for atom in atoms if atom.axis is not None)
 
 
-def unknown(n: int) -> Axis:
+def no_axis(n: int) -> Axis:
     """Returns an axis of n entries that is of no axis of a source."""
     return (Atom(None, 0, 0, n),)
 
@@ -142,7 +142,7 @@ def source_axes(piece: Piece) -> set[int | None]:
     return {atom.axis for axis in piece.axes for atom in known(axis) if atom.stride}
 
 
-def transposed(piece: Piece, permutation: Sequence[int]) -> Piece:
+def permuted(piece: Piece, permutation: Sequence[int]) -> Piece:
     """Returns the piece of a transpose."""
     return Piece(
         piece.source,
@@ -184,7 +184,7 @@ def reshaped(piece: Piece, shape: Shape, new: Shape) -> Piece | None:
     """
     at: list[int] = []
     axes: list[Axis] = []
-    for old_axes, new_axes in _runs(shape, new):
+    for old_axes, new_axes in _runs_of_axes(shape, new):
         first = next((k for k in old_axes if shape[k] > 1), None)
         longest = next((k for k in new_axes if new[k] > 1), None)
         if first is None or longest is None:
@@ -217,10 +217,10 @@ def _widened(axis: Axis, size: int) -> Axis | None:
     repeats, rest = divmod(size, size_of(axis))
     if rest:
         return None
-    return axis if repeats == 1 else (*unknown(repeats), *axis)
+    return axis if repeats == 1 else (*no_axis(repeats), *axis)
 
 
-def _runs(shape: Shape, new: Shape) -> list[tuple[range, range]]:
+def _runs_of_axes(shape: Shape, new: Shape) -> list[tuple[range, range]]:
     """The shortest runs of axes of two shapes whose products are equal."""
     found, i, j = [], 0, 0
     while i < len(shape) or j < len(new):
@@ -236,9 +236,9 @@ def _runs(shape: Shape, new: Shape) -> list[tuple[range, range]]:
     return found
 
 
-def placed(axis: Axis, size: int, new: int) -> Axis:
+def atoms_in(axis: Axis, size: int, new: int) -> Axis:
     """Returns the atoms of an axis of one size in an axis of another."""
-    return axis if size == new else (*axis, *unknown(new)) if size == 1 else unknown(new)
+    return axis if size == new else (*axis, *no_axis(new)) if size == 1 else no_axis(new)
 
 
 def kept_where_equal(piece: Piece, shape: Shape, new: Shape) -> Piece:
@@ -250,6 +250,6 @@ def kept_where_equal(piece: Piece, shape: Shape, new: Shape) -> Piece:
         return piece
     keeps = [old == n for old, n in zip(shape, new, strict=True)]
     at = tuple(begin if keep else 0 for begin, keep in zip(piece.at, keeps, strict=True))
-    axes = tuple(map(placed, piece.axes, shape, new))
+    axes = tuple(map(atoms_in, piece.axes, shape, new))
     changed = [k for k, keep in enumerate(keeps) if not keep and shape[k] != 1]
     return without_lost(Piece(piece.source, at, axes), atoms_at(piece.axes, changed))

@@ -6,16 +6,16 @@ from muon_jax._by_use.pieces import (
     Piece,
     Shape,
     atoms_at,
+    atoms_in,
     fused,
     kept_where_equal,
-    placed,
+    no_axis,
+    permuted,
     regrouped,
     reshaped,
     size_of,
     sliced,
     sliced_along,
-    transposed,
-    unknown,
     without_lost,
 )
 
@@ -56,13 +56,13 @@ def moved(
     match name:
         case "reshape":
             if params["dimensions"] is not None:
-                piece = transposed(piece, params["dimensions"])
+                piece = permuted(piece, params["dimensions"])
                 shape = tuple(shape[axis] for axis in params["dimensions"])
             return reshaped(piece, shape, out)
         case "squeeze" | "expand_dims":
             return reshaped(piece, shape, out)
         case "transpose":
-            return transposed(piece, params["permutation"])
+            return permuted(piece, params["permutation"])
         case "stack":
             axis = params["axis"]
             at, axes = [*piece.at], [*piece.axes]
@@ -94,7 +94,7 @@ def moved(
             return _placed(piece, shape, out, zip(kept, numbers.offset_dims, strict=True))
     if name.startswith(REDUCTIONS) and "axes" in params:
         kept = [axis for axis in range(len(shape)) if axis not in params["axes"]]
-        return without_lost(transposed(piece, kept), atoms_at(piece.axes, params["axes"]))
+        return without_lost(permuted(piece, kept), atoms_at(piece.axes, params["axes"]))
     if len(shape) != len(out):
         return None
     if name == "concatenate":
@@ -104,9 +104,9 @@ def moved(
 
 def _placed(piece: Piece, shape: Shape, out: Shape, pairs: Any) -> Piece:
     """The piece with each axis of a pair in the place of the other, if both have one size."""
-    at, axes, lost = [0] * len(out), [unknown(n) for n in out], [*piece.axes]
+    at, axes, lost = [0] * len(out), [no_axis(n) for n in out], [*piece.axes]
     for axis, target in pairs:
-        axes[target] = placed(piece.axes[axis], shape[axis], out[target])
+        axes[target] = atoms_in(piece.axes[axis], shape[axis], out[target])
         if shape[axis] in (1, out[target]):
             at[target], lost[axis] = piece.at[axis], ()
     gone = atoms_at(lost, range(len(lost)))
@@ -119,7 +119,7 @@ def _gathered(piece: Piece, params: dict[str, Any], shape: Shape) -> Piece | Non
     n, at, axes = shape[axis] if params["tiled"] else 1, [*piece.at], [*piece.axes]
     if not params["tiled"]:
         at.insert(axis, 0)
-        axes.insert(axis, unknown(shards))
+        axes.insert(axis, no_axis(shards))
     elif n == 1 or len(atoms := fused(axes[axis])) != 1 or size_of(atoms) != n:
         return None
     else:
