@@ -24,7 +24,7 @@ from muon_jax._by_use.values import (
     activation,
     as_activation,
     fitting,
-    hidden_sources,
+    hidden_axes,
 )
 
 _OPAQUE = frozenset(
@@ -182,7 +182,7 @@ class Follower(ProductRecord):
                 self.note_modulated(leaf for x in xs for leaf in x.modulated if leaf >= 0)
             if not name.startswith(REDUCTIONS):
                 found = dataclasses.replace(
-                    found, hidden=found.hidden | hidden_sources(name, xs, pieces)
+                    found, hidden=found.hidden | hidden_axes(name, xs, pieces)
                 )
             found = dataclasses.replace(found, modulated=modulated, beside_inputs=beside)
             return dataclasses.replace(found, **flags)
@@ -193,7 +193,7 @@ class Follower(ProductRecord):
             return Value(is_data=xs[0].is_data, frontier=frontier, **flags)
         for k in weights:
             may_lose = is_sum or name in ("gather", "dynamic_slice")
-            is_lost = not may_lose and hidden_sources(name, [xs[k]], [pieces[k]])
+            is_lost = not may_lose and hidden_axes(name, [xs[k]], [pieces[k]])
             if name not in ELEMENTWISE and not is_sum or is_lost:
                 self.note(xs[k], f"opaque {name}")
         if len(xs) == 1:

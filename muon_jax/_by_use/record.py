@@ -50,7 +50,7 @@ class Record:
         mates: sets of axes that are contracted with each other.
         factors: pairs of parameters that are multiplied with each other.
         beside_inputs: products whose outputs, concatenated with the inputs, another one takes.
-        hidden: parameters that a product takes entries of which pieces do not show.
+        hidden: axes of parameters of which products take entries that pieces do not show.
         gated: axes of parameters of which parts are multiplied with each other.
     """
 
@@ -69,7 +69,7 @@ class Record:
         self.mates: set[frozenset[tuple[int, int, int]]] = set()
         self.factors: set[frozenset[int]] = set()
         self.beside_inputs: set[int] = set()
-        self.hidden: set[int] = set()
+        self.hidden: set[tuple[int, Any]] = set()
         self.gated: set[tuple[int, Any]] = set()
         self._index_of: dict[WeightProduct, int] = {}
 
@@ -162,7 +162,7 @@ class Record:
         """
         if self.passes_to_come or x.is_weight:
             return
-        self.hidden |= {self.products[j].leaf for j in x.hidden}
+        self.hidden |= {(self.products[j].leaf, axis) for j, axis in x.hidden}
         entries = defaultdict(set)
         for piece in x.pieces:
             product = self.products[piece.source]

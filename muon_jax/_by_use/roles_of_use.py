@@ -237,11 +237,11 @@ class Roles:
         labels = {
             axis: found
             for axis in range(len(shape))
-            if (key := (i, axis)) in seen.taken
-            and is_kept(axis)
+            if is_kept(axis)
+            and (key := (i, axis))
             and (
                 found := labels_of_parts(
-                    seen.taken[key], shape[axis], key in seen.gated, i in seen.hidden
+                    seen.taken.get(key, ()), shape[axis], key in seen.gated, key in seen.hidden
                 )
             )
         }

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from muon_jax._by_use.pieces import (
     Piece,
@@ -36,7 +37,8 @@ class Value:
             such as a mask.
         beside_inputs: products that were concatenated with the inputs to make it.
         repeats: the axes that a broadcast has just made.
-        hidden: products of whose outputs a relayout took entries that pieces cannot show.
+        hidden: products, and axes of their weights, of which a relayout took entries that pieces
+            cannot show.
     """
 
     pieces: frozenset[Piece] = frozenset()
@@ -49,7 +51,7 @@ class Value:
     modulated: frozenset[int] = frozenset()
     beside_inputs: frozenset[int] = frozenset()
     repeats: frozenset[int] = frozenset()
-    hidden: frozenset[int] = frozenset()
+    hidden: frozenset[tuple[int, Any]] = frozenset()
 
     def with_pieces(self, pieces: Iterable[Piece | None]) -> "Value":
         """Returns the same value with these pieces."""
@@ -62,15 +64,17 @@ class Value:
         return {piece.source for piece in self.pieces}
 
 
-def hidden_sources(name: str, xs: Sequence[Value], pieces: Sequence[frozenset[Piece]]) -> set[int]:
-    """The sources of which an operation takes entries that pieces do not show."""
+def hidden_axes(
+    name: str, xs: Sequence[Value], pieces: Sequence[frozenset[Piece]]
+) -> set[tuple[int, Any]]:
+    """The axes of sources of which an operation takes entries that pieces do not show."""
     if name in ("slice", "split", "unstack") or all(
         own is x.pieces for x, own in zip(xs, pieces, strict=True)
     ):
         return set()
     before = {(p.source, axis) for x in xs for p in x.pieces for axis in source_axes(p)}
     after = {(p.source, axis) for own in pieces for p in own for axis in source_axes(p)}
-    return {source for source, _ in before - after}
+    return before - after
 
 
 def is_matrix(x: Value, contract: Dims, free: Dims) -> bool:

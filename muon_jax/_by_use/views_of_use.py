@@ -48,7 +48,7 @@ def labels_of_parts(
         room = sum({box: n for _, box, n in entries}.values())
         sets += found if len(union) > room or is_gated else [union]
     sets = sorted({indices for indices in sets if indices}, key=min)
-    if not sets or any(len(indices) == n for indices in sets):
+    if any(len(indices) == n for indices in sets):
         return None
     if some_hidden:
         raise ValueError(
