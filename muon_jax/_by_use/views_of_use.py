@@ -37,7 +37,7 @@ def labels_of_parts(
         some_hidden: whether a product takes indices that are not known.
 
     Raises:
-        ValueError: products take parts, of which some are not known.
+        ValueError: a relayout hides which indices a product takes.
     """
     if any(size_of(atoms) == n for entries in taken for atoms, *_ in entries):
         return None
@@ -52,8 +52,8 @@ def labels_of_parts(
         return None
     if some_hidden:
         raise ValueError(
-            f"later products take parts of its {n} outputs, and a relayout such as indexing by an"
-            " array hides which"
+            f"a relayout such as indexing by an array hides which of its {n} outputs later products"
+            " take"
         )
     if len(sets) < 2:
         return None
