@@ -158,7 +158,7 @@ def eqx_lstm():
         (zeros(2, 5, 7),),
         {
             "weight_hh": hidden(Split(0, (16,) * 4, OUT_IN)),
-            "weight_ih": "input",
+            "weight_ih": first(Split(0, (16,) * 4, OUT_IN)),
             "1/weight": "output",
         },
     )
@@ -182,7 +182,7 @@ def eqx_gru():
         (zeros(2, 5, 7),),
         {
             "weight_hh": hidden(Split(0, (16,) * 3, OUT_IN)),
-            "weight_ih": "input",
+            "weight_ih": first(Split(0, (16,) * 3, OUT_IN)),
             "1/weight": "output",
         },
     )
@@ -533,7 +533,7 @@ def gqa_grouped_einsum():
             "head": zeros(32, 50),
         },
         (TOKENS,),
-        {"^[qkv]": hidden(), "^o": "hidden", "emb": "embedding", "head": "output"},
+        {"^[qkv]": hidden(), "^o": hidden(), "emb": "embedding", "head": "output"},
     )
 
 
@@ -1269,7 +1269,7 @@ def ensemble_vmap():
         lambda p, x: jax.vmap(lambda p: jnp.tanh(jnp.tanh(x @ p["in"]) @ p["w"]) @ p["out"])(p),
         {"in": zeros(6, 12, 32), "w": zeros(6, 32, 32), "out": zeros(6, 32, 5)},
         (zeros(4, 12),),
-        {"in": "input", "w": hidden(Dims(1, 2)), "out": "output"},
+        {"in": first(Dims(1, 2)), "w": hidden(Dims(1, 2)), "out": "output"},
     )
 
 
@@ -1286,7 +1286,7 @@ def ensemble_vmap_conv():
         )(p),
         {"in": zeros(6, 3, 3, 2, 4), "w": zeros(6, 3, 3, 4, 4), "out": zeros(6, 1, 1, 4, 5)},
         (zeros(4, 8, 8, 2),),
-        {"in": "input", "w": hidden(Dims((1, 2, 3), 4)), "out": "output"},
+        {"in": first(Dims((1, 2, 3), 4)), "w": hidden(Dims((1, 2, 3), 4)), "out": "output"},
     )
 
 

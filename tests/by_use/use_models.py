@@ -65,7 +65,8 @@ def differences(routed: Any, expected: dict[str, Any]) -> list[str]:
             continue
         wanted = expected[pattern]
         if isinstance(wanted, str):
-            wanted = (wanted, r.view if wanted in ("hidden", "input") else None)
+            default = {2: IN_OUT, 4: CONV}.get(len(r.shape)) if wanted == "input" else None
+            wanted = (wanted, default)
         if (r.role, r.view) != wanted:
             found.append(f"{r.path} {r.shape}: {r.role} {r.view} ({r.reason}), not {wanted}")
     return found + [f"no parameter matches {p}" for p in expected if p not in used]
