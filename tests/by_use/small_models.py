@@ -15,6 +15,7 @@ from use_models import (
     OUT_IN,
     attention,
     cross_entropy,
+    first,
     heads,
     hidden,
     linen,
