@@ -9,6 +9,7 @@ from typing import Any
 from jax.extend import core
 
 from muon_jax._by_use.pieces import (
+    Atom,
     Piece,
     Shape,
     all_atoms,
@@ -97,9 +98,14 @@ class Follower(ProductRecord):
             return [self.mixed(xs, f"opaque {name}")] * len(outs)
         if name.startswith(("random_", "threefry")):
             return [Value()] * len(outs)
-        self.note_choice(name, params, xs, shapes)
+        chosen = self.note_choice(name, params, xs, shapes)
         each = enumerate(outs)
-        return [self._entrywise(name, params, xs, shapes, out, i) for i, out in each]
+        found = [self._entrywise(name, params, xs, shapes, out, i) for i, out in each]
+        return (
+            [dataclasses.replace(y, choosers=y.choosers | chosen) for y in found]
+            if chosen
+            else found
+        )
 
     def _scan(self, equation: Any, xs: list[Value]) -> list[Value]:
         """Scanned operands and results have one more axis outside, which tells them apart."""
@@ -178,6 +184,8 @@ class Follower(ProductRecord):
                 beside |= found.frontier
             if name == "mul":
                 self.note_gates(*pieces)
+            if name == "eq" and (one_hot := self._one_hot(xs, shapes, out)):
+                found = found.with_pieces({one_hot})
             if name == "reduce_sum":
                 self.note_modulated(leaf for x in xs for leaf in x.modulated if leaf >= 0)
             if not name.startswith(REDUCTIONS):
@@ -209,6 +217,22 @@ class Follower(ProductRecord):
         if name in ("mul", "div", "add", "sub", "select_n"):
             modulated |= self._modulated(name, xs, pieces, shapes, out)
         return dataclasses.replace(found, modulated=modulated, **flags)
+
+    def _one_hot(self, xs: list[Value], shapes: list[Shape], out: Shape) -> Piece | None:
+        """The piece of a one-hot encoding of what a product chose: its outputs along an axis."""
+        for x, shape in zip(xs, shapes, strict=True):
+            chooser = self.chooser_of(x)
+            if chooser is None or len(shape) != len(out):
+                continue
+            j, axis, size = chooser
+            repeated = [
+                k for k, n in enumerate(out) if n == size and (shape[k] == 1 or k in x.repeats)
+            ]
+            if repeated:
+                atoms = [no_axis(n) for n in out]
+                atoms[repeated[-1]] = (Atom(axis, 0, 1, size),)
+                return Piece(j, (0,) * len(out), tuple(atoms))
+        return None
 
     def _modulated(
         self,

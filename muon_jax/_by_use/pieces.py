@@ -67,6 +67,11 @@ def all_atoms(piece: Piece) -> Axis:
     return atoms_at(piece.axes, range(len(piece.axes)))
 
 
+def picked(piece: Piece) -> Axis:
+    """Returns the atoms that are one index of a longer axis of the source."""
+    return tuple(atom for atom in all_atoms(piece) if atom.size == 1 and atom.stride)
+
+
 def fused(atoms: Iterable[Atom]) -> Axis:
     """Returns the same axis in the fewest atoms."""
     found: list[Atom] = []

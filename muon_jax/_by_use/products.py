@@ -14,6 +14,7 @@ from muon_jax._by_use.pieces import (
     kept_where_equal,
     known,
     no_axis,
+    picked,
     size_of,
     without_lost,
 )
@@ -86,12 +87,9 @@ class ProductRecord(Record):
                 j = self.product_with(piece, contract[i], free[i], batch[i], other, entries)
                 found.add(in_output(i, piece)._replace(source=j))
             if not self.passes_to_come:
-                self.batched |= {
-                    (self.products[piece.source].leaf, atom.axis, atom.size)
-                    for pair in pairs
-                    for piece in other.pieces
-                    for atom in known(piece.axes[pair[1 - i]])
-                }
+                for piece in other.pieces:
+                    for pair in pairs:
+                        self.note_batched(piece, piece.axes[pair[1 - i]])
             meets = [(piece, k) for piece in xs[i].pieces for k in contract[i]]
             self.note_taken(other, contract[1 - i], batch[1 - i], meets)
         if any(x.is_weight for x in xs):
@@ -156,7 +154,7 @@ class ProductRecord(Record):
                     self.contracted.add(piece.source)
                 if xs[1 - i].frontier and (batched or contracted and left):
                     self.note_heads(piece, batched + (left if contracted else ()))
-                lost = atoms_at(piece.axes, contract[i])
+                lost = [*atoms_at(piece.axes, contract[i]), *picked(piece)]  # both are taken now
                 pieces.append(without_lost(in_output(i, piece), lost))
         return activation(xs).with_pieces(p for p in pieces if known(all_atoms(p)))
 
@@ -194,12 +192,8 @@ class ProductRecord(Record):
             )
             found.add(Piece(j, at, axes))
         if groups > 1 and not self.passes_to_come:
-            cut = [grouped(piece, in_lhs, groups) for piece in x.pieces]
-            self.batched |= {
-                (self.products[p.source].leaf, atom.axis, atom.size)
-                for p in cut
-                if p
-                for atom in known(p.axes[-1])
-            }
+            for piece in x.pieces:
+                if with_groups := grouped(piece, in_lhs, groups):
+                    self.note_batched(piece, with_groups.axes[-1])
         self.note_taken(x, (in_lhs,), ())
         return Value(frozenset(found), False, frozenset(p.source for p in found), x.is_data)

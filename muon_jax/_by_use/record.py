@@ -5,7 +5,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from muon_jax._by_use.pieces import Axis, Piece, Shape, all_atoms, atoms_at, fused, known, size_of
+from muon_jax._by_use.pieces import (
+    Axis,
+    Piece,
+    Shape,
+    all_atoms,
+    atoms_at,
+    fused,
+    known,
+    picked,
+    size_of,
+)
 from muon_jax._by_use.values import Dims, Value
 
 
@@ -85,15 +95,16 @@ class Record:
 
     def note_choice(
         self, name: str, params: dict[str, Any], xs: list[Value], shapes: list[Shape]
-    ) -> None:
-        """Records products whose outputs choose among the entries of an axis that they keep."""
+    ) -> set[int]:
+        """Records and returns products whose outputs choose among entries of an axis they keep."""
         if not xs or xs[0].is_weight:
-            return
+            return set()
         if name == "exp":
             self.chosen |= {(j, "softmax") for j in xs[0].sources & self._maxima}
         is_maximum = name == "reduce_max"
         if not is_maximum and not name.startswith(("top_k", "sort", "arg", "approx_top")):
-            return
+            return set()
+        found = set()
         axes = params.get("axes", ())
         axis = params.get("dimension", params.get("axis", axes[0] if axes else None))
         axis = len(shapes[0]) - 1 if axis is None else axis
@@ -104,7 +115,23 @@ class Record:
                 if is_maximum:
                     self._maxima.add(piece.source)
                 else:
-                    self.chosen.add((piece.source, "sort"))
+                    found.add(piece.source)
+        self.chosen |= {(j, "sort") for j in found}
+        return found
+
+    def chooser_of(self, x: Value) -> tuple[int, Any, int] | None:
+        """A product whose outputs chose the indices in `x`, the axis they are of, and its size."""
+        for j in x.choosers:
+            if len(kept := self.products[j].kept) == 1:
+                return j, kept[0].axis, kept[0].size
+        return None
+
+    def note_batched(self, piece: Piece, axis: Axis) -> None:
+        """Records that an axis of an operand, of one atom, meets the batch axis of a weight."""
+        atoms = [atom for atom in axis if atom.size > 1]
+        if len(atoms) == 1 and atoms[0].axis is not None:
+            leaf = self.products[piece.source].leaf
+            self.batched.add((leaf, atoms[0].axis, atoms[0].size))
 
     def note_gates(self, left: frozenset[Piece], right: frozenset[Piece]) -> None:
         for p, q in itertools.product(left, right):
@@ -166,7 +193,9 @@ class Record:
         entries = defaultdict(set)
         for piece in x.pieces:
             product = self.products[piece.source]
-            consumed = known(atoms_at(piece.axes, (*contract, *batch)))
+            consumed = [*known(atoms_at(piece.axes, (*contract, *batch)))]
+            # One index of an axis is taken, whichever axis of the operand its atom has come to.
+            consumed += picked(piece)
             for axis in {a.axis for a in product.kept} & {a.axis for a in consumed}:
                 own = [
                     k for k, atoms in enumerate(piece.axes) if any(a.axis == axis for a in atoms)

@@ -39,6 +39,7 @@ class Value:
         repeats: the axes that a broadcast has just made.
         hidden: products, and axes of their weights, of which a relayout took entries that pieces
             cannot show.
+        choosers: products whose outputs were sorted, or compared for the largest, to make it.
     """
 
     pieces: frozenset[Piece] = frozenset()
@@ -52,6 +53,7 @@ class Value:
     beside_inputs: frozenset[int] = frozenset()
     repeats: frozenset[int] = frozenset()
     hidden: frozenset[tuple[int, Any]] = frozenset()
+    choosers: frozenset[int] = frozenset()
 
     def with_pieces(self, pieces: Iterable[Piece | None]) -> "Value":
         """Returns the same value with these pieces."""
@@ -108,6 +110,7 @@ def activation(
         modulated=frozenset().union(*(x.modulated for x in xs)),
         beside_inputs=frozenset().union(*(x.beside_inputs for x in xs)),
         hidden=frozenset().union(*(x.hidden for x in xs)),
+        choosers=frozenset().union(*(x.choosers for x in xs)),
     )
 
 
