@@ -145,8 +145,8 @@ def muon(
             callable gets the parameters in `init`, in `update` the gradients, at times with some
             masked (`optax.MaskedNode`): let it decide leaf by leaf.
         consistent_rms: None for `shape_scale`, s = √max(1, fan_out/fan_in); a number r for s =
-            r·√max(fan_in, fan_out). Under r = 0.2 a learning rate suits AdamW, too, whose updates
-            have that root mean square (`Liu et al. <https://arxiv.org/abs/2502.16982>`_).
+            r·√max(fan_in, fan_out). Under r = 0.2 updates are about as large as AdamW's: pass
+            `by_role`, and try a third, one and three times AdamW's learning rate.
         preset: a name in `muon_jax.PRESETS`, whose arguments stand for those that the call leaves
             out: keller, torch, moonlight, optax, dion, gram, levanter, turbo, fused_muon, moe_fp16,
             megatron, nanogpt, kimi_k3, glm5 or muonh. It sets weight decay, not learning rates.

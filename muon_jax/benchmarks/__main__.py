@@ -59,7 +59,7 @@ from muon_jax.benchmarks._training.from_adamw_command import (
 )
 
 # Packages of the extra "benchmarks". Commands import them where they need them.
-_EXTRA = ("matplotlib", "scipy", "tokenizers", "tqdm")
+_EXTRA = ("matplotlib", "scipy", "sklearn", "tokenizers", "tqdm")
 
 
 class Command(NamedTuple):
