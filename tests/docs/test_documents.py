@@ -292,10 +292,14 @@ def test_losses_from_adamw_are_those_of_the_results():
         assert min(routed) == routed[1] < best  # "With routing the best k was 1 in both tasks"
         assert means["Muon at 0.02, by_role"][0] > best
         if task == "byte GPT":
-            assert max(routed) < best < unrouted[0]  # "and at a third all of it"
+            assert max(routed) < best < unrouted[0]  # "none at a third"
+            gain = (best - min(unrouted)) / (best - min(routed))
+            assert gain == pytest.approx(0.5, abs=0.05)  # "half of the gain at the best k"
             assert f"held-out loss of {min(routed):.2f}, tuned AdamW {best:.2f}" in said
         else:
             assert routed[0] > best  # "worse at a third"
+            assert f"(a CNN {min(routed):.3f}, {best:.3f};" in said
+            assert max(abs(loss - best) for loss in unrouted) < 0.01
 
 
 # Where an AdamW user looks for what to write.
@@ -307,7 +311,17 @@ def test_lines_for_users_of_adamw_route(name):
     calls = re.findall(r"\bmuon\(((?:[^()]|\([^()]*\))*)\)", DOCUMENTS[name])
     scaled = [call for call in calls if "consistent_rms=0.2" in call]
     assert scaled and all("muon_weight_dimension_numbers=by_role" in call for call in scaled)
-    assert re.search(r"third,\s+one\s+and\s+three|`?k`? = 1/3, 1 and 3", DOCUMENTS[name])
+    assert re.search(TRIED, DOCUMENTS[name])
+
+
+TRIED = r"third,\s+one\s+and\s+three|`?k`? = 1/3, 1 and 3"
+
+
+def test_the_reference_sends_users_of_adamw_to_the_routing():
+    _, _, text = (muon_jax.muon.__doc__ or "").partition(" consistent_rms:")
+    said = text.partition("preset:")[0]
+    assert "by_role" in said and re.search(TRIED, said)
+    assert "parameters.md#from-adamw" in DOCUMENTS["muon_jax/docs/muon.md"]
 
 
 @pytest.mark.parametrize("package", [muon_jax, pallas_kernels], ids=lambda p: p.__name__)
