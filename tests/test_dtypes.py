@@ -140,7 +140,7 @@ def test_directions_in_64_bits():
     ],
 )
 def test_other_muons_have_the_same_dtypes(arguments):
-    """Decay adds the parameter, in whose dtype it promotes; nothing else does more than the rule."""
+    """Decay promotes to the dtype of the parameter, as in optax; nothing else promotes."""
     decays = "weight_decay" in arguments
     for of_params, of_gradients, mu_dtype in EACH:
         params, gradients = tree(of_params), tree(of_gradients)
