@@ -88,7 +88,7 @@ def _has_few_bits(value: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class CheckedSchedule:
     """A schedule whose results are checked when it is called.
 
     The shape and the dtype of a result are always checked, and its value where it is known: outside

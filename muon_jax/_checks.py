@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAliasType, get_args, get_origin
 
 import jax
 
-from muon_jax._argument_kinds import FloatDType, Number, Schedule, check_static
+from muon_jax._argument_kinds import CheckedSchedule, FloatDType, Number, check_static
 from pallas_kernels._checks import (
     check_array,
     check_flag,
@@ -207,7 +207,7 @@ def checks_arguments[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
     The result raises TypeError for an argument that `function` does not have, and TypeError or
     ValueError for a value that is not as declared. `function` gets each schedule of a number as a
-    `Schedule`, which checks what it returns.
+    `CheckedSchedule`, which checks what it returns.
     """
     signature = inspect.signature(function)
     checks = _checks_of({p.name: p.annotation for p in signature.parameters.values()})
@@ -226,8 +226,9 @@ def checks_arguments[**P, R](function: Callable[P, R]) -> Callable[P, R]:
             if name in checks:
                 checks[name](name, value)
             number = _DECLARED.get(name)
-            if isinstance(number, Number) and callable(value) and not isinstance(value, Schedule):
-                given.arguments[name] = Schedule(name, number, value)
+            is_schedule = callable(value) and not isinstance(value, CheckedSchedule)
+            if is_schedule and isinstance(number, Number):
+                given.arguments[name] = CheckedSchedule(name, number, value)
         return function(*given.args, **given.kwargs)
 
     return wrapper

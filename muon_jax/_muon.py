@@ -112,7 +112,8 @@ def muon(
 
     The update of a matrix W with learning rate η and weight decay λ is -η(s·O + λW), where O is the
     output of `scale_by_muon` and s depends on the shape alone (`consistent_rms`). The defaults are
-    those of optax; `preset` sets those of another Muon.
+    those of optax; `preset` sets those of another Muon. A parameter whose gradient is None is
+    skipped, see above.
 
     Args:
         learning_rate: η, a number or a schedule.
@@ -177,11 +178,14 @@ def muon(
         block_learning_rate: η of such blocks, a number or a schedule; None for `learning_rate`.
 
     Raises:
-        TypeError: there is no such argument, or one has another type, or is a schedule in vain.
+        TypeError: there is no such argument, or one has another type, or is a schedule in vain; or
+            a schedule returns something other than one real number.
         ValueError: an argument is none of the values above or out of range, two of them contradict
             each other, views or gradients do not fit the parameters, the composed schedule is
             unsafe in `ns_dtype`, `adamh` matches no matrix, or `shardings` is missing or wrong. Or
-            a preset came with a value for every argument, as by `optax.inject_hyperparams`.
+            a schedule returns a number out of range, outside of `jit`. Under
+            `optax.inject_hyperparams`, a preset came with a value for every argument, or
+            parameters of 16 bits without `hyperparam_dtype=jnp.float32`.
         NotImplementedError: the named implementation cannot run here; or see `scale_by_normuon`.
 
     References:

@@ -90,7 +90,8 @@ def scale_by_muon(
         u = β·m/(1 - βᵗ⁺¹) + (1 - β)·g/(1 - βᵗ) with Nesterov momentum, else m/(1 - βᵗ),
 
     and the update is `newton_schulz(u)`, close to the nearest orthogonal matrix. A parameter whose
-    gradient is None is skipped: its update is zero, and its momentum stays as it is.
+    gradient is None is skipped: its update is zero, and its momentum stays as it is. What follows
+    in a chain takes the zeros for an update. `muon` skips the parameter in all that it does.
 
     Args:
         ns_coeffs: coefficients of the Newton–Schulz steps: a triple, a table of triples, or the

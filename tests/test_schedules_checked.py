@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from muon_jax import PRESETS, muon, scale_by_muon, scale_by_normuon
-from muon_jax._argument_kinds import Schedule
+from muon_jax._argument_kinds import CheckedSchedule
 
 PARAMS = helpers.random_tree({"w": (4, 6), "b": (3,)}, 0)
 # Where each schedule goes, with what else it needs.
@@ -129,7 +129,7 @@ def test_schedules_are_what_they_were(schedule):
 
 def test_a_schedule_is_wrapped_once_and_shown_as_itself():
     schedule = optax.constant_schedule(0.1)
-    number = functools.partial(Schedule, "learning_rate", None)
+    number = functools.partial(CheckedSchedule, "learning_rate", None)
     assert repr(number(schedule)) == repr(schedule)
 
 
