@@ -277,8 +277,9 @@ def scale_by_muon(
         if rounding == "stochastic":
             keys = random_keys(updates, count, shardings)
         u, mu = map_leaf_by_leaf(update_leaf, state.mu, updates, keys, are_read_again=True)
-        seen.see(whole if whole is not updates else u)
-        known = seen.known(whole, shardings)
+        every = u if whole is updates else whole
+        seen.see(every)
+        known = seen.known(every, shardings)
         iterations = iterations_of(whole_tree(u, shardings))
         step = block_step(block_period, block_gain, state.count)
         views = settled_views(weight_dimension_numbers, whole, updates, shardings)
@@ -293,8 +294,7 @@ def scale_by_muon(
         orthogonal = jax.tree.map(cast, orthogonal, updates, of_state)
         return orthogonal, MuonState(count, in_form_of(mu, given))
 
-    def arrays_of_state(state: Any) -> Any:
-        return map_momenta(dequantize, with_quantized(state.mu))
-
-    update = standard_promotion()(skip_missing(update_fn, "mu", arrays_of_state))
+    update = standard_promotion()(
+        skip_missing(update_fn, "mu", lambda s: map_momenta(dequantize, with_quantized(s.mu)))
+    )
     return optax.GradientTransformation(init_fn, update)

@@ -188,6 +188,33 @@ def test_all_skipped():
             chex.assert_trees_all_equal(moments_of(after, name), moments_of(state, name))
 
 
+def test_a_momentum_on_the_host_stays_there():
+    params = helpers.random_tree({"a": (256, 256), "frozen": (256, 256), "bias": (2**16,)}, 0)
+    optimizer = muon(0.1, ns_steps=1, weight_decay=0.1, state_memory_kind="pinned_host")
+    update = jax.jit(optimizer.update)
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    updates, after = update(without(params, ("frozen", "bias")), state, params)
+    for name in ("frozen", "bias"):
+        assert not np.any(updates[name])
+        moments = moments_of(after, name)
+        chex.assert_trees_all_equal(moments, moments_of(state, name))
+        assert all(x.sharding.memory_kind == "pinned_host" for x in moments.values())
+    assert np.any(updates["a"])
+
+
+def test_members_of_an_ensemble_skip_together():
+    params = {name: jnp.stack([x, 2 * x]) for name, x in params_of().items()}
+    optimizer = muon(0.1, ns_steps=2, weight_decay=0.1)
+    state = jax.vmap(optimizer.init)(params)
+    updates, after = jax.vmap(optimizer.update)(without(params), state, params)
+    for frozen in FROZEN:
+        assert updates[frozen].shape == params[frozen].shape and not np.any(updates[frozen])
+    one = jax.tree.map(lambda x: x[1], params)
+    expected, _ = optimizer.update(without(one), optimizer.init(one), one)
+    for name, update in expected.items():
+        np.testing.assert_allclose(updates[name][1], update, atol=1e-5)
+
+
 def test_none_stands_for_a_subtree():
     params = {"trunk": {"x": jnp.ones((4, 6)), "y": {"z": jnp.ones(3)}}, "head": jnp.eye(4, 6)}
     for optimizer in (muon(0.1, weight_decay=0.1), with_metrics(muon(0.1, weight_decay=0.1))):
