@@ -150,6 +150,14 @@ def test_other_muons_have_the_same_dtypes(arguments):
         assert [found[0][name] for name in ("w", "v")] == [expected[0][name] for name in ("w", "v")]
 
 
+@pytest.mark.parametrize("of_gradients", ["complex64", "float32", "bfloat16"])
+def test_complex_parameters_have_complex_updates(of_gradients):
+    """The gradient of a complex parameter may be real."""
+    params, gradients = tree("complex64"), tree(of_gradients)
+    found = [dtypes_of(make(0.1), params, gradients) for make in (muon, optax.contrib.muon)]
+    assert found[0] == found[1] == [dict.fromkeys(SHAPES, "complex64")]
+
+
 def test_momenta_in_8_bits_count_as_float32():
     for of_params, of_gradients in itertools.product(FLOATS, FLOATS):
         params = {"w": jnp.ones((64, 64), of_params), "v": jnp.ones((4, 6), of_params)}

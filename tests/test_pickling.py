@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import muon_jax
 from muon_jax import (
@@ -153,6 +154,19 @@ def test_an_optimizer_goes_on_after_a_round_trip():
     again, state_again = cloudpickle.loads(cloudpickle.dumps((optimizer, state)))
     expected = optimizer.update(params, state, params)
     found = again.update(params, state_again, params)
+    for new, old in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+@pytest.mark.parametrize("views", [None, by_role])
+def test_what_an_optimizer_has_seen_of_shardings_goes_along(views):
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    params = {"layer": {"up": jnp.ones((8, 16)), "bias": jnp.ones(16)}}
+    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec("x")))
+    optimizer = muon(0.02, muon_weight_dimension_numbers=views)
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    again = cloudpickle.loads(cloudpickle.dumps(optimizer))
+    found, expected = (each.update(params, state, params)[0] for each in (again, optimizer))
     for new, old in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(new, old)
 

@@ -438,6 +438,25 @@ def nu_spec(spec):
     return P(None, *spec[1:]) if len(spec) else P()
 
 
+def test_patterns_may_match_skipped_parameters_alone():
+    params = params_of()
+    for arguments in (
+        {"ns_coeffs": {"frozen": "dion", ".*": "standard"}},
+        {"ns_coeffs": lambda path, shape: "dion" if path == "frozen" else "standard"},
+        {"adamh": "frozen", "muon_weight_dimension_numbers": views_without("frozen")},
+    ):
+        optimizer = muon(0.1, **arguments)
+        _, state = optimizer.update(params, optimizer.init(params), params)
+        updates, after = optimizer.update(without(params), state, params)
+        assert not np.any(updates["frozen"]) and np.any(updates["a"])
+        chex.assert_trees_all_equal(moments_of(after, "frozen"), moments_of(state, "frozen"))
+
+
+def views_without(name):
+    numbers = optax.contrib.MuonDimensionNumbers()
+    return {key: numbers if key in "ab" and key != name else None for key in SHAPES}
+
+
 def test_a_callable_of_views_of_one_transformation_sees_the_whole_tree():
     seen = []
 
