@@ -1,5 +1,7 @@
 """A gradient of None skips its parameter, as in torch: nothing of it changes."""
 
+import functools
+
 import chex
 import flax.linen as nn
 import helpers
@@ -402,29 +404,19 @@ def test_sharded(kind):
     if kind == "shard_map":
         optimizer = muon(0.1, **arguments, shardings=specs)
         state = alone.init(host)
-        of_state = jax.tree.map_with_path(
-            lambda path, _: next(
-                (
-                    nu_spec(specs[key.key])
-                    if ".nu" in jax.tree_util.keystr(path)
-                    else specs[key.key]
-                    for key in path
-                    if getattr(key, "key", None) in specs
-                ),
-                P(),
-            ),
-            state,
-        )
-        present = only(params)
+        of_state = jax.tree.map_with_path(functools.partial(spec_in_state, specs), state)
 
-        def update(gradients, state, params):
+        def in_shard_map(gradients, state, params):
             gradients = {**dict.fromkeys(SHAPES), **gradients}
             return optimizer.update(gradients, state, params)
 
         run = jax.shard_map(
-            update, mesh=mesh, in_specs=(only(specs), of_state, specs), out_specs=(specs, of_state)
+            in_shard_map,
+            mesh=mesh,
+            in_specs=(only(specs), of_state, specs),
+            out_specs=(specs, of_state),
         )
-        updates, _ = jax.jit(run)(present, state, params)
+        updates, _ = jax.jit(run)(only(params), state, params)
     else:
         optimizer = muon(0.1, **arguments)
         state = optimizer.init(params)
@@ -436,9 +428,11 @@ def test_sharded(kind):
         np.testing.assert_allclose(updates[name], update, atol=1e-5, err_msg=name)
 
 
-def nu_spec(spec):
-    """The spec of the second moments (1, fan_out), or of AdamW's, of a parameter."""
-    return P(None, *spec[1:]) if len(spec) else P()
+def spec_in_state(specs, path, x):
+    """The spec of an array of the state; second moments of NorMuon are (1, fan_out)."""
+    names = [key.key for key in path if getattr(key, "key", None) in specs]
+    spec = specs[names[0]] if names else P()
+    return P(None, *spec[1:]) if x.ndim == 2 and x.shape[0] == 1 else spec
 
 
 def test_patterns_may_match_skipped_parameters_alone():
