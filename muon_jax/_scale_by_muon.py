@@ -259,8 +259,8 @@ def scale_by_muon(
     ) -> tuple[optax.Updates, MuonState]:
         del params
         given, state = state.mu, state._replace(mu=with_quantized(state.mu))
-        of_state = shapes_of_momenta(state.mu)
-        check_gradients(updates, of_state, "the state")
+        shapes = shapes_of_momenta(state.mu)
+        check_gradients(updates, shapes if is_int8(mu_dtype) else state.mu, "the state")
         check_memory(state, state_memory_kind)
         if is_int8(mu_dtype):
             check_stored(state.mu, whole_tree(updates, shardings))
@@ -291,7 +291,7 @@ def scale_by_muon(
         def cast(o: jax.Array, g: jax.Array, m: jax.ShapeDtypeStruct) -> jax.Array:
             return o.astype(jnp.result_type(g.dtype, m.dtype, beta, eps))  # as in optax
 
-        orthogonal = jax.tree.map(cast, orthogonal, updates, of_state)
+        orthogonal = jax.tree.map(cast, orthogonal, updates, shapes)
         return orthogonal, MuonState(count, in_form_of(mu, given))
 
     update = standard_promotion()(
