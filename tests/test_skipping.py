@@ -470,5 +470,10 @@ def test_a_wrong_tree_with_none_is_named():
     state = optimizer.init(params)
     with pytest.raises(ValueError, match=r"tree and the shapes of the parameters: at \['a'\]"):
         optimizer.update({**without(params), "a": jnp.ones((3, 3))}, state, params)
+    direction = scale_by_muon()
+    of_others = direction.init({"a": params["a"], "frozen": params["frozen"].T})
+    gradients = {"a": params["a"], "frozen": None}
+    with pytest.raises(ValueError, match=r"shapes of the state: at \['b'\]"):
+        direction.update({**gradients, "b": params["b"]}, of_others)
     with pytest.raises(TypeError, match="inner_states"):
         optimizer.update(without(params), params, params)

@@ -76,15 +76,16 @@ def skip_missing(
             check_state(state, field)
         if not any_missing(updates):
             return update(updates, state, params, whole=updates, **extra_args)
-        like = params
+        of_state = None
+        if shapes_in_state is not None:
+            of_state = shapes_in_state(state)
+            check_gradients(updates, of_state, "the state")
+        like = of_state if params is None else params
         if like is None:
-            if shapes_in_state is None:
-                raise ValueError(
-                    "None in the place of a gradient needs the parameters, for its shape: call"
-                    " update(updates, state, params)"
-                )
-            like = shapes_in_state(state)
-            check_gradients(updates, like, "the state")
+            raise ValueError(
+                "None in the place of a gradient needs the parameters, for its shape: call"
+                " update(updates, state, params)"
+            )
         present = Present(updates, like)
         zeros = _zeros(present, like, state)
         whole = fill_missing(updates, zeros)
