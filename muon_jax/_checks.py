@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAliasType, get_args, get_origin
 
 import jax
 
-from muon_jax._argument_kinds import FloatDType, Number, check_static
+from muon_jax._argument_kinds import CheckedSchedule, FloatDType, Number, check_static
 from pallas_kernels._checks import (
     check_array,
     check_flag,
@@ -155,8 +155,8 @@ def _check_outside(name: str, value: Any) -> None:
         )
 
 
-_RATE, _DECAY, _EPS = Number("[0, inf)", 0.02), Number("[0, inf)", 0.1), Number("[0, inf)", 1e-8)
-_BETA = Number("[0, 1)", 0.95)
+_RATE, _DECAY = Number("[0, inf)", 0.02), Number("[0, inf)", 0.1)
+_EPS, _BETA = Number("[0, inf)", 1e-8, is_exact=True), Number("[0, 1)", 0.95, is_exact=True)
 # What annotations do not say, by the names that arguments have in every function.
 _DECLARED: dict[str, Check] = {
     "learning_rate": _RATE,
@@ -166,8 +166,8 @@ _DECLARED: dict[str, Check] = {
     "beta": _BETA,
     "b2": _BETA,
     "normuon_b2": _BETA,
-    "adam_b1": Number("[0, 1)", 0.9),
-    "adam_b2": Number("[0, 1)", 0.999),
+    "adam_b1": Number("[0, 1)", 0.9, is_exact=True),
+    "adam_b2": Number("[0, 1)", 0.999, is_exact=True),
     "eps": _EPS,
     "adam_eps": _EPS,
     "adam_eps_root": _EPS,
@@ -206,7 +206,8 @@ def checks_arguments[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Returns `function` with a check of each argument that a call gives.
 
     The result raises TypeError for an argument that `function` does not have, and TypeError or
-    ValueError for a value that is not as declared.
+    ValueError for a value that is not as declared. `function` gets each schedule of a number as a
+    `CheckedSchedule`, which checks what it returns.
     """
     signature = inspect.signature(function)
     checks = _checks_of({p.name: p.annotation for p in signature.parameters.values()})
@@ -220,10 +221,15 @@ def checks_arguments[**P, R](function: Callable[P, R]) -> Callable[P, R]:
                 f"{function.__name__} has no argument"
                 f" {unknown[0]!r}{suggestion(unknown[0], signature.parameters)}"
             )
-        for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
+        given = signature.bind_partial(*args, **kwargs)
+        for name, value in given.arguments.items():
             if name in checks:
                 checks[name](name, value)
-        return function(*args, **kwargs)
+            number = _DECLARED.get(name)
+            is_schedule = callable(value) and not isinstance(value, CheckedSchedule)
+            if is_schedule and isinstance(number, Number):
+                given.arguments[name] = CheckedSchedule(name, number, value)
+        return function(*given.args, **given.kwargs)
 
     return wrapper
 

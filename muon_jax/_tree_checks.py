@@ -85,8 +85,8 @@ def check_update(gradients: Any, params: Any) -> None:
         dtype = _dtype(gradient)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
-                f"{name} must have a float dtype, got {dtype}: pass None, which counts as zeros,"
-                " where there is no gradient"
+                f"{name} must have a float dtype, got {dtype}: pass None where there is no"
+                " gradient, and the parameter is skipped"
             )
         _check_bits(name, dtype)
     if params is not None:
@@ -99,7 +99,7 @@ def check_gradients(gradients: Any, like: Any, owner: str) -> None:
     It also raises where a gradient is complex and its parameter is real.
 
     Args:
-        gradients: arrays. None stands for zeros of all that is below it.
+        gradients: arrays. None stands for all that is below it.
         like: the parameters, or their momenta.
         owner: what `like` is, for errors.
     """
