@@ -292,8 +292,8 @@ def muon(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
+        check_state(updates, state, params, "inner_states")
         check_update(updates, params)
-        check_state(state, "inner_states")
         updates = fill_missing_by_params(updates, params)
         return optimizer_of(updates).update(updates, state, params, **extra_args)
 

@@ -259,8 +259,8 @@ def scale_by_muon(
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MuonState]:
+        check_state(updates, state, params, "mu")
         check_update(updates, params)
-        check_state(state, "mu")
         given, state = state.mu, state._replace(mu=with_quantized(state.mu))
         of_state = shapes_of_momenta(state.mu) if is_int8(mu_dtype) else state.mu
         check_gradients(updates, of_state, "the state")

@@ -53,6 +53,7 @@ ORDER = {
     ),
     "muon_jax": (
         "_argument_kinds",
+        "_foreign",
         "_checks",
         "_numerics",
         "_tree_checks",

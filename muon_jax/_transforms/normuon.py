@@ -130,8 +130,7 @@ def scale_by_normuon(
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, NorMuonState]:
-        del params
-        check_state(state, "nu")
+        check_state(updates, state, params, "nu")
         matrices, unflatten = matrices_of_tree(weight_dimension_numbers, updates, shardings)
         moments, treedef = jax.tree.flatten(state.nu)
         every = [*itertools.chain(*matrices)]
