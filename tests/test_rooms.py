@@ -89,6 +89,7 @@ SURFACE_OF_BENCHMARKS = (*SURFACE, "_tuning", "_mosaic_gpu", "_triton")
 # One interface that each implementation has under the same name.
 INTERFACE = {"gemm", "syrkx", "unsupported_reason"}
 MOST_LINES = 300
+TABLES = {"muon_jax._foreign.names": 400}  # the lines that modules of one table may have
 
 MODULES = {package: house.modules_of(TREE, package, ["docs"]) for package in house.PACKAGES}
 EVERY = [module for modules in MODULES.values() for module in modules]
@@ -171,7 +172,9 @@ def test_every_module_says_what_it_is():
 
 def test_modules_are_short():
     lines = {module.name: len(module.source.splitlines()) for module in EVERY}
-    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+    assert {
+        name: count for name, count in lines.items() if count > TABLES.get(name, MOST_LINES)
+    } == {}
 
 
 def test_a_name_means_one_thing():

@@ -47,8 +47,8 @@ def explain(
 
     Raises:
         TypeError: `muon` has no such argument, or its `init` refuses the parameters.
-        ValueError: an argument is wrong; `init` refuses the parameters; a sharding or the mesh is missing; parameters are on
-            several meshes; or the call is in a shard_map.
+        ValueError: an argument is wrong; `init` refuses the parameters; a sharding or the mesh is
+            missing; parameters are on several meshes; or the call is in a shard_map.
     """
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh | None):
         raise TypeError(f"mesh must be a Mesh or None, got {mesh!r}: pass that of the shardings")
