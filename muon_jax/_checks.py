@@ -50,7 +50,7 @@ def _check_pattern(name: str, value: Any) -> None:
         re.compile(value)
     except (TypeError, re.error) as error:
         raise TypeError(
-            f"{name} must be a regular expression, got {value!r} ({error}): pass 'kernel$', for"
+            f"{name} must be a regular expression, got {shown(value)} ({error}): pass 'kernel$', for"
             " example"
         ) from None
 

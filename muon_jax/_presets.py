@@ -213,24 +213,25 @@ def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         given = signature.bind(*args, **kwargs).arguments
         preset = given.get("preset")
-        if preset and len(given) == len(signature.parameters):
+        of_preset = arguments_of(preset)
+        if of_preset and len(given) == len(signature.parameters):
             raise ValueError(
                 f"preset={preset!r} came with a value for every argument, so the preset sets none."
                 " optax.inject_hyperparams passes every default: make the preset the defaults, with"
                 f" optax.inject_hyperparams(functools.partial(muon, **muon_jax.PRESETS[{preset!r}]"
                 "))(learning_rate=...)"
             )
-        set_by_preset = {k: v for k, v in arguments_of(preset).items() if k not in given}
-        of_preset = functools.partial(
+        set_by_preset = {k: v for k, v in of_preset.items() if k not in given}
+        naming = functools.partial(
             _naming_preset,
             preset,
             {k: (value, signature.parameters[k].default) for k, value in set_by_preset.items()},
         )
-        call: Callable[..., R] = of_preset(function)
+        call: Callable[..., R] = naming(function)
         made = call(**set_by_preset, **given)
         if not (set_by_preset and isinstance(made, optax.GradientTransformation)):
             return made
-        return made._replace(init=of_preset(made.init), update=of_preset(made.update))
+        return made._replace(init=naming(made.init), update=naming(made.update))
 
     return wrapper
 
