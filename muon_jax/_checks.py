@@ -50,8 +50,8 @@ def _check_pattern(name: str, value: Any) -> None:
         re.compile(value)
     except (TypeError, re.error) as error:
         raise TypeError(
-            f"{name} must be a regular expression, got {shown(value)} ({error}): pass 'kernel$', for"
-            " example"
+            f"{name} must be a regular expression, got {shown(value)} ({error}): pass 'kernel$',"
+            " for example"
         ) from None
 
 

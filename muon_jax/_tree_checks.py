@@ -17,7 +17,6 @@ _NO_PARAMS = {
     "inner_states": "the parameters, not the state",
     "init_with_output": "params = model.init(key, x)['params']",
     "named_parameters": "a tree of JAX's arrays, such as a dict of them",
-    "__next__": "a tree of arrays, such as a dict of them",
 }
 
 
@@ -35,6 +34,8 @@ def check_params(params: Any, call: str = "optimizer.init(params)") -> None:
     wrong = [what for attribute, what in _NO_PARAMS.items() if hasattr(params, attribute)]
     if is_transformation(params):
         wrong = ["the parameters, not an optimizer"]
+    elif jax.tree_util.all_leaves([params]) and not _is_array(params):
+        wrong = wrong or ["a tree of arrays, such as a dict of them"]
     if wrong:
         raise TypeError(
             f"params must be a tree of arrays or of their shapes, got a {type(params).__name__}:"

@@ -16,6 +16,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
+from jax.sharding import AxisType
 
 import muon_jax
 from muon_jax import (
@@ -34,6 +35,8 @@ from muon_jax._foreign.names import FOREIGN
 
 PARAMS = helpers.random_tree({"w": (4, 6), "b": (3,)}, 0)
 MATRIX = PARAMS["w"]
+OPTIMIZER = muon(0.1)
+MESH = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
 SCHEDULE = optax.constant_schedule(0.1)
 VIEWS = "muon_weight_dimension_numbers"
 MIGRATION = Path(muon_jax.__file__).parent / "docs" / "migration.md"
@@ -162,6 +165,7 @@ def test_what_the_message_says_is_taken(name, value, way):
         # Values of another form.
         (lambda: muon(0.02, momentum=0.95), ValueError, "'heavy_ball'), got 0.95: pass beta=0.95"),
         (lambda: scale_by_muon(momentum=0.9), ValueError, "got 0.9: pass beta=0.9"),
+        (lambda: muon(0.02, momentum=SCHEDULE), ValueError, "pass beta=... to optax.inject_hyper"),
         (lambda: muon(0.02, nesterov=0.95), TypeError, "got 0.95: pass beta=0.95"),
         (
             lambda: muon(0.02, beta=(0.9, 0.95)),
@@ -259,6 +263,10 @@ def test_what_the_message_says_is_taken(name, value, way):
             TypeError,
             f"shardings must not be by_role: pass {VIEWS}",
         ),
+        (lambda: explain(PARAMS, OPTIMIZER), TypeError, "shardings must not be an optimizer: pass"),
+        (lambda: muon(OPTIMIZER), TypeError, "learning_rate must not be an optimizer"),
+        (lambda: explain(PARAMS, MESH), TypeError, "shardings must not be a mesh: pass it as mesh"),
+        (lambda: muon(0.1, shardings=MESH), TypeError, "must not be a mesh: pass PartitionSpecs"),
         # Other functions.
         (
             lambda: newton_schulz(MATRIX, steps=5),
@@ -509,7 +517,6 @@ class Model(linen.Module):
         return linen.Dense(4)(x)
 
 
-OPTIMIZER = muon(0.1)
 STATE = OPTIMIZER.init(PARAMS)
 TRAIN_STATE = TrainState.create(apply_fn=None, params=PARAMS, tx=OPTIMIZER)
 
@@ -523,6 +530,9 @@ TRAIN_STATE = TrainState.create(apply_fn=None, params=PARAMS, tx=OPTIMIZER)
         (TRAIN_STATE, "train_state.params"),
         (Model(), "model.init(key, x)['params']"),
         ((x for x in [MATRIX]), "a tree of arrays"),
+        (muon, "a tree of arrays"),
+        ("params", "a tree of arrays"),
+        (nnx.Linear, "a tree of arrays"),
         (None, "got None"),
     ],
 )

@@ -77,10 +77,15 @@ def check_order(
         parameters: the names of all arguments.
 
     Raises:
-        TypeError: parameters came as a learning rate, or `by_role` as something else than views.
+        TypeError: parameters came as a learning rate; or `by_role`, an optimizer or a mesh came as
+            something else.
         ValueError: a number, or another package's name, came as coefficients.
     """
     given = dict(kwargs) | dict(zip(by_position, args, strict=False))
+    for name, value in given.items():
+        what, way = _out_of_place(name, value, parameters)
+        if what:
+            raise TypeError(f"{name} must not be {what}: pass {way}")
     rate = given.get("learning_rate")
     if _is_params(rate):
         ways = [f"learning_rate={written(value)}" for value in args[1:2]]
@@ -92,12 +97,6 @@ def check_order(
             f"{function} takes no parameters, got {_kind(rate)} as learning_rate: call optimizer ="
             f" {function}({', '.join(ways)}), and then optimizer.init(params)"
         )
-    for name, value in given.items():
-        if is_by_role(value) and name not in _VIEWS:
-            views = next((view for view in _VIEWS if view in parameters), _VIEWS[0])
-            raise TypeError(
-                f"{name} must not be by_role: pass {views}={shown_by_role(value)} by name"
-            )
     coeffs = given.get("ns_coeffs")
     if isinstance(coeffs, str) and coeffs in ("simple", "quintic"):
         way = BY_NAME["coefficient_type"].by_value[coeffs]
@@ -120,6 +119,8 @@ def way_of_other_form(name: str, value: Any, parameters: Sequence[str]) -> str |
     ways: dict[str, str] = {}
     if name in ("momentum", "nesterov") and is_number(value) and 0 < value < 1:
         ways = {"": f"beta={written(value)}"}
+    elif name == "momentum" and callable(value):
+        ways = {"": "beta=... to optax.inject_hyperparams(muon), which takes schedules"}
     elif name in ("beta", "adam_b1", "adam_b2") and is_pair(value):
         ways = {"": "adam_b1={}, adam_b2={}".format(*map(written, value))}
     elif name == "eps" and value in ("frobenius", "spectral", "aol", "schatten"):
@@ -177,6 +178,19 @@ def _passed(given: Mapping[str, Any], parameters: Sequence[str]) -> list[str]:
         elif row := BY_NAME.get(name):
             found.append(way_of(row, value, parameters))
     return [way for way in found if way]
+
+
+def _out_of_place(name: str, value: Any, parameters: Sequence[str]) -> tuple[str, str]:
+    """What a value is that no argument of this name is, and what to pass; empty for others."""
+    if is_by_role(value) and name not in _VIEWS:
+        views = next((view for view in _VIEWS if view in parameters), _VIEWS[0])
+        return "by_role", f"{views}={shown_by_role(value)} by name"
+    if is_transformation(value) and name not in ("transform", "params", "state"):
+        return "an optimizer", "the arguments of muon by name"
+    if isinstance(value, jax.sharding.Mesh | jax.sharding.AbstractMesh) and name == "shardings":
+        by_name = "it as mesh, by name"
+        return "a mesh", by_name if "mesh" in parameters else "PartitionSpecs on its axes"
+    return "", ""
 
 
 def _is_params(value: Any) -> bool:
