@@ -36,6 +36,8 @@ def check_params(params: Any, call: str = "optimizer.init(params)") -> None:
         wrong = ["the parameters, not an optimizer"]
     elif jax.tree_util.all_leaves([params]) and not _is_array(params):
         wrong = wrong or ["a tree of arrays, such as a dict of them"]
+    elif _has_untrained(params):
+        wrong = ["params = nnx.state(model, nnx.Param)"]
     if wrong:
         raise TypeError(
             f"params must be a tree of arrays or of their shapes, got a {type(params).__name__}:"
@@ -48,6 +50,15 @@ def check_params(params: Any, call: str = "optimizer.init(params)") -> None:
                 " it out. eqx.filter(model, eqx.is_array) does so for a module of Equinox,"
                 " nnx.state(model, nnx.Param) for one of nnx"
             )
+
+
+def _has_untrained(params: Any) -> bool:
+    """Whether `params` is a module of nnx with variables that are not trained."""
+    if not any(c.__module__.startswith("flax.nnx") for c in type(params).__mro__):
+        return False
+    variables = jax.tree.leaves(params, is_leaf=lambda node: hasattr(node, "get_metadata"))
+    names = {c.__name__ for variable in variables for c in type(variable).__mro__}
+    return hasattr(params, "sow") and bool(names & {"BatchStat", "RngState", "Cache"})
 
 
 def check_floats(params: Any) -> None:

@@ -530,6 +530,8 @@ TRAIN_STATE = TrainState.create(apply_fn=None, params=PARAMS, tx=OPTIMIZER)
         (TRAIN_STATE, "train_state.params"),
         (Model(), "model.init(key, x)['params']"),
         ((x for x in [MATRIX]), "a tree of arrays"),
+        (nnx.BatchNorm(3, rngs=nnx.Rngs(0)), "params = nnx.state(model, nnx.Param)"),
+        (nnx.Dropout(0.1, rngs=nnx.Rngs(0)), "params = nnx.state(model, nnx.Param)"),
         (muon, "a tree of arrays"),
         ("params", "a tree of arrays"),
         (nnx.Linear, "a tree of arrays"),
@@ -549,7 +551,13 @@ def test_what_is_no_parameters(wrong, what):
 
 def test_models_that_are_trees_are_parameters():
     layer = eqx.nn.Linear(3, 4, key=jax.random.key(0))
-    for model in (layer, nnx.Linear(3, 4, rngs=nnx.Rngs(0)), {"update": MATRIX, "init": MATRIX}):
+    norm = nnx.state(nnx.BatchNorm(3, rngs=nnx.Rngs(0)), nnx.Param)
+    for model in (
+        layer,
+        norm,
+        nnx.Linear(3, 4, rngs=nnx.Rngs(0)),
+        {"update": MATRIX, "init": MATRIX},
+    ):
         describe(model)
         muon(0.1).init(model)
 
