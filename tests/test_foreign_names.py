@@ -110,6 +110,8 @@ TO_MUON = [
     ("weight_dimension_numbers", by_role, f"pass {VIEWS}=by_role"),
     ("per_head", True, f"pass {VIEWS}=functools.partial(by_role, per_head=True)"),
     ("layout", "out_in", f"pass {VIEWS}=functools.partial(by_role, layout='out_in')"),
+    ("nu_dtype", "float32", "leave out nu_dtype: AdamW's second moment has the dtype of the p"),
+    ("ns_iters", 6, "pass ns_steps=6"),
     ("rank", 0, "leave out rank: the optimizer reads the shardings"),
     ("world_size", 8, "leave out world_size: the optimizer reads the shardings"),
     ("fused", True, "leave out fused: jax.jit"),
@@ -214,6 +216,17 @@ def test_what_the_message_says_is_taken(name, value, way):
         ),
         (lambda: muon(0.02, 0.1, 0.95), ValueError, "pass weight_decay=0.1, beta=0.95"),
         (lambda: muon(0.02, 0.95, True, 6), ValueError, "beta=0.95, nesterov=True, ns_steps=6"),
+        (
+            lambda: muon(0.02, None),
+            ValueError,
+            "(a, b, c), got None as the second argument of muon",
+        ),
+        (
+            lambda: muon(0.02, True),
+            ValueError,
+            "got True as the second argument of muon: pass nest",
+        ),
+        (lambda: muon(0.02, momentum=0), ValueError, "got 0: pass beta=0"),
         (lambda: muon(0.02, ns_coeffs=5), ValueError, "got 5: pass ns_steps=5"),
         (lambda: scale_by_muon(0.95), ValueError, "as the first argument of scale_by_muon: pass b"),
         (
@@ -329,6 +342,9 @@ def test_a_call_of_another_optimizer_is_translated(call, error, expected):
         ("b3", "beta"),
         ("nesterov_adamm", "'nesterov'"),
         ("decay_muon", "adam"),
+        ("mv_dtype", "did you mean"),
+        ("weight_decay_embed", "did you mean"),
+        ("max_group_steps", "did you mean"),
         ("foo", "did you mean"),
     ],
 )

@@ -1,5 +1,7 @@
 """What to write in the place of a call in the words of another optimizer."""
 
+import difflib
+import itertools
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -101,12 +103,14 @@ def check_order(
     if isinstance(coeffs, str) and coeffs in ("simple", "quintic"):
         way = BY_NAME["coefficient_type"].by_value[coeffs]
         raise ValueError(f"ns_coeffs has another name for {coeffs!r}: pass {way}")
-    if is_number(coeffs):
+    if "ns_coeffs" in given and (coeffs is None or isinstance(coeffs, bool) or is_number(coeffs)):
         place = [*by_position].index("ns_coeffs")
         is_by_position = place < len(args)
         ways = ways_by_kind(args[place:] if is_by_position else [coeffs], parameters)
         where = f" as the {_ORDINALS[place]} argument of {function}" if is_by_position else ""
-        if not ways and "beta" in parameters:  # those of `scale_by_muon`, which has no rate
+        if (
+            not ways and is_number(coeffs) and "beta" in parameters
+        ):  # those of `scale_by_muon`, which has no rate
             ways = [f"optax.scale_by_learning_rate({written(coeffs)}) to optax.chain"]
         raise ValueError(
             f"ns_coeffs must be a name or numbers (a, b, c), got {coeffs}{where}: pass"
@@ -117,7 +121,7 @@ def check_order(
 def way_of_other_form(name: str, value: Any, parameters: Sequence[str]) -> str | None:
     """Returns what to write for a value that another optimizer's argument of this name has."""
     ways: dict[str, str] = {}
-    if name in ("momentum", "nesterov") and is_number(value) and 0 < value < 1:
+    if name in ("momentum", "nesterov") and is_number(value) and 0 <= value < 1:
         ways = {"": f"beta={written(value)}"}
     elif name == "momentum" and callable(value):
         ways = {"": "beta=... to optax.inject_hyperparams(muon), which takes schedules"}
@@ -207,11 +211,18 @@ def _kind(value: Any) -> str:
     return shown(value) if is_array else f"a {type(value).__name__}"
 
 
+def _alike(known: str, name: str) -> bool:
+    """Whether two names are alike word by word, as `nu_dtype` and `ns_dtype` are not."""
+    pairs = [*itertools.zip_longest(known.split("_"), name.split("_"), fillvalue="")]
+    words_differ = any(difflib.SequenceMatcher(None, *pair).ratio() < 0.65 for pair in pairs)
+    return not words_differ or known.replace("_", "") == name.replace("_", "")
+
+
 def _nearest(name: str, parameters: Sequence[str]) -> str:
     """A question after an argument whose name is nearly this one, of the same side and number."""
 
     def kind(of: str) -> tuple[bool, str]:
         return "adam" in of, re.sub(r"\D", "", of)
 
-    alike = [known for known in parameters if kind(known) == kind(name)]
+    alike = [known for known in parameters if kind(known) == kind(name) and _alike(known, name)]
     return suggestion(name, alike, cutoff=0.75).removeprefix(": ")

@@ -117,6 +117,10 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign({"mask": "optax.adamw", "wd_mask": _OTHERS}, ("weight_decay_mask={}",)),
     Foreign({"exp_avg_dtype": _MEGATRON, "momentum_dtype": _OTHERS}, ("mu_dtype={}",)),
     Foreign(
+        {"exp_avg_sq_dtype": _MEGATRON, "nu_dtype": _OTHERS},
+        note="AdamW's second moment has the dtype of the parameters",
+    ),
+    Foreign(
         {
             "ns_coefficients": f"{_TORCH}, {_GRAM}",
             "coefficients": _OTHERS,
@@ -141,6 +145,8 @@ FOREIGN: tuple[Foreign, ...] = (
             "num_ns_steps": _EMERGING,
             "muon_num_ns_steps": _MEGATRON,
             "num_steps": _OTHERS,
+            "ns_iters": _OTHERS,
+            "num_iterations": _OTHERS,
             "newton_schulz_steps": _OTHERS,
         },
         ("ns_steps={}",),
