@@ -259,7 +259,7 @@ def _naming_preset[**P, R](
             named = {
                 name: values
                 for name, values in set_by_preset.items()
-                if re.search(rf"\b{name}{'' if '_' in name else '='}", message)
+                if re.search(rf"\b{name}(?!\w){'' if '_' in name else '='}", message)
             }
             if named and f"preset={preset!r} sets" not in message:
                 values, defaults = (

@@ -507,6 +507,13 @@ def test_a_preset_is_named_as_the_origin(preset, arguments, sets):
     assert f"pass {own}={default!r}" in message or f", {own}={default!r}" in message
 
 
+def test_a_preset_is_not_named_for_what_the_call_has():
+    for name in ("adam_eps_root", "beta", "mu_dtype"):  # torch sets adam_eps, momentum and eps
+        with pytest.raises((TypeError, ValueError), match=name) as raised:
+            muon(0.1, preset="torch", **{name: "???"})
+        assert "preset=" not in str(raised.value)
+
+
 @pytest.mark.parametrize("report", [describe, explain])
 def test_reports_name_the_preset(report):
     assert "preset='dion' sets shape_scale='ratio'" in message_of(
