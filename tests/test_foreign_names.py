@@ -226,6 +226,8 @@ def test_what_the_message_says_is_taken(name, value, way):
             ValueError,
             "got True as the second argument of muon: pass nest",
         ),
+        (lambda: describe(PARAMS, ns_coeffs=5), ValueError, "(a, b, c), got 5: pass"),
+        (lambda: explain(PARAMS, momentum=0.9), ValueError, "got 0.9: pass beta=0.9"),
         (lambda: muon(0.02, momentum=0), ValueError, "got 0: pass beta=0"),
         (lambda: muon(0.02, ns_coeffs=5), ValueError, "got 5: pass ns_steps=5"),
         (lambda: scale_by_muon(0.95), ValueError, "as the first argument of scale_by_muon: pass b"),

@@ -26,7 +26,6 @@ from muon_jax._foreign.ways import (
 from pallas_kernels._checks import shown, suggestion
 
 _VIEWS = ("muon_weight_dimension_numbers", "weight_dimension_numbers")
-
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
@@ -104,13 +103,13 @@ def check_order(
         way = BY_NAME["coefficient_type"].by_value[coeffs]
         raise ValueError(f"ns_coeffs has another name for {coeffs!r}: pass {way}")
     if "ns_coeffs" in given and (coeffs is None or isinstance(coeffs, bool) or is_number(coeffs)):
-        place = [*by_position].index("ns_coeffs")
-        is_by_position = place < len(args)
-        ways = ways_by_kind(args[place:] if is_by_position else [coeffs], parameters)
-        where = f" as the {_ORDINALS[place]} argument of {function}" if is_by_position else ""
-        if (
-            not ways and is_number(coeffs) and "beta" in parameters
-        ):  # those of `scale_by_muon`, which has no rate
+        values, where = [coeffs], ""
+        if "ns_coeffs" in [*by_position][: len(args)]:
+            place = [*by_position].index("ns_coeffs")
+            values, where = args[place:], f" as the {_ORDINALS[place]} argument of {function}"
+        ways = ways_by_kind(values, parameters)
+        # `scale_by_muon` has no learning rate.
+        if not ways and is_number(coeffs) and "beta" in parameters:
             ways = [f"optax.scale_by_learning_rate({written(coeffs)}) to optax.chain"]
         raise ValueError(
             f"ns_coeffs must be a name or numbers (a, b, c), got {coeffs}{where}: pass"
