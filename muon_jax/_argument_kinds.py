@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.core import Tracer
 
 from pallas_kernels._checks import is_real, shown, suggestion
 
+_INT8 = "mu_dtype='int8' for momenta in 8 bits, or mu_dtype='bfloat16'"
 _FLOATS = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
 
 
@@ -147,20 +149,22 @@ class FloatDType:
         try:
             dtype = jnp.dtype(value)
         except (TypeError, ValueError, SyntaxError):
+            is_narrow = self.or_int8 and re.search(r"(?<!\d)[48](?!\d)", str(value))
             names = (*_FLOATS, "auto") if self.or_auto else _FLOATS
+            hint = f": pass {_INT8}" if is_narrow else suggestion(value, names)
             raise ValueError(
-                f"{name} must be the name of a float dtype, got"
-                f" {shown(value)}{suggestion(value, names)}"
+                f"{name} must be the name of a float dtype, got {shown(value)}{hint}"
             ) from None
         if self.or_int8 and dtype == jnp.int8:
             return
         if not jnp.issubdtype(dtype, jnp.inexact):
             kinds = "a float dtype or int8" if self.or_int8 else "a float dtype"
-            raise ValueError(f"{name} must be {kinds}, got {dtype}: pass 'float32', for example")
+            example = _INT8 if self.or_int8 else f"{name}='float32', for example"
+            raise ValueError(f"{name} must be {kinds}, got {dtype}: pass {example}")
         if jnp.finfo(dtype).bits < self.least_bits:
             raise ValueError(
-                f"{name} must have {self.least_bits} bits or more, got {dtype}: pass 'bfloat16', or"
-                " None for the parameters' dtype"
+                f"{name} must have {self.least_bits} bits or more, or be int8, got {dtype}: pass"
+                f" {_INT8}"
             )
 
 

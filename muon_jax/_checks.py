@@ -11,19 +11,24 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAliasType, get_args, get_origin
 
 import jax
 
 from muon_jax._argument_kinds import CheckedSchedule, FloatDType, Number, check_static
+from muon_jax._foreign.calls import (
+    check_names,
+    check_order,
+    check_positions,
+    way_of_other_form,
+)
 from pallas_kernels._checks import (
     check_array,
     check_flag,
     check_name,
     is_integer,
     shown,
-    suggestion,
 )
 from pallas_kernels._selection import IMPLEMENTATIONS
 
@@ -45,8 +50,8 @@ def _check_pattern(name: str, value: Any) -> None:
         re.compile(value)
     except (TypeError, re.error) as error:
         raise TypeError(
-            f"{name} must be a regular expression, got {value!r} ({error}): pass 'kernel$', for"
-            " example"
+            f"{name} must be a regular expression, got {shown(value)} ({error}): pass 'kernel$',"
+            " for example"
         ) from None
 
 
@@ -210,21 +215,23 @@ def checks_arguments[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     `CheckedSchedule`, which checks what it returns.
     """
     signature = inspect.signature(function)
-    checks = _checks_of({p.name: p.annotation for p in signature.parameters.values()})
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    parameters = signature.parameters.values()
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    checks = _checks_of({p.name: p.annotation for p in parameters})
+    takes_any = len(names) < len(parameters)
+    called = function.__name__
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        unknown = [name for name in kwargs if name not in signature.parameters]
-        if unknown and not takes_any:
-            raise TypeError(
-                f"{function.__name__} has no argument"
-                f" {unknown[0]!r}{suggestion(unknown[0], signature.parameters)}"
-            )
+        check_order(called, args, kwargs, by_position, names)
+        check_positions(called, args, kwargs, by_position)
+        if not takes_any:
+            check_names(called, kwargs, names)
         given = signature.bind_partial(*args, **kwargs)
         for name, value in given.arguments.items():
             if name in checks:
-                checks[name](name, value)
+                _check_or_translate(checks[name], name, value, names)
             number = _DECLARED.get(name)
             is_schedule = callable(value) and not isinstance(value, CheckedSchedule)
             if is_schedule and isinstance(number, Number):
@@ -232,6 +239,16 @@ def checks_arguments[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         return function(*given.args, **given.kwargs)
 
     return wrapper
+
+
+def _check_or_translate(check: Check, name: str, value: Any, names: Sequence[str]) -> None:
+    """Checks a value. Where another optimizer would take it, the error says what to write here."""
+    try:
+        check(name, value)
+    except (TypeError, ValueError) as error:
+        if way := way_of_other_form(name, value, names):
+            error.args = (f"{str(error).partition(', got ')[0]}, got {shown(value)}: pass {way}",)
+        raise
 
 
 def check_fields(instance: Any) -> None:

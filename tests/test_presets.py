@@ -376,11 +376,11 @@ def test_shape_scale(shape_scale, shape, factor):
         (lambda: muon(0.1, weight_decay_form="l1"), r"weight_decay_form must be.*got 'l1'"),
         (
             lambda: muon(0.1, preset="muonh", shape_scale="ratio"),
-            r"fixed_norms=True makes steps relative.*leave out .* shape_scale='ratio'",
+            r"fixed_norms=True makes .*leave out shape_scale='ratio' \(preset='muonh'",
         ),
         (
             lambda: muon(0.1, preset="moonlight", shape_scale="ratio"),
-            r"shape_scale='ratio' and consistent_rms=0.2.*leave one",
+            r"shape_scale='ratio' and consistent_rms=0.2.*or consistent_rms=None to have",
         ),
         (
             lambda: muon(0.1, weight_decay_form="l2", cautious_weight_decay=True),

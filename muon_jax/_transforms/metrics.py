@@ -117,7 +117,7 @@ def with_metrics(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MetricsState]:
-        check_state(state, "inner")
+        check_state(updates, state, params, "inner")
         new_updates, inner = wrapped.update(updates, state.inner, params, **extra_args)
         none = {name: jnp.zeros([], jnp.float32) for name in state.metrics}
         return new_updates, MetricsState(inner, none | measure(updates, new_updates, inner))

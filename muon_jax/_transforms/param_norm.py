@@ -94,10 +94,12 @@ def keep_param_norm(
 
 def check_no_scale(consistent_rms: float | jax.Array | None, shape_scale: ShapeScale) -> None:
     """Raises ValueError where `muon` has a scale by shapes, which `fixed_norms` gives no effect."""
-    if consistent_rms is not None or shape_scale == "ratio":
+    scales = [f"consistent_rms={consistent_rms}"] if consistent_rms is not None else []
+    scales += [f"shape_scale={shape_scale!r}"] if shape_scale == "ratio" else []
+    if scales:
         raise ValueError(
             "fixed_norms=True makes steps relative to the norms of matrices, whatever their scale:"
-            f" leave out consistent_rms={consistent_rms} and shape_scale={shape_scale!r}"
+            f" leave out {' and '.join(scales)}"
         )
 
 

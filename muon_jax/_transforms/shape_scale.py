@@ -44,7 +44,8 @@ def scale_by_shape(
     if consistent_rms is not None and shape_scale != "clipped_ratio":
         raise ValueError(
             f"shape_scale={shape_scale!r} and consistent_rms={consistent_rms} are two scales for"
-            " one update: leave one of them at its default"
+            " one update: pass shape_scale='clipped_ratio' to have consistent_rms alone, or"
+            " consistent_rms=None to have shape_scale alone"
         )
 
     scale = shape_scale if consistent_rms is None else "longer_side"

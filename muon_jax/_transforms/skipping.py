@@ -71,9 +71,9 @@ def skip_missing(
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
-        check_update(updates, params)
         if field is not None:
-            check_state(state, field)
+            check_state(updates, state, params, field)
+        check_update(updates, params)
         if not any_missing(updates):
             return update(updates, state, params, whole=updates, **extra_args)
         of_state = None
