@@ -15,7 +15,7 @@ from muon_jax._checks import checks_arguments
 from muon_jax._matrices.evidence import without_contradictions
 from muon_jax._matrices.heads import without_unconfirmed_heads
 from muon_jax._matrices.layouts import Layout, Shape, relabelled
-from muon_jax._matrices.neighbours import told_by_neighbours
+from muon_jax._matrices.neighbours import told_by_neighbours, without_possible_heads
 from muon_jax._matrices.per_head import NO_WIDTH, with_matrix_per_head
 from muon_jax._matrices.roles import Found, NamedShape, look_up
 from muon_jax._matrices.shapes import ALTERNATING, UNKNOWN, Unknown
@@ -229,6 +229,7 @@ def routes(
     found = without_unconfirmed_heads(names, layers, found)
     found = told_by_neighbours(names, found)
     found = without_contradictions(below_root, layers, found, layout)
+    found = without_possible_heads(names, layers, found)
     if per_head:
         found = with_matrix_per_head(names, found, head_dim)
     by_rule = [_route_by_rule(name, rules) for name, _ in named]
@@ -261,6 +262,9 @@ def _found(name: str, shape: Shape, layers: Layers, layout: Layout) -> Found:
     if not layers.is_known:
         return Found("unknown", UNKNOWN, shape, axes)
     of_one = look_up(name, layers.of_one(shape), layers.of_one(axes), layout)
+    if isinstance(of_one.view, MuonDimensionNumbers):
+        is_vector = 1 in (_size(of_one.shape, group) for group in of_one.view)
+        return Found("vector", None, of_one.shape, of_one.axes) if is_vector else of_one
     if not isinstance(of_one.view, Unknown):
         return of_one
     # Each layer has a vector, or a kernel has one output.
@@ -269,6 +273,11 @@ def _found(name: str, shape: Shape, layers: Layers, layout: Layout) -> Found:
     if is_vector or rank > 1 and of_one.shape[-1] == 1 and size == max(of_one.shape):
         return Found("vector", None, of_one.shape, of_one.axes)
     return of_one
+
+
+def _size(shape: Shape, axes: int | Sequence[int]) -> int:
+    """The number of rows, or of columns, that these axes have."""
+    return math.prod(shape[axis] for axis in ([axes] if isinstance(axes, int) else axes))
 
 
 def _route(of_one: Found) -> Route:
