@@ -1,7 +1,8 @@
 """Trees of parameters: their paths, prefixes of them, and leaves that are missing."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -100,6 +101,27 @@ def broadcast_prefix[Node, Found](
     check_prefix(argument, prefix, tree, is_leaf)
     jax.tree.map_with_path(find, prefix, tree, is_leaf=is_leaf)
     return found
+
+
+def check_patterns_decide(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Raises ValueError where patterns that are before one take all paths that it matches.
+
+    Args:
+        argument: what has the patterns, for errors.
+        patterns: regular expressions, of which the first that matches a path decides.
+        names: the paths. A pattern that matches none of them passes.
+    """
+    patterns = [*patterns]
+    matching = {p: [name for name in names if re.search(p, name)] for p in patterns}
+    first = {name: p for p in reversed(patterns) for name in matching[p]}
+    for pattern, matched in matching.items():
+        takers = {first[name]: name for name in reversed(matched)}
+        if takers and pattern not in takers:
+            taker, name = next(iter(reversed(takers.items())))
+            raise ValueError(
+                f"{pattern!r} in {argument} never decides: {taker!r} comes first and takes"
+                f" {name!r}, so put {pattern!r} before {taker!r}, or leave it out"
+            )
 
 
 def any_missing(updates: optax.Updates) -> bool:

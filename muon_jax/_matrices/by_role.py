@@ -17,7 +17,7 @@ from muon_jax._matrices.heads import without_unconfirmed_heads
 from muon_jax._matrices.layouts import Layout, Shape, relabelled
 from muon_jax._matrices.neighbours import told_by_neighbours, without_possible_heads
 from muon_jax._matrices.per_head import NO_WIDTH, with_matrix_per_head
-from muon_jax._matrices.roles import Found, NamedShape, look_up
+from muon_jax._matrices.roles import Found, NamedShape, is_block, look_up
 from muon_jax._matrices.shapes import ALTERNATING, UNKNOWN, Unknown
 from muon_jax._matrices.stacked_layers import Layers, layers_of
 from muon_jax._matrices.unknown_roles import (
@@ -29,7 +29,7 @@ from muon_jax._matrices.unknown_roles import (
 )
 from muon_jax._matrices.views import Split, Unfold, View, ViewTree
 from muon_jax._tree_checks import check_params
-from muon_jax._trees import has_masked, path_name
+from muon_jax._trees import check_patterns_decide, has_masked, path_name
 
 type Rules = Mapping[str, View | None]
 
@@ -105,7 +105,8 @@ def by_role(
         ValueError: nothing above knows a parameter of that path and shape.
         ValueError: a parameter is in the order of the other layout. Biases, windows, the width of
             the embedding, and the widths of an MLP's `weight` show this.
-        ValueError: a rule matches no path, in a tree without `optax.MaskedNode`.
+        ValueError: a rule matches no path, or rules before it take all paths that it matches, in a
+            tree without `optax.MaskedNode`.
         ValueError: `per_head` finds no projection to heads, in such a tree, or nothing tells the
             heads of one.
         ValueError: `head_dim` is given without `per_head`; a norm of q tells another width; or no
@@ -126,11 +127,13 @@ def by_role(
     head_dim = None if head_dim is None else int(head_dim)  # 128.0 is an integer, too
     rules = rules or {}
     idle = [rule for rule in rules if not any(re.search(rule, name) for name, _ in named)]
-    if idle and named and not has_masked(params):
-        raise ValueError(
-            f"the rules {idle} match none of the {len(named)} paths, such as {named[0][0]!r}:"
-            " describe(params) prints all paths"
-        )
+    if named and not has_masked(params):
+        if idle:
+            raise ValueError(
+                f"the rules {idle} match none of the {len(named)} paths, such as {named[0][0]!r}:"
+                " describe(params) prints all paths"
+            )
+        check_patterns_decide("rules", rules, [name for name, _ in named])
     found = routes(named, rules, layout, per_head, head_dim)
     unknown = [
         UnknownParameter(name, shape, route.view)
@@ -242,7 +245,8 @@ def _without_root(named: Sequence[NamedShape]) -> Sequence[NamedShape]:
     Flax numbers that module, as in `ResNet_0`. Its name says nothing about a place in the network.
     """
     roots = {name.partition("/")[0] for name, _ in named}
-    if len(named) > 1 and len(roots) == 1 and re.search(r"_\d+$", next(iter(roots))):
+    (root, *others) = roots or {""}
+    if len(named) > 1 and not others and re.search(r"_\d+$", root) and not is_block(root.lower()):
         return [(name.partition("/")[2], shape) for name, shape in named]
     return named
 

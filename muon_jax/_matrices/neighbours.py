@@ -15,6 +15,7 @@ from muon_jax._matrices.roles import (
     FUSED_KV,
     FUSED_QKV,
     GATING_EINSUM,
+    LAYER_NAME,
     TO_HEADS,
     Found,
     bias_beside,
@@ -44,8 +45,8 @@ _SECOND = {
 # Names of the layer that takes the input of a recurrent cell, by those of the one for its state.
 _OF_INPUT = {r"(?<![^/])(dense_|w_)h$": r"\1i", r"(?<![^/])h(?=(2?h)$)": "i"}
 _OF_INPUT_AND_STATE = re.compile(r"(^|/)lstm(_\d+)?/linear$")
-# Projections of attention under names that output heads have as well.
-_MAY_BE_HEAD = re.compile(r"[qvo]|value|out|wo|(o|out)_proj")
+# Projections of attention under names that output heads do not have.
+_OF_ATTENTION = re.compile(r"w_?(q|kv?|v)|(w?_?(q|kv?|v)_)(b_?)?(proj)?|query|key|k|attn_out")
 _QUERY_OR_KEY = re.compile(r"w_?[qk]|[qk]_proj|query|key|k")
 _OF_OUTPUT = re.compile(r"out|final|last|rgb|recon|pred|logit|head|post|transpose|deconv")
 _GATES = ("gate", "gate_proj", "w_gate", "wg", "w3")
@@ -137,6 +138,9 @@ class _Beside:
         self._vectors = {module: shape for module, shape in shapes.items() if len(shape) < 2}
         self._shapes = {module: shape for module, shape in shapes.items() if len(shape) > 1}
         self._sequences = defaultdict(list)
+        self._count_below = Counter(
+            above.removesuffix("/") for module in self._shapes for above in parents_of(module)
+        )
         for module, shape in self._shapes.items():
             stem, number = stem_and_number(self._place_of(module))
             self._sequences[stem].append((number, shape, module))
@@ -176,20 +180,21 @@ class _Beside:
         last = plain(module.removeprefix(parent))
         rank = len(layer.shape)
         if layer.role in (TO_HEADS, FROM_HEADS):
-            may_be_head = rank == 2 and _MAY_BE_HEAD.fullmatch(last)
-            return not may_be_head or parent in self._attentions or is_inside(name)
-        may_be_head = (
-            layer.role == "convolution" or rank == 2 and layer.role in ("matrix", "experts")
-        )
-        if not may_be_head or is_inside(self._place_of(module)) or module in self._residual:
+            says_so = rank > 2 or _OF_ATTENTION.fullmatch(last) or parent in self._attentions
+        else:
+            roles = ("matrix", "experts") if rank == 2 else ("convolution",)
+            says_so = layer.role not in roles or module in self._residual
+        if says_so or is_inside(self._place_of(module)):
             return True
         out = layer.shape[-1]
-        takers = [*self._next_by_number(module), *map(self._shapes.get, self._seconds(module))]
-        if any(taker[-2:-1] == (out,) for taker in takers):
+        # Which of up and down is the first, their names do not say.
+        seconds = () if "up" in last else map(self._shapes.__getitem__, self._seconds(module))
+        if any(taker[-2:-1] == (out,) for taker in (*self._next_by_number(module), *seconds)):
             return True
         if _OF_OUTPUT.search(last):
             return False
-        return out in self._heads[parent] or rank > 2 and self._takes_channels(parent, out)
+        before_head = out in self._heads[parent] and LAYER_NAME.fullmatch(last)
+        return bool(before_head) or rank > 2 and self._takes_channels(parent, out)
 
     def _takes_channels(self, parent: str, out: int) -> bool:
         """Whether a convolution in a block takes so many channels, or a layer that is flattened to.
@@ -209,11 +214,7 @@ class _Beside:
     def _place_of(self, module: str) -> str:
         """The path of a module, or of the numbered block that it is alone in."""
         block = ALONE_IN_BLOCK.match(module)
-        is_alone = block is not None and self._count_below(block[1]) == 1
-        return block[1] if block is not None and is_alone else module
-
-    def _count_below(self, block: str) -> int:
-        return sum(module.startswith(f"{block}/") for module in self._shapes)
+        return block[1] if block and self._count_below[block[1]] == 1 else module
 
     def has_bias_array(self, module: str) -> bool:
         """Whether the bias of an array is an array of its own, such as `gate_up_proj_bias`."""

@@ -199,7 +199,7 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     ),
     (
         TO_HEADS,
-        r"w?[qkv]|(q|k|v)_proj|query|key|value|w?(q|kv?|v)_b(_proj)?",
+        rf"w?[qkv]|(q|k|v)_proj|query|key|value(?=(/({LEAF}))?$)|w?(q|kv?|v)_b(_proj)?",
         by_rank(
             rank_2=MATRICES, rank_3=VIEW_TO_HEADS, rank_4=MuonDimensionNumbers(-4, (-3, -2, -1))
         ),
@@ -234,6 +234,11 @@ _OF_CELL = re.compile(
 _FIRST_OF_ALL = re.compile(r"(?:^|_)(?:init|stem|root|patch\w*)(?:_|$)|conv_in$|\w*embed\w*$")
 
 
+def is_block(module: str) -> bool:
+    """Whether a name, in lower case, is that of a numbered block."""
+    return re.fullmatch(_BLOCK, module) is not None
+
+
 def is_inside(name: str) -> bool:
     """Whether a parameter of this path, in lower case, is where no output head can be."""
     module = module_of(name)
@@ -244,6 +249,8 @@ def is_inside(name: str) -> bool:
     return says_so is not None
 
 
+# Names that layers have, hidden or not. Others may be those of embeddings.
+LAYER_NAME = re.compile(rf"{_OF_MLP}|{_LAYER}|lin|layers?|trunk|torso|\d+")
 # A layer that is alone in a numbered block, so that the last block may be the output head.
 ALONE_IN_BLOCK = re.compile(rf"((?:.*/)?{_BLOCK})/(?:dense|linear|lin|fc|layer|proj|w)(?:_?\d+)?$")
 

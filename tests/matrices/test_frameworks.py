@@ -125,10 +125,6 @@ WITHOUT_RULES = {
     ),
     "Flax' example lm1b": (lambda: TOKENS(flax_models.Lm1b(), 2, 8), LM1B),
     "Flax' example gemma": (lambda: flax_models.nnx_shapes(flax_models.Gemma), EINSUMS),
-    "nnx, layers with LoRA": (
-        lambda: flax_models.nnx_shapes(WithLoRA),
-        {"up_proj/kernel$": MATRICES, "down_proj/base_module/kernel$": MATRICES},
-    ),
     "nnx, the factors of LoRA alone": (
         lambda: nnx.state(nnx.eval_shape(lambda: WithLoRA(nnx.Rngs(0))), nnx.LoRAParam),
         {},
@@ -207,6 +203,12 @@ WITH_RULES = {
         {},
         {"^classifier/dense/kernel$": None, "^classifier/out_proj/kernel$": None},
         {"encoder/.*kernel$": MATRICES},
+    ),
+    "nnx, layers with LoRA": (
+        lambda: flax_models.nnx_shapes(WithLoRA),
+        {},
+        {"^down_proj/base_module/kernel$": None, "^up_proj/kernel$": None},
+        {},
     ),
     "recurrent cells of nnx": (
         lambda: flax_models.nnx_shapes(Recurrent),

@@ -191,11 +191,6 @@ def attention(**projections):
             "heads of h/0/q_attn/kernel .* which may be a projection to heads: pass",
         ),
         (
-            {"value": {"hidden": {"kernel": (8, 8)}}, "attn": {"query": {"kernel": (8, 8)}}},
-            {"head_dim": 4},
-            "heads of value/hidden/kernel .* which may be a projection to heads: pass",
-        ),
-        (
             {"a": attention(q_proj=(8, 8), in_proj_qkvz=(8, 40))["attn"]},
             {"head_dim": 4},
             "no rule knows the role of a/in_proj_qkvz",
@@ -217,8 +212,10 @@ def test_arguments():
     tree = shapes(attention(q_proj=(8, 8)))
     with pytest.raises(ValueError, match="head_dim=4 needs per_head=True: pass both, or neither"):
         by_role(tree, head_dim=4)
-    with pytest.raises(ValueError, match=r"finds no projection to heads among the 1 .* 'up/kernel"):
-        PER_HEAD(shapes({"up": {"kernel": (8, 8)}}))
+    with pytest.raises(
+        ValueError, match=r"finds no projection to heads among the 1 .* 'h_0/up/kernel"
+    ):
+        PER_HEAD(shapes({"h_0": {"up": {"kernel": (8, 8)}}}))
     with pytest.raises(ValueError, match=r"head_dim must be an integer in \[1, inf\), got 0"):
         PER_HEAD(tree, head_dim=0)
 
@@ -238,9 +235,9 @@ def test_a_norm_of_q_tells_the_width_of_a_head_where_it_is_narrower_than_all():
 
 
 def test_a_value_without_q_and_k_beside_it_is_split_in_no_tree():
-    heads = {"value": {"kernel": (8, 4)}, "policy_head": {"kernel": (8, 18)}}
+    heads = {"blocks": [{"value": {"kernel": (8, 4)}}], "policy_head": {"kernel": (8, 18)}}
     tree = shapes({"tr": attention(q_proj=(8, 8), o_proj=(8, 8)), **heads})
-    assert PER_HEAD(tree, head_dim=4)["value"] == by_role(tree)["value"]
+    assert PER_HEAD(tree, head_dim=4)["blocks"] == by_role(tree)["blocks"]
     alone = {**attention(value=(8, 8)), "b": {"v_proj": {"kernel": (8, 8)}}}
     message = r"attn/value/kernel .*, b/v_proj/kernel .* which may be a projection to heads: pass"
     with pytest.raises(ValueError, match=message):
