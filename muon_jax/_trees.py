@@ -115,13 +115,16 @@ def check_patterns_decide(argument: str, patterns: Iterable[str], names: Sequenc
     matching = {p: [name for name in names if re.search(p, name)] for p in patterns}
     first = {name: p for p in reversed(patterns) for name in matching[p]}
     for pattern, matched in matching.items():
-        takers = {first[name]: name for name in reversed(matched)}
-        if takers and pattern not in takers:
-            taker, name = next(iter(reversed(takers.items())))
-            raise ValueError(
-                f"{pattern!r} in {argument} never decides: {taker!r} comes first and takes"
-                f" {name!r}, so put {pattern!r} before {taker!r}, or leave it out"
-            )
+        takers = [p for p in patterns if p in {first[name] for name in matched}]
+        if not takers or pattern in takers:
+            continue
+        left = {first[name] for name in names if name in first and name not in matched}
+        mend = f"put {pattern!r} first, or leave it out" if left >= {*takers} else "leave it out"
+        raise ValueError(
+            f"{argument}[{pattern!r}] never decides: {', '.join(map(repr, takers))} before it"
+            f" already {'match' if len(takers) > 1 else 'matches'} all that it matches, such as"
+            f" {matched[0]!r}: {mend}"
+        )
 
 
 def any_missing(updates: optax.Updates) -> bool:

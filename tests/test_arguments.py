@@ -471,7 +471,7 @@ def test_dimension_numbers_of_other_packages_are_taken(numbers):
     [
         with_metrics(muon(0.1)),
         muon(0.1, muon_weight_dimension_numbers={"w": MuonDimensionNumbers(), "b": None}),
-        muon(0.1, muon_weight_dimension_numbers=functools.partial(by_role, rules=RULES)),
+        muon(0.1, muon_weight_dimension_numbers=by_role(rules=RULES)),
         muon(0.1, weight_decay=0.1, weight_decay_mask={"w": True, "b": False}),
     ],
 )

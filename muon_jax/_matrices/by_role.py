@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -48,9 +49,21 @@ _ALTERNATING: dict[tuple[int, ...], str] = {
 }
 
 
+class _WithArguments(functools.partial):
+    """`by_role` with its arguments but the parameters, which prints as the call that made it."""
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.keywords.items())
+        return f"by_role({given})"
+
+
+_LATER: Any = inspect.Parameter.empty  # the optimizer passes the parameters
+_DEFAULTS = (None, "in_out", False)
+
+
 @checks_arguments
 def by_role(
-    params: Any,
+    params: Any = _LATER,
     rules: Rules | None = None,
     layout: Layout = "in_out",
     per_head: bool = False,
@@ -58,9 +71,10 @@ def by_role(
 ) -> ViewTree:
     """Returns the view of each parameter by what it is for; None leaves it to AdamW.
 
-    Pass the function itself to the optimizer: `muon(…, muon_weight_dimension_numbers=by_role)`. To
-    add arguments, pass `functools.partial(by_role, rules={…}, layout="out_in")`. The path and the
-    shape of a parameter, and those of the parameters beside it, tell what it is for:
+    Pass the function itself to the optimizer: `muon(…, muon_weight_dimension_numbers=by_role)`.
+    With arguments but no `params` it returns a function of the parameters, which has these
+    arguments: `muon(…, muon_weight_dimension_numbers=by_role(rules={…}, layout="out_in"))`. The
+    path and the shape of a parameter, and those of the parameters beside it, tell what it is for:
 
     -   AdamW has vectors, biases and norms, also those of stacked layers. A kernel with one output
         is a vector.
@@ -83,7 +97,7 @@ def by_role(
 
     Args:
         params: parameters of Flax (linen, boxed or not, or nnx) or in any other tree; arrays, or
-            shapes of them.
+            shapes of them. Without them, the result is a function that takes them.
         rules: a view, or None for AdamW, for each regular expression. Expressions are searched for
             in paths such as `"layers/0/mlp/up/kernel"`. The first that matches decides, before all
             of the above.
@@ -116,14 +130,18 @@ def by_role(
         ValueError: there is no such layout.
         TypeError: `params` has leaves that are no arrays, as modules of Equinox have.
     """
+    if head_dim is not None and not per_head:
+        raise ValueError(f"head_dim={head_dim} needs per_head=True: pass both, or neither")
+    if params is _LATER:
+        given = {"rules": rules, "layout": layout, "per_head": per_head, "head_dim": head_dim}
+        given = {name: value for name, value in given.items() if value not in _DEFAULTS}
+        return _WithArguments(by_role, **given)
     named, treedef = named_shapes(params), jax.tree.structure(params)
     if named and jax.tree_util.treedef_is_leaf(treedef):
         raise ValueError(
             f"by_role needs a tree of parameters, got one array of shape {named[0][1]}: pass"
             " static_args='muon_weight_dimension_numbers' to optax.inject_hyperparams"
         )
-    if head_dim is not None and not per_head:
-        raise ValueError(f"head_dim={head_dim} needs per_head=True: pass both, or neither")
     head_dim = None if head_dim is None else int(head_dim)  # 128.0 is an integer, too
     rules = rules or {}
     idle = [rule for rule in rules if not any(re.search(rule, name) for name, _ in named)]
@@ -143,7 +161,7 @@ def by_role(
     known = [
         name
         for (name, _), route in zip(named, found, strict=True)
-        if not isinstance(route.view, Unknown) and route.role != "rule"
+        if not isinstance(route.view, Unknown) and not any(re.search(rule, name) for rule in rules)
     ]
 
     def views_by_path(**arguments: Any) -> dict[str, View | None | Unknown]:
@@ -214,7 +232,7 @@ def named_shapes(params: Any) -> list[NamedShape]:
 
 def routes(
     named: Sequence[NamedShape],
-    rules: Rules,
+    rules: Rules | None,
     layout: Layout = "in_out",
     per_head: bool = False,
     head_dim: int | None = None,
@@ -235,7 +253,7 @@ def routes(
     found = without_possible_heads(names, layers, found)
     if per_head:
         found = with_matrix_per_head(names, found, head_dim)
-    by_rule = [_route_by_rule(name, rules) for name, _ in named]
+    by_rule = [_route_by_rule(name, rules or {}) for name, _ in named]
     return [claimed or _route(of_one) for claimed, of_one in zip(by_rule, found, strict=True)]
 
 
@@ -254,7 +272,8 @@ def _without_root(named: Sequence[NamedShape]) -> Sequence[NamedShape]:
 def _route_by_rule(name: str, rules: Rules) -> Route | None:
     """The route that the first matching rule gives to a parameter."""
     return next(
-        (Route("rule", view) for rule, view in rules.items() if re.search(rule, name)), None
+        (Route(f"rule {rule!r}", view) for rule, view in rules.items() if re.search(rule, name)),
+        None,
     )
 
 

@@ -112,7 +112,7 @@ MODELS = {
 
 
 def views(rules):
-    return {"muon_weight_dimension_numbers": functools.partial(by_role, rules=rules)}
+    return {"muon_weight_dimension_numbers": by_role(rules=rules)}
 
 
 @pytest.mark.parametrize(("params", "rules", "matrices", "others"), MODELS.values(), ids=MODELS)
@@ -476,7 +476,7 @@ def test_a_callable_sees_every_tree():
         chex.assert_trees_all_equal_structs(state, expected)
 
 
-@pytest.mark.parametrize("routes", [by_role, functools.partial(by_role, rules={"up": MATRICES})])
+@pytest.mark.parametrize("routes", [by_role, by_role(rules={"up": MATRICES})])
 def test_hyperparameters_are_injected_beside_routes(routes):
     params = {"embed": {"embedding": jnp.ones((6, 4))}, "h_0": {"up": {"kernel": jnp.ones((4, 8))}}}
     arguments = {"learning_rate": 0.1, "muon_weight_dimension_numbers": routes}

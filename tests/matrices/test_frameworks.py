@@ -300,7 +300,7 @@ def test_a_tree_in_another_order_raises_with_the_remedy(make, arguments, why, wh
     tree = tree_of(make)
     with pytest.raises(ValueError, match=rf"layout='\w+' does not fit .*{why}") as raised:
         by_role(tree, **arguments)
-    calls = re.findall(r"functools\.partial\(by_role.*?\)(?= if)", str(raised.value))
+    calls = re.findall(r"by_role\(.*?\)(?= if)", str(raised.value))
     assert_routes(tree, eval(calls[which], vars(muon_jax) | {"functools": functools}), muon)
 
 
@@ -351,7 +351,7 @@ PUBLISHED = {
 def line_of(name_of_model):
     """The line of the table for a model: its matrices, and what AdamW has besides vectors."""
     make, arguments = PUBLISHED[name_of_model]
-    views = functools.partial(by_role, **arguments)
+    views = by_role(**arguments)
     parameters = describe(tree_of(make), muon_weight_dimension_numbers=views).parameters
     counts, modules, of_adamw = defaultdict(int), defaultdict(set), {}
     for p in parameters:

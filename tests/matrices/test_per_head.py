@@ -23,7 +23,7 @@ from muon_jax import MuonDimensionNumbers, Unfold, by_role, describe, explain, m
 from muon_jax.benchmarks._times.sharded import collectives
 
 PAGE = Path(muon_jax.__file__).parent / "docs" / "muon.md"
-PER_HEAD = functools.partial(by_role, per_head=True)
+PER_HEAD = by_role(per_head=True)
 OUT_IN = {"layout": "out_in"}
 OF_MOE = {**OUT_IN, "rules": {"mlp/gate/weight$": None}}  # the router
 # The models of the table, and the arguments that they need.
@@ -125,7 +125,7 @@ def test_heads_that_are_sharded_over_a_tensor_axis_exchange_nothing(axis_type):
     columns = NamedSharding(mesh, PartitionSpec(None, "tensor"))
 
     def compiled_update(params, **arguments):
-        views = functools.partial(by_role, **arguments)
+        views = by_role(**arguments)
         optimizer = scale_by_muon(ns_dtype="float32", ns_steps=2, weight_dimension_numbers=views)
         state = optimizer.init(params)
         compiled = jax.jit(optimizer.update).lower(params, state).compile()
@@ -151,14 +151,14 @@ def attention(**projections):
             {"h": {str(i): attention(q_proj=(8, 12), o_proj=(12, 8)) for i in range(3)}},
             {},
             r"heads of h/0/attn/q_proj/kernel of shape \(8, 12\) and 2 like it, whose heads have a"
-            r" width that nothing tells: pass functools.partial\(by_role, per_head=True,"
+            r" width that nothing tells: pass by_role\(per_head=True,"
             r" head_dim=128\) for heads of 128 columns, or functools",
         ),
         (
             attention(c_attn=(12, 8)),
             {"layout": "out_in", "head_dim": 8},
             r"c_attn/kernel of shape \(12, 8\), whose 12 columns are no multiple of a head's 8:"
-            r" pass functools.partial\(by_role, layout='out_in', per_head=True, head_dim=8, rules",
+            r" pass by_role\(layout='out_in', per_head=True, head_dim=8, rules",
         ),
         (
             attention(q_b_proj=(6, 12), kv_b_proj=(6, 14), o_proj=(6, 8)),  # kv_a is missing
@@ -255,7 +255,7 @@ def test_head_dim_does_not_yield_to_a_norm_of_q():
     with pytest.raises(
         ValueError,
         match=r"head_dim=6 does not fit a/attn/k_proj/kernel of shape \(8, 4\), whose norm of q"
-        r" tells heads of 4 columns, a/attn/q_proj/.*: pass functools.partial\(by_role,"
+        r" tells heads of 4 columns, a/attn/q_proj/.*: pass by_role\("
         r" per_head=True\) if",
     ) as error:
         PER_HEAD(shapes(normed), head_dim=6)
