@@ -119,11 +119,11 @@ def check_patterns_decide(argument: str, patterns: Iterable[str], names: Sequenc
         if not takers or pattern in takers:
             continue
         left = {first[name] for name in names if name in first and name not in matched}
-        mend = f"put {pattern!r} first, or leave it out" if left >= {*takers} else "leave it out"
+        mend = f"put {pattern!r} first, or " if left >= {*takers} else ""
         raise ValueError(
             f"{argument}[{pattern!r}] never decides: {', '.join(map(repr, takers))} before it"
             f" already {'match' if len(takers) > 1 else 'matches'} all that it matches, such as"
-            f" {matched[0]!r}: {mend}"
+            f" {matched[0]!r}: {mend}leave it out"
         )
 
 

@@ -290,7 +290,7 @@ class _Beside:
         if len(shape) == 3 and shape[1:] == (2, *taker[:1]) and taker[1:] == shape[:1]:
             self.gates_on_axis.add(module)
         is_closed = len(shape) == 2 and taker == shape[::-1]
-        if is_closed and shape[0] in self._ends[parent]:
+        if is_closed and any(shape[0] in self._ends[above] for above in parents_of(module)):
             self._residual |= {module, second}
         self._read_fused(module, shape, taker)
 

@@ -65,7 +65,7 @@ MODELS = {
             "ResNetBlock_0/Conv_1/kernel": ("convolution", "1×144×16"),
             "ResNetBlock_0/conv_proj/kernel": ("convolution", "1×8×16"),
         },
-        {"vector": 9, "unknown": 1},
+        {"vector": 8, "rule '^Dense_0/'": 2},
     ),
     "linen ViT": (
         lambda: flax_models.linen_params(flax_models.ViT(), *IMAGES),
@@ -101,7 +101,7 @@ MODELS = {
         flax_models.grouped_queries,
         QKV,
         {
-            "qkv/kernel": ("unknown", "1×8×8, 1×8×2, 1×8×2"),
+            "qkv/kernel": ("rule '^qkv/'", "1×8×8, 1×8×2, 1×8×2"),
             "o_proj/kernel": ("projection from heads", "1×8×8"),
             "gate_up/kernel": ("fused gate and up", "1×8×12, 1×8×12"),
             "down/kernel": ("matrix", "1×12×8"),

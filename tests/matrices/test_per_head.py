@@ -152,7 +152,7 @@ def attention(**projections):
             {},
             r"heads of h/0/attn/q_proj/kernel of shape \(8, 12\) and 2 like it, whose heads have a"
             r" width that nothing tells: pass by_role\(per_head=True,"
-            r" head_dim=128\) for heads of 128 columns, or functools",
+            r" head_dim=128\) for heads of 128 columns, or by_role",
         ),
         (
             attention(c_attn=(12, 8)),
@@ -200,11 +200,11 @@ def attention(**projections):
 def test_what_cannot_be_told_raises_with_the_remedy(tree, arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         PER_HEAD(shapes(tree), **arguments)
-    call = re.search(r"functools\.partial\((?!.*functools).*\}\)", str(error.value))
+    call = re.search(r"by_role\((?!.*by_role).*\}\)", str(error.value))
     assert call
     norm = {"q_norm": {"scale": (arguments.get("head_dim", 4),)}}
     other = attention(q_proj=(8, 8), o_proj=(8, 8))["attn"] | norm
-    views = eval(call[0], vars(muon_jax) | {"functools": functools})
+    views = eval(call[0], vars(muon_jax))
     views(shapes({**tree, "other": {"attn": other}}))
 
 
@@ -256,12 +256,12 @@ def test_head_dim_does_not_yield_to_a_norm_of_q():
         ValueError,
         match=r"head_dim=6 does not fit a/attn/k_proj/kernel of shape \(8, 4\), whose norm of q"
         r" tells heads of 4 columns, a/attn/q_proj/.*: pass by_role\("
-        r" per_head=True\) if",
+        r"per_head=True\) if",
     ) as error:
         PER_HEAD(shapes(normed), head_dim=6)
     assert PER_HEAD(shapes(normed))["a"]["attn"]["k_proj"]["kernel"].sizes == (-1, 4)
-    (call,) = re.findall(r"functools\.partial\((?!.*functools).*\}\)", str(error.value))
-    views = eval(call, vars(muon_jax) | {"functools": functools})
+    (call,) = re.findall(r"by_role\((?!.*by_role).*\}\)", str(error.value))
+    views = eval(call, vars(muon_jax))
     found = views(shapes({**normed, "b": attention(q_proj=(8, 12), o_proj=(12, 8))}))
     assert found["a"] == PER_HEAD(shapes(normed))["a"]
     assert found["b"]["attn"]["q_proj"]["kernel"].sizes == (-1, 6)
@@ -275,7 +275,7 @@ def test_head_dim_that_no_parameter_uses_raises_unless_parameters_are_masked():
     axes = attention(q_proj=(8, 2, 4), o_proj=(2, 4, 8))
     for tree in (LATENT, axes):
         with pytest.raises(
-            ValueError, match=r"head_dim=4 is used by none .* pass .*\(by_role, per_head=True\),"
+            ValueError, match=r"head_dim=4 is used by none .* pass .*by_role\(per_head=True\),"
         ):
             PER_HEAD(shapes(tree), head_dim=4)
     masked = shapes(LATENT) | {"other": optax.MaskedNode()}
