@@ -87,7 +87,7 @@ SURFACE = (
 SURFACE_OF_BENCHMARKS = (*SURFACE, "_tuning", "_mosaic_gpu", "_triton")
 # One interface that each implementation has under the same name.
 INTERFACE = {"gemm", "syrkx", "unsupported_reason"}
-MOST_LINES = 300
+MOST_LINES = 400
 
 MODULES = {package: house.modules_of(TREE, package, ["docs"]) for package in house.PACKAGES}
 EVERY = [module for modules in MODULES.values() for module in modules]

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import pickle
 import re
 from collections import Counter
 
@@ -13,11 +14,12 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers import mostly_nightly
+from helpers import mostly_nightly, nested
 from model_shapes import shapes
 
-from muon_jax import MuonDimensionNumbers, Split, by_role, describe, muon
+from muon_jax import MuonDimensionNumbers, Split, by_role, describe, muon, scale_by_muon
 from muon_jax._matrices.by_role import routes
+from muon_jax._matrices.shapes import Unknown
 from muon_jax._matrices.views import MATRICES
 
 QKV = {"^qkv/": Split(-1, (8, 2, 2))}
@@ -396,6 +398,128 @@ def test_rules_that_match_nothing_raise_unless_parameters_are_masked():
         by_role(tree, rules)
     masked = {**tree, "embed": optax.MaskedNode()}
     assert by_role(masked, rules)["up"]["kernel"] == MATRICES
+
+
+SHADOWED = [
+    ({".*": None, "up": MATRICES}, "up", "'.*' before it already matches all .* put 'up' first"),
+    ({"mlp": MATRICES, "mlp/up": None}, "mlp/up", "'mlp' .* put 'mlp/up' first, or leave it out"),
+    ({"kernel$": None, "^head/": None}, "^head/", r"'kernel\$' .* put '\^head/' first"),
+    ({"up": None, "down": MATRICES, "(up|down)/": None}, "(up|down)/", "'up', 'down' .*: leave it"),
+    ({"mlp/down": None, "down/kernel": None}, "down/kernel", "'mlp/down' .*down/kernel': leave it"),
+]
+
+
+@pytest.mark.parametrize(("rules", "shadowed", "message"), SHADOWED)
+def test_rules_that_never_decide_raise_unless_parameters_are_masked(rules, shadowed, message):
+    paths = {"mlp/up/kernel": (8, 16), "mlp/down/kernel": (16, 8), "head/kernel": (8, 3)}
+    tree = shapes(nested(paths | {"embed/embedding": (9, 8)}))
+    message = rf"rules\['{re.escape(shadowed)}'\] never decides: {message}"
+    optimizer = muon(0.1, muon_weight_dimension_numbers=by_role(rules=rules))
+    for use in (lambda t: by_role(t, rules), optimizer.init, lambda t: describe(t, **views(rules))):
+        with pytest.raises(ValueError, match=message):
+            use(tree)
+    left = {rule: view for rule, view in rules.items() if rule != shadowed}
+    first = {shadowed: rules[shadowed], **left}
+    by_role(tree, left if message.endswith("leave it") else first)
+    by_role({**tree, "other": optax.MaskedNode()}, rules)
+
+
+def kernel_of(name, shape, layout="in_out", rules=None, **beside):
+    named = [(f"blocks/0/{path}", s) for path, s in {name: shape, **beside}.items()]
+    return routes(named, rules, layout)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "layout"),
+    [
+        ("conv/kernel", (3, 3, 64, 1), "in_out"),
+        ("conv/weight", (1, 64, 3, 3), "out_in"),
+        ("Conv_2/kernel", (5, 64, 1), "in_out"),
+        ("conv1d/weight", (1, 64, 5), "out_in"),
+        ("conv/kernel", (3, 3, 3, 16, 1), "in_out"),
+        ("conv3d/weight", (1, 16, 3, 3, 3), "out_in"),
+        ("ConvTranspose_0/kernel", (4, 4, 64, 1), "in_out"),
+        ("conv_transpose/weight", (64, 1, 4, 4), "out_in"),  # PyTorch has (in, out, *window) there
+        ("pointwise_conv/kernel", (1, 1, 64, 1), "in_out"),
+        ("pwconv/kernel", (64, 1), "in_out"),
+        ("pwconv/weight", (1, 64), "out_in"),
+        ("conv/kernel", (3, 3, 1, 64), "in_out"),  # of one input, or depthwise
+        ("conv/weight", (64, 1, 3, 3), "out_in"),
+        ("conv/kernel", (3, 3, 1, 1), "in_out"),
+        ("experts/down", (4, 8, 1), "in_out"),
+        ("attn/query/kernel", (8, 1, 1), "in_out"),
+    ],
+)
+def test_kernels_with_one_output_are_vectors(name, shape, layout):
+    assert kernel_of(name, shape, layout).view is None
+    rules = {name: MATRICES}
+    assert kernel_of(name, shape, layout, rules).view == MATRICES  # a rule has the last word
+
+
+def test_stacked_convolutions_with_one_output_are_vectors():
+    tree = shapes({"layers": {"conv": {"kernel": (5, 3, 3, 64, 1)}, "norm": {"scale": (5, 64)}}})
+    assert by_role(tree)["layers"]["conv"]["kernel"] is None
+    optimizer = muon(0.1, muon_weight_dimension_numbers=by_role)
+    params = {"blocks": [{"conv": {"kernel": jnp.full((3, 3, 8, 1), 2.0)}}]}
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    assert jnp.ptp(updates["blocks"][0]["conv"]["kernel"]) < 1e-6  # a sign, as AdamW's
+
+
+def test_a_window_at_the_end_of_one_element_is_no_output():
+    assert isinstance(kernel_of("conv/weight", (64, 32, 1)).view, Unknown)
+    assert isinstance(kernel_of("conv/kernel", (64, 32, 1)).view, Unknown)
+    assert kernel_of("conv/weight", (64, 32, 1), "out_in").view == ((-2, -1), -3)
+
+
+def test_by_role_takes_its_arguments_before_the_parameters():
+    tree = shapes({"mlp": {"up": {"kernel": (16, 8)}}, "embed": {"weight": (9, 8)}})
+    rules = {"up": MuonDimensionNumbers(-1, -2)}
+    bound = by_role(layout="out_in", rules=rules)
+    assert repr(bound) == f"by_role(rules={rules!r}, layout='out_in')"
+    assert eval(repr(bound)).keywords == bound.keywords
+    found = bound(tree)
+    assert found == by_role(tree, rules, "out_in") == pickle.loads(pickle.dumps(bound))(tree)
+    assert by_role()(tree | {"mlp": {}}) == by_role(tree | {"mlp": {}})
+    for arguments, message in (
+        ({"layout": "oi"}, "layout must be one of"),
+        ({"head_dim": 4}, "head_dim=4 needs per_head=True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            by_role(**arguments)
+    with pytest.raises(TypeError, match="rules must be a dict"):
+        by_role(rules=["up"])
+    with pytest.raises(TypeError, match="params must be a tree of arrays"):
+        by_role(None)
+
+
+def test_describe_shows_which_rule_decides():
+    tree = shapes({"mlp": {"up": {"kernel": (8, 16)}, "down": {"kernel": (16, 8)}}, "b": (3,)})
+    rules = {"up": MATRICES, "^mlp/": None}
+    for given in (by_role(rules=rules), functools.partial(by_role, rules=rules)):
+        parameters = describe(tree, muon_weight_dimension_numbers=given).parameters
+        assert {p.path: (p.role, p.optimizer) for p in parameters} == {
+            "b": ("vector", "adamw"),
+            "mlp/down/kernel": ("rule '^mlp/'", "adamw"),
+            "mlp/up/kernel": ("rule 'up'", "muon"),
+        }
+
+
+@pytest.mark.parametrize(
+    ("use", "argument"),
+    [
+        (lambda p, v: muon(0.1, muon_weight_dimension_numbers=v).init(p), "muon_"),
+        (lambda p, v: muon(0.1, muon_weight_dimension_numbers=lambda _: v).init(p), "muon_"),
+        (lambda p, v: describe(p, muon_weight_dimension_numbers=v), "muon_"),
+        (lambda p, v: scale_by_muon(weight_dimension_numbers=v).init(p), ""),
+    ],
+)
+def test_errors_name_the_argument_of_the_function_that_was_called(use, argument):
+    params = {"w": jnp.ones((4, 8)), "v": jnp.ones((8, 4))}
+    name = rf"(?<!\w){argument}weight_dimension_numbers"
+    with pytest.raises(ValueError, match=rf"{name}\['w'\] must be MuonDim.* got 3"):
+        use(params, {"w": 3, "v": None})
+    with pytest.raises(ValueError, match=rf"{name} must be a tree like .* {name} has"):
+        use(params, {"w": None, "v": None, "x": None})
 
 
 def test_a_stack_has_its_layers_first_in_all_of_its_parameters():
