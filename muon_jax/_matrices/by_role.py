@@ -264,7 +264,8 @@ def _without_root(named: Sequence[NamedShape]) -> Sequence[NamedShape]:
     """
     roots = {name.partition("/")[0] for name, _ in named}
     (root, *others) = roots or {""}
-    if len(named) > 1 and not others and re.search(r"_\d+$", root) and not is_block(root.lower()):
+    is_module = re.search(r"_\d+$", root) and not is_block(root)  # a class has a capital
+    if len(named) > 1 and not others and is_module:
         return [(name.partition("/")[2], shape) for name, shape in named]
     return named
 

@@ -181,6 +181,8 @@ class _Beside:
         rank = len(layer.shape)
         if layer.role in (TO_HEADS, FROM_HEADS):
             says_so = rank > 2 or _OF_ATTENTION.fullmatch(last) or parent in self._attentions
+        elif layer.role == FUSED_GATE and re.fullmatch(r"w\d+", last):  # the twelfth, perhaps
+            return is_inside(module)
         else:
             roles = ("matrix", "experts") if rank == 2 else ("convolution",)
             says_so = layer.role not in roles or module in self._residual

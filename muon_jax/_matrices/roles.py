@@ -224,7 +224,7 @@ _BLOCK = (
 )
 _INSIDE = re.compile(
     rf"(?:^|/)(?:{_BLOCK}|(?:\w*att(?:n|ention)?|mha|\w*experts?|(?:\w+_)?moe(?:_?(?:block|layer|mlp))?"
-    r"|(?:\w+_)?(?:ff|ffn|ffw)|\w*feed_?forward|\w*embed\w*|transform)(?:_\d+)?)(?:/|$)"
+    r"|(?:\w+_)?(?:ff|ffn|ffw)|\w*feed_?forward|\w*embed(?:der|dings?)?|transform)(?:_\d+)?)(?:/|$)"
 )
 # Layers that take an input or a state to gates, in a cell or wherever they are.
 _OF_CELL = re.compile(
@@ -252,7 +252,9 @@ def is_inside(name: str) -> bool:
 # Names that layers have, hidden or not. Others may be those of embeddings.
 LAYER_NAME = re.compile(rf"{_OF_MLP}|{_LAYER}|lin|layers?|trunk|torso|\d+")
 # A layer that is alone in a numbered block, so that the last block may be the output head.
-ALONE_IN_BLOCK = re.compile(rf"((?:.*/)?{_BLOCK})/(?:dense|linear|lin|fc|layer|proj|w)(?:_?\d+)?$")
+ALONE_IN_BLOCK = re.compile(
+    rf"((?:.*/)?{_BLOCK})/(?:dense|linear|lin|fc|layer|proj|w|\w*conv\w*)(?:_?\d+)?$"
+)
 
 
 def module_of(name: str) -> str:

@@ -161,7 +161,7 @@ PATCHES = ("convolution", ((-4, -3, -2), -1))
         ("layers/0/moe/gate/kernel", (8, 4), ("router", None)),
         ("layers/smear_gate/kernel", (3, 12, 1), ("gate", None)),
         ("layers/attn/q_norm/scale", (3, 4), ("norm", None)),
-        ("blocks/0/conv_1/kernel", (5, 4, 8), ("convolution", ((-3, -2), -1))),
+        ("blocks/0/a/conv_1/kernel", (5, 4, 8), ("convolution", ((-3, -2), -1))),
         ("depthwise_conv/kernel", (3, 3, 1, 8), ("convolution", None)),
         ("encoder/codebook", (64, 8), ("embedding", None)),
         ("item_table/weight", (100, 8), ("embedding", None)),
@@ -182,7 +182,7 @@ PATCHES = ("convolution", ((-4, -3, -2), -1))
         ("layers/0/moe/up", (4, 8, 16), ("experts", MATRICES)),
         ("conv_vit/layers_0/Mlp_0/Dense_0/kernel", (8, 16), ("matrix", MATRICES)),
         ("ConvNeXtBlock_0/pwconv1/kernel", (8, 32), ("convolution", MATRICES)),
-        ("layers_0/pointwise_conv1/kernel", (1, 8, 16), ("convolution", ((-3, -2), -1))),
+        ("layers_0/a/pointwise_conv1/kernel", (1, 8, 16), ("convolution", ((-3, -2), -1))),
         ("embeddings/patch_embeddings/projection/kernel", (4, 4, 3, 8), PATCHES),
         ("embeddings/patch_embedding/kernel", (4, 4, 3, 8), ("embedding", PATCHES[1])),
         ("x_embedder/proj/kernel", (4, 4, 3, 8), PATCHES),
@@ -238,7 +238,7 @@ PATCHES = ("convolution", ((-4, -3, -2), -1))
         ("mlp/up_and_gate/kernel", (8, 64), GATE_AND_UP),
         ("mlp/gateup_proj/kernel", (8, 64), GATE_AND_UP),
         ("mlp/w1_w3/kernel", (8, 64), GATE_AND_UP),
-        ("mlp/w12/kernel", (8, 64), GATE_AND_UP),
+        ("h_0/mlp/w12/kernel", (8, 64), GATE_AND_UP),
         ("layers/0/aggregate_update/kernel", (8, 64), ("matrix", MATRICES)),
         ("lora_a/kernel", (8, 4), ("adapter", None)),
         ("attn/q_lora_b", (8, 4), ("adapter", None)),
@@ -425,7 +425,7 @@ def test_rules_that_never_decide_raise_unless_parameters_are_masked(rules, shado
 
 
 def kernel_of(name, shape, layout="in_out", rules=None, **beside):
-    named = [(f"blocks/0/{path}", s) for path, s in {name: shape, **beside}.items()]
+    named = [(f"blocks/0/a/{path}", s) for path, s in {name: shape, **beside}.items()]
     return routes(named, rules, layout)[0]
 
 

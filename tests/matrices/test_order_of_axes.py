@@ -53,8 +53,8 @@ def assert_updates(tree, views, matrices_of):
 
 def test_updates_of_out_in_are_those_of_float64():
     tree = {  # each of matrices 24 × 48 or 48 × 24, which are orthogonalized together
-        "h_0/conv/weight": (24, 12, 2, 2),
-        "h_1/conv/weight": (24, 48, 1, 1),
+        "h_0/a/conv/weight": (24, 12, 2, 2),
+        "h_1/a/conv/weight": (24, 48, 1, 1),
         "layers/0/mlp/fc1/weight": (48, 24),
         "layers/0/mlp/gate_up/weight": (96, 24),
         "layers/0/attn/kv/weight": (96, 24),
@@ -64,8 +64,8 @@ def test_updates_of_out_in_are_those_of_float64():
     }
     halves = lambda w: [w[:48].T, w[48:].T]  # noqa: E731
     matrices = {
-        "h_0/conv/weight": lambda w: [w.transpose(2, 3, 1, 0).reshape(48, 24)],
-        "h_1/conv/weight": lambda w: [w[:, :, 0, 0].T],
+        "h_0/a/conv/weight": lambda w: [w.transpose(2, 3, 1, 0).reshape(48, 24)],
+        "h_1/a/conv/weight": lambda w: [w[:, :, 0, 0].T],
         "layers/0/mlp/fc1/weight": lambda w: [w.T],
         "layers/0/mlp/gate_up/weight": halves,
         "layers/0/attn/kv/weight": halves,
@@ -169,15 +169,15 @@ def test_a_bias_tells_the_axis_of_layers(kernel, bias, layout, expected):
 
 # A tree, and the layout that it has. The other is refused.
 ONE_LAYOUT = {
-    "a window at the end": ({"h_0": {"conv": {"weight": (64, 32, 3, 3)}}}, "out_in"),
-    "one of a kernel": ({"h_0": {"conv": {"kernel": (64, 32, 3, 3)}}}, "out_in"),
-    "a window of one element": ({"h_0": {"conv": {"weight": (2048, 512, 1, 1)}}}, "out_in"),
+    "a window at the end": ({"h_0": {"a": {"conv": {"weight": (64, 32, 3, 3)}}}}, "out_in"),
+    "one of a kernel": ({"h_0": {"a": {"conv": {"kernel": (64, 32, 3, 3)}}}}, "out_in"),
+    "a window of one element": ({"h_0": {"a": {"conv": {"weight": (2048, 512, 1, 1)}}}}, "out_in"),
     "patches": ({"patch_embed": {"proj": {"weight": (768, 3, 16, 16)}}}, "out_in"),
     "patches of a kernel": ({"patch_embed": {"kernel": (768, 3, 16, 16)}}, "out_in"),
     "patches of videos": ({"embed": {"conv": {"weight": (768, 3, 2, 16, 16)}}}, "out_in"),
-    "few channels": ({"h_0": {"conv": {"kernel": (8, 3, 3, 3)}}}, "out_in"),
-    "one axis of a window": ({"h_0": {"conv": {"weight": (64, 32, 3)}}}, "out_in"),
-    "a window at the front": ({"h_0": {"conv": {"kernel": (3, 3, 64, 32)}}}, "in_out"),
+    "few channels": ({"h_0": {"a": {"conv": {"kernel": (8, 3, 3, 3)}}}}, "out_in"),
+    "one axis of a window": ({"h_0": {"a": {"conv": {"weight": (64, 32, 3)}}}}, "out_in"),
+    "a window at the front": ({"h_0": {"a": {"conv": {"kernel": (3, 3, 64, 32)}}}}, "in_out"),
     "an MLP": ({"layers": [{"mlp": {"fc1": {"weight": (256, 64)}}}]}, "out_in"),
     "its second layer": ({"h_0": {"mlp": {"down_proj": {"weight": (64, 256)}}}}, "out_in"),
     "gate and up": ({"h_0": {"mlp": {"gate_up": {"weight": (512, 64)}}}}, "out_in"),
@@ -218,11 +218,11 @@ def test_the_other_layout_raises_and_both_remedies_work(tree, layout):
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("h_0/conv/kernel", (3, 3, 64, 3)),  # few channels
-        ("h_0/conv/kernel", (1, 7, 32, 32)),
+        ("h_0/a/conv/kernel", (3, 3, 64, 3)),  # few channels
+        ("h_0/a/conv/kernel", (1, 7, 32, 32)),
         ("patch_embed/kernel", (14, 14, 3, 8)),  # few channels
-        ("h_0/conv/kernel", (7, 64, 2)),
-        ("h_0/conv/weight", (3, 3, 64, 32)),  # as in AXLearn
+        ("h_0/a/conv/kernel", (7, 64, 2)),
+        ("h_0/a/conv/weight", (3, 3, 64, 32)),  # as in AXLearn
         ("layers/0/experts/up/weight", (24, 8)),  # experts may be narrow
         ("layers/0/se/fc1/kernel", (64, 16)),  # squeeze and excitation
     ],
@@ -231,7 +231,7 @@ def test_what_may_be_in_out_is(name, shape):
     assert isinstance(routes([(name, shape)], {})[0].view, MuonDimensionNumbers)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("se/fc1", (64, 16)), ("conv", (3, 3, 3, 8))])
+@pytest.mark.parametrize(("name", "shape"), [("se/fc1", (64, 16)), ("a/conv", (3, 3, 3, 8))])
 def test_a_bias_decides_for_in_out_too(name, shape):
     named = [(f"h_0/{name}/weight", shape), (f"h_0/{name}/bias", shape[-1:])]
     assert isinstance(routes(named, {})[0].view, MuonDimensionNumbers)
