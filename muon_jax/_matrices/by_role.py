@@ -77,7 +77,7 @@ def by_role(
     path and the shape of a parameter, and those of the parameters beside it, tell what it is for:
 
     -   AdamW has vectors, biases and norms, also those of stacked layers. A kernel with one output
-        is a vector.
+        is a vector, and so is a convolution `(*window, in, 1)`.
     -   AdamW has embeddings, tables of positions, tokens, output heads of one layer, routers, smear
         gates and depthwise filters. It also has a convolution of one channel, which has the shape
         of a depthwise filter.
@@ -88,8 +88,10 @@ def by_role(
         Gemma's einsums are matrices by their equations.
     -   `qkv` of width 3·in, `kv` and `gate_up` are split into equal parts, one matrix each.
     -   Experts `(experts, in, out)` are one matrix each.
-    -   Numbered layers, such as `Dense_0`, are matrices where the next one, or an output head,
-        takes their result.
+    -   A layer in a numbered block, a stack, an attention, a feed-forward module or experts is
+        hidden. Elsewhere the output head may have any name: `Dense_2`, `hidden_2`, `w3`, `conv_out`
+        and `mlp/w2` may be the last layer. Such a layer is a matrix where the next one, or an output
+        head, takes its result. Otherwise it raises.
     -   Stacked layers are one matrix each. A stack is below a name such as `layers` that no number
         follows, and all its parameters have as many layers along their first axis. Layers may be
         along axis 1, where biases or norms of shape (width, layers) show this. Norms also show
