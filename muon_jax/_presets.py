@@ -2,8 +2,11 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import optax
 
 from pallas_kernels._checks import check_name
 
@@ -210,15 +213,61 @@ def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         given = signature.bind(*args, **kwargs).arguments
         preset = given.get("preset")
-        if preset and len(given) == len(signature.parameters):
+        of_preset = arguments_of(preset)
+        if of_preset and len(given) == len(signature.parameters):
             raise ValueError(
                 f"preset={preset!r} came with a value for every argument, so the preset sets none."
                 " optax.inject_hyperparams passes every default: make the preset the defaults, with"
                 f" optax.inject_hyperparams(functools.partial(muon, **muon_jax.PRESETS[{preset!r}]"
                 "))(learning_rate=...)"
             )
-        merged = arguments_of(preset) | given
-        call: Callable[..., R] = function
-        return call(**merged)
+        set_by_preset = {k: v for k, v in of_preset.items() if k not in given}
+        naming = functools.partial(
+            _naming_preset,
+            preset,
+            {k: (value, signature.parameters[k].default) for k, value in set_by_preset.items()},
+        )
+        call: Callable[..., R] = naming(function)
+        made = call(**set_by_preset, **given)
+        if not (set_by_preset and isinstance(made, optax.GradientTransformation)):
+            return made
+        return made._replace(init=naming(made.init), update=naming(made.update))
+
+    return wrapper
+
+
+def _naming_preset[**P, R](
+    preset: str | None,
+    set_by_preset: Mapping[str, tuple[Any, Any]],
+    function: Callable[P, R],
+) -> Callable[P, R]:
+    """Returns `function` with errors that say which of the arguments they name a preset has set.
+
+    Args:
+        preset: its name.
+        set_by_preset: for each argument that it sets, the value and the default of `muon`.
+        function: `muon`, or `init` or `update` of the optimizer.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            message = str(error)
+            # A name of one word, such as momentum, is also an ordinary word.
+            named = {
+                name: values
+                for name, values in set_by_preset.items()
+                if re.search(rf"\b{name}(?!\w){'' if '_' in name else '='}", message)
+            }
+            if named and f"preset={preset!r} sets" not in message:
+                values, defaults = (
+                    ", ".join(f"{name}={pair[i]!r}" for name, pair in named.items()) for i in (0, 1)
+                )
+                error.args = (
+                    f"{message} (preset={preset!r} sets {values}; to undo that, pass {defaults})",
+                )
+            raise
 
     return wrapper

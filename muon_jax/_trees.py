@@ -127,35 +127,19 @@ def check_patterns_decide(argument: str, patterns: Iterable[str], names: Sequenc
         )
 
 
+def is_missing(node: Any) -> bool:
+    """Returns whether a node of a tree of gradients is None, for a parameter without gradient."""
+    return node is None
+
+
 def any_missing(updates: optax.Updates) -> bool:
     """Returns whether there is None in the place of a gradient."""
-    return any(g is None for g in jax.tree.leaves(updates, is_leaf=lambda g: g is None))
+    return any(map(is_missing, jax.tree.leaves(updates, is_leaf=is_missing)))
 
 
-def fill_missing(updates: optax.Updates, like: Any) -> optax.Updates:
-    """Returns `updates` with zeros in the place of None, shaped as the leaves of `like`."""
-    return jax.tree.map(
-        lambda g, p: optax.tree.zeros_like(p) if g is None else g,
-        updates,
-        like,
-        is_leaf=lambda g: g is None,
-    )
-
-
-def fill_missing_by_params(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
-    """Returns `updates` with zeros in the place of None.
-
-    Raises:
-        ValueError: an update is None, and there are no parameters to tell its shape.
-    """
-    if not any_missing(updates):
-        return updates
-    if params is None:
-        raise ValueError(
-            "None in the place of a gradient needs the parameters, for its shape: call"
-            " update(updates, state, params)"
-        )
-    return fill_missing(updates, params)
+def fill_missing(updates: optax.Updates, values: Any) -> optax.Updates:
+    """Returns `updates` with what `values` has in the places of None."""
+    return jax.tree.map(lambda g, v: v if g is None else g, updates, values, is_leaf=is_missing)
 
 
 def with_arrays(params: Any) -> Any:

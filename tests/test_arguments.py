@@ -401,7 +401,7 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             r"at \['w'\] the gradients have float32\[2, 6\], the parameters float32\[4, 6\]",
         ),
         (
-            lambda: updated({"w": MATRIX, "v": MATRIX}, {"w": MATRIX}, scale_by_normuon()),
+            lambda: updated({"w": MATRIX, "v": MATRIX}, {"w": MATRIX}, scale_by_normuon(), False),
             Value,
             "the updates must have the matrices of the state, 1, got 2",
         ),

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from muon_jax._checks import checks_arguments
 from muon_jax._iteration.grouping import groups
 from muon_jax._iteration.iteration import Iteration
 from muon_jax._matrices.by_role import by_role, named_shapes, routes
@@ -110,6 +111,7 @@ class Description:
         )
 
 
+@checks_arguments
 @standard_promotion()
 def describe(params: Any, **arguments: Any) -> Description:
     """Prints and returns which parameters `muon` takes for matrices, and what it does with them.
@@ -119,16 +121,17 @@ def describe(params: Any, **arguments: Any) -> Description:
 
     Args:
         params: the parameters, or shapes of them.
-        **arguments: those of `muon`, without the learning rate. Arguments that do not concern the
-            matrices are ignored.
+        **arguments: those of `muon`, by name. You can pass all arguments of your optimizer:
+            `describe` ignores those that do not concern the matrices, such as `learning_rate`,
+            which you can also leave out.
 
     Raises:
-        TypeError: `muon` has no such argument, or `params` has leaves that are no arrays.
-        ValueError: as `muon`, and `by_role` where it is used.
+        TypeError: `muon` has no such argument, or its `init` refuses the parameters.
+        ValueError: as `muon` and its `init`, and `by_role` where it is used.
         NotImplementedError: the named implementation cannot run here.
     """
+    given = all_arguments("describe", arguments, params)
     named = named_shapes(params)
-    given = all_arguments(arguments)
     leaves = jax.tree.leaves_with_path(params)
     views = views_of_muon(given, params)
     iterations = iterations_of_muon(given, matrices_of_muon(params, views))
