@@ -90,8 +90,8 @@ def by_role(
     -   Experts `(experts, in, out)` are one matrix each.
     -   A layer in a numbered block, a stack, an attention, a feed-forward module or experts is
         hidden. Elsewhere the output head may have any name: `Dense_2`, `hidden_2`, `w3`, `conv_out`
-        and `mlp/w2` may be the last layer. Such a layer is a matrix where the next one, or an output
-        head, takes its result. Otherwise it raises.
+        and `mlp/w2` may be the last layer. Such a layer is a matrix where the next one, or an
+        output head, takes its result. Otherwise it raises.
     -   Stacked layers are one matrix each. A stack is below a name such as `layers` that no number
         follows, and all its parameters have as many layers along their first axis. Layers may be
         along axis 1, where biases or norms of shape (width, layers) show this. Norms also show
