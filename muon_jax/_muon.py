@@ -39,7 +39,8 @@ from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.recipes import NSCoeffs
 from muon_jax._matrices.shape_factors import ShapeScale
-from muon_jax._matrices.views import Views
+from muon_jax._matrices.view_checks import check_views
+from muon_jax._matrices.views import OF_MUON, Views
 from muon_jax._presets import takes_preset
 from muon_jax._scale_by_muon import scale_by_muon
 from muon_jax._transforms.adam import scale_by_adam
@@ -276,6 +277,7 @@ def muon(
             optimizers, lambda params: labels_of(params, views, adamh, ns_coeffs)
         )
 
+    check_views(muon_weight_dimension_numbers, OF_MUON)
     optimizer_of = optimizer_by_tree(with_views, muon_weight_dimension_numbers, shardings)
 
     @standard_promotion()

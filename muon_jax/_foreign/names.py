@@ -234,12 +234,12 @@ FOREIGN: tuple[Foreign, ...] = (
         },
         (f"{_VIEWS}=by_role",),
     ),
-    Foreign({"rules": "by_role"}, (f"{_VIEWS}=functools.partial(by_role, rules={{}})",)),
-    Foreign({"layout": "by_role"}, (f"{_VIEWS}=functools.partial(by_role, layout={{}})",)),
-    Foreign({"per_head": "by_role"}, (f"{_VIEWS}=functools.partial(by_role, per_head={{}})",)),
+    Foreign({"rules": "by_role"}, (f"{_VIEWS}=by_role(rules={{}})",)),
+    Foreign({"layout": "by_role"}, (f"{_VIEWS}=by_role(layout={{}})",)),
+    Foreign({"per_head": "by_role"}, (f"{_VIEWS}=by_role(per_head={{}})",)),
     Foreign(
         {"head_dim": "by_role"},
-        (f"{_VIEWS}=functools.partial(by_role, per_head=True, head_dim={{}})",),
+        (f"{_VIEWS}=by_role(per_head=True, head_dim={{}})",),
     ),
     Foreign(
         {"weight_dimension_numbers": "scale_by_muon"},

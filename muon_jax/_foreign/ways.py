@@ -113,8 +113,8 @@ def shown_by_role(value: Any) -> str:
     """Returns `by_role`, or a partial of it, as it is written in a call."""
     if not isinstance(value, functools.partial):
         return "by_role"
-    words = (f", {name}={written(each)}" for name, each in value.keywords.items())
-    return f"functools.partial(by_role{''.join(words)})"
+    words = (f"{name}={written(each)}" for name, each in value.keywords.items())
+    return f"by_role({', '.join(words)})"
 
 
 def written(value: Any) -> str:

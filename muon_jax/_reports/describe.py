@@ -36,7 +36,7 @@ class DescribedParameter:
     Attributes:
         path: its names, joined by slashes.
         shape: its own.
-        role: what `by_role` takes it for; "unknown" where nothing tells.
+        role: what `by_role` takes it for, "unknown" where nothing tells; or the rule that decides.
         optimizer: "muon", "adamw" or "adamh".
         matrices: the shapes `(batch, rows, cols)` of its stacks of matrices.
         groups: for each of these, which group it is orthogonalized in.
@@ -159,7 +159,7 @@ def describe(params: Any, **arguments: Any) -> Description:
             leaves,
             views,
             stacks,
-            routes(named, {}, **_arguments_of_by_role(given)),
+            routes(named, **{"rules": None, **_arguments_of_by_role(given)}),
             strict=True,
         )
     ]
@@ -192,11 +192,11 @@ def _grouped(
 
 
 def _arguments_of_by_role(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that `by_role` is told, but the rules."""
+    """The arguments of `by_role`, where it decides."""
     views = given["muon_weight_dimension_numbers"]
     if not isinstance(views, functools.partial) or views.func is not by_role:
         return {}
-    return {name: value for name, value in views.keywords.items() if name != "rules"}
+    return views.keywords
 
 
 def _momentum_of(x: Any, given: dict[str, Any]) -> jax.ShapeDtypeStruct:
