@@ -248,7 +248,7 @@ SYSTEMS = {
     "levanter": (levanter, adamw(0.95, 1e-8, 0.0)),
     "turbo": (turbo, adamw(0.95, 1e-10, 0.0)),
     "fused_muon": (fused_muon, adamw_of_moonlight),
-    "moe_fp16": (moe_fp16, adamw(0.999, 1e-8, 0.01)),
+    "moe_fp16": (moe_fp16, adamw(0.95, 1e-8, 0.01)),
     "megatron": (megatron, adamw(0.999, 1e-8, 0.01)),
     "nanogpt": (nanogpt, adam_of_nanogpt),
     "kimi_k3": (kimi_k3, adamw_of_moonlight),
