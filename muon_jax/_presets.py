@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 from pallas_kernels._checks import check_name
 
 
-
 class _ReadOnly(dict[str, Any]):
     """A dict that refuses changes. Its copies, and what unpickles, are dicts of the caller's own."""
 

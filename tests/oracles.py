@@ -222,19 +222,22 @@ def adamw(b2, eps, weight_decay, nesterov=False):
     return step
 
 
-def adamw_of_moonlight(w, g, state, t, lr):
-    """eps is added before the bias correction."""
+def adamw_of_moonlight(w, g, state, t, lr, late=False):
+    """eps is added before the bias correction; late: after it, where muon_jax adds it."""
     state["m"] = 0.9 * state.get("m", 0) + 0.1 * g
     state["v"] = 0.95 * state.get("v", 0) + 0.05 * g**2
     scale = (1 - 0.9**t) / math.sqrt(1 - 0.95**t)
-    return w * (1 - lr * 0.1) - lr / scale * state["m"] / (1e-8 + np.sqrt(state["v"]))
+    eps = 1e-8 * (math.sqrt(1 - 0.95**t) if late else 1)
+    return w * (1 - lr * 0.1) - lr / scale * state["m"] / (eps + np.sqrt(state["v"]))
 
 
-def adam_of_nanogpt(w, g, state, t, lr):
+def adam_of_nanogpt(w, g, state, t, lr, late=False):
+    """eps is added before the bias correction; late: after it, where muon_jax adds it."""
     state["m"] = 0.9 * state.get("m", 0) + 0.1 * g
     state["v"] = 0.95 * state.get("v", 0) + 0.05 * g**2
     step_size = lr * math.sqrt(1 - 0.95**t) / (1 - 0.9**t)
-    update = step_size * state["m"] / (np.sqrt(state["v"]) + 1e-10)
+    eps = 1e-10 * (math.sqrt(1 - 0.95**t) if late else 1)
+    update = step_size * state["m"] / (np.sqrt(state["v"]) + eps)
     return w - update - w * (update * w > 0) * lr * lr * 0.005
 
 

@@ -15,8 +15,7 @@ import oracles
 import pytest
 
 import muon_jax
-from muon_jax import PRESETS, MuonDimensionNumbers, MuonState, muon, scale_by_muon
-from muon_jax import _presets
+from muon_jax import PRESETS, MuonDimensionNumbers, MuonState, _presets, muon, scale_by_muon
 from muon_jax._presets import takes_preset
 from muon_jax._transforms.shape_scale import scale_by_shape
 
