@@ -3,13 +3,13 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from pallas_kernels._checks import check_name
 
 
 class _ReadOnly(dict[str, Any]):
-    """A dict that refuses changes. Its copies, and what unpickles, are dicts of the caller's own."""
+    """A dict that refuses changes. Copies, and what unpickles, are dicts of the caller's own."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
@@ -19,7 +19,7 @@ class _ReadOnly(dict[str, Any]):
         )
 
     __setitem__ = __delitem__ = __ior__ = _refuse
-    update = setdefault = pop = popitem = clear = _refuse
+    update = setdefault = pop = popitem = clear = cast(Any, _refuse)
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
         return dict, (dict(self),)
@@ -47,7 +47,7 @@ _MOONLIGHT = {
     "adam_weight_decay": 0.1,
 }
 
-# Every preset names `ns_dtype` and `ns_method`, whose defaults are this library's own. Other
+# tests/oracles.py has the file, commit and line of each number. Every preset names `ns_dtype` and `ns_method`, whose defaults are this library's own. Other
 # arguments that a preset leaves out have optax's defaults. The learning rate is the caller's.
 # Differences from all sources:
 # -   Norms are computed in float32. Most sources compute them in the dtype of the iteration.
@@ -76,7 +76,8 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # momentum's own dtype, and its AdamW has Nesterov momentum.
     "optax": {"ns_dtype": None, "ns_method": "standard"},
     # https://github.com/microsoft/dion/blob/main/dion/muon.py: Polar Express without Nesterov
-    # momentum. The scale is not bounded below by 1. The source's safety factor is 1.02.
+    # momentum, the default in 2026. The scale is not bounded below by 1. The source's safety factor
+    # is 1.02.
     "dion": {
         "ns_coeffs": "polar_express_nanogpt",
         "momentum": "heavy_ball",
@@ -120,7 +121,8 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "adam_nesterov": False,
     },
     # https://github.com/thib-s/flash-newton-schulz (Turbo-Muon): four steps after rows are scaled
-    # by AOL, in Keller Jordan's optimizer. The rows of a square matrix are the source's outputs and
+    # by AOL, with the coefficients of the version of 2025-09-22, which has no optimizer of its own:
+    # the rest is Keller Jordan's. The rows of a square matrix are the source's outputs and
     # this library's inputs, because weights are (in, out) here.
     "turbo": _KELLER | {"ns_coeffs": "aol", "preconditioning": "aol"},
     # https://github.com/StarrickLiu/fused-muon: Moonlight's Muon, with one product X <- BX a step
