@@ -157,7 +157,8 @@ def dion(w, g, state, t, lr):
 # gram_newton_schulz/coefficients.py 18-27, the class's default, divided by 24 `1.05`; (the example
 # passes YOU_COEFFICIENTS instead). gram_newton_schulz/gram_newton_schulz.py: norm in float32 101,
 # float16 102, gram form unless square 104. muon_opt_utils.py: form 43-48; decoupled 73.
-# AdamW: example.py 139-143 `AdamW(..., betas=(0.9, 0.95), weight_decay=0.1)`; eps is PyTorch's 1e-8.
+# AdamW: example.py 139-143 `AdamW(..., betas=(0.9, 0.95), weight_decay=0.1)`; eps is PyTorch's
+# 1e-8.
 def gram(w, g, state, t, lr):
     def iterate(x):
         x = x / (np.linalg.norm(x) + 1e-7)
@@ -192,8 +193,10 @@ def levanter(w, g, state, t, lr):
 
 
 # https://github.com/thib-s/flash-newton-schulz/blob/cdb03db0e6/newton_schulz_triton.py
-# eps 549 `epsilon: float = 1e-7`, as least row sum 579-581; four steps with the coefficients 555-558.
-# (A later version, 145260f4, takes the last four of QUINTIC.) The file has no optimizer, and none is
+# eps 549 `epsilon: float = 1e-7`, as least row sum 579-581; four steps with the coefficients
+# 555-558.
+# (A later version, 145260f4, takes the last four of QUINTIC.) The file has no optimizer, and none
+# is
 # stated: all else, AdamW too, is Keller Jordan's, see `keller`.
 def turbo(w, g, state, t, lr):
     """AOL tells rows from columns: of a square matrix the rows are inputs in JAX, outputs there."""
@@ -209,12 +212,15 @@ def turbo(w, g, state, t, lr):
 
 
 # https://huggingface.co/AlexWortega/moe100m-physics-tinybpe/resolve/main/optim/muon.py
-# 58 `safety: float = 1.02`; float16 62; eps 65 `X.float().norm() + 1e-7`; 67-69 `a = 3.4445 / safety`,
+# 58 `safety: float = 1.02`; float16 62; eps 65 `X.float().norm() + 1e-7`; 67-69 `a = 3.4445 /
+# safety`,
 # `b = -4.7750 / safety`, `c = 2.0315 / safety`; `Muon.__init__`: 173 `momentum: float = 0.95`; 174
 # `ns_mode: str = "fp32"`, where the preset is "fp16"; 175 `ns_iters: int = 5`; 176
-# `weight_decay: float = 0.01`; 180 `nesterov: bool = True`. `_step_eager`: `buf.mul_(self.momentum).add_(g)`,
+# `weight_decay: float = 0.01`; 180 `nesterov: bool = True`. `_step_eager`:
+# `buf.mul_(self.momentum).add_(g)`,
 # `p.mul_(1.0 - self.lr * self.weight_decay)`, `scale = 0.2 * math.sqrt(max(rows, cols))`.
-# AdamW: torch.optim.AdamW with 177 `betas: Tuple[float, float] = (0.9, 0.95)`, 178 `eps: float = 1e-8`
+# AdamW: torch.optim.AdamW with 177 `betas: Tuple[float, float] = (0.9, 0.95)`, 178 `eps: float =
+# 1e-8`
 # and the weight_decay of 176.
 def moe_fp16(w, g, state, t, lr):
     triples = [(a / 1.02, b / 1.02, c / 1.02) for a, b, c in SIMPLE]
@@ -224,14 +230,18 @@ def moe_fp16(w, g, state, t, lr):
     return w * (1 - lr * 0.01) - lr * 0.2 * math.sqrt(max(w.shape)) * o
 
 
-# https://github.com/NVIDIA-NeMo/Emerging-Optimizers/blob/fd77292671/emerging_optimizers/orthogonalized_optimizers/
+# https://github.com/NVIDIA-NeMo/Emerging-Optimizers/blob/fd77292671/emerging_optimizers/
+# orthogonalized_optimizers/
 # muon.py: beta 80 `momentum: float = 0.95`; decay 81 `weight_decay: float = 0.01`; Nesterov 83
 # `False`; 86 `"quintic"`; steps 87 `5`; 88 `"spectral"`, 210 `max(size_out, size_in) ** 0.5`; 89
 # `extra_scale_factor: float = 1.0`. orthogonalized_optimizer.py: decay first 185; form 193 `lerp_`.
-# muon_utils.py: coefficients 35-44; eps 154 `eps: float = 1e-15`, as least norm 216 `normalize(...)`.
-# AdamW: https://github.com/NVIDIA/Megatron-LM/blob/0075637cdb/megatron/core/optimizer/optimizer_config.py
+# muon_utils.py: coefficients 35-44; eps 154 `eps: float = 1e-15`, as least norm 216
+# `normalize(...)`.
+# AdamW:
+# https://github.com/NVIDIA/Megatron-LM/blob/0075637cdb/megatron/core/optimizer/optimizer_config.py
 # `adam_beta1: float = 0.9`, `adam_beta2: float = 0.999`, `adam_eps: float = 1e-08`,
-# `weight_decay: float = 0.01`, `decoupled_weight_decay: bool = True`; its muon_* agree with the above.
+# `weight_decay: float = 0.01`, `decoupled_weight_decay: bool = True`; its muon_* agree with the
+# above.
 def megatron(w, g, state, t, lr):
     w = w - lr * 0.01 * w
     u = ema(state, g)
@@ -261,9 +271,11 @@ def nanogpt(w, g, state, t, lr):
 
 
 # https://arxiv.org/abs/2507.20534, Algorithm 1: `M_t = mu M_{t-1} + G_t`, `O_t = NewtonSchulz(M_t)
-# sqrt(max(n, m)) 0.2`, `W_t = W_{t-1} - eta (O_t + lambda W_{t-1})`, so no Nesterov; the weight decay
+# sqrt(max(n, m)) 0.2`, `W_t = W_{t-1} - eta (O_t + lambda W_{t-1})`, so no Nesterov; the weight
+# decay
 # is 0.1. The rest is not stated, and is Moonlight's: beta, coefficients, eps and AdamW.
-# GLM-5 (https://arxiv.org/abs/2602.15763) has the numbers of GLM-4.5 (https://arxiv.org/abs/2508.06471):
+# GLM-5 (https://arxiv.org/abs/2602.15763) has the numbers of GLM-4.5
+# (https://arxiv.org/abs/2508.06471):
 # five steps, momentum 0.95, an update RMS of 0.2, weight decay 0.1. The rest is `moonlight`.
 def kimi_k3(w, g, state, t, lr):
     u = heavy_ball(state, g)
@@ -280,7 +292,8 @@ def on_sphere(w, u, lr):
 # https://github.com/marin-community/marin/blob/186618b3c2/experiments/grug/moe_hero_ep/optimizer.py
 # `GrugMoeMuonHConfig`: `momentum: float = 0.95`, `nesterov: bool = True`, `backend_steps: int = 5`,
 # `muon_epsilon: float = 1e-8`, `coefficient_type = "quintic"`, no weight decay;
-# `_scale_invariant_hyperball_updates`: `maximum(update_norm, 1e-10)`, `maximum(new_param_norm, 1e-10)`.
+# `_scale_invariant_hyperball_updates`: `maximum(update_norm, 1e-10)`, `maximum(new_param_norm,
+# 1e-10)`.
 # grugmuon_hero.py at 13ab69e9: form `momentum * m + g`; `norm + eps`; `sqrt(maximum(1, out / in))`.
 # Adam and AdamH: `beta1: float = 0.9`, `beta2: float = 0.95`, `epsilon: float = 1e-8`, no decay.
 def muonh(w, g, state, t, lr):

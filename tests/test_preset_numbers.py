@@ -165,7 +165,7 @@ OTHERS = {
 }
 
 
-@helpers.slow
+@helpers.nightly
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_oracle_sees_every_choice(preset):
     numbers, static = arguments(preset)
