@@ -80,7 +80,8 @@ def keller(w, g, state, t, lr):
 # `DEFAULT_NS_STEPS = 5`; scale 91 `math.sqrt(max(1, A / B))`; in `Muon.__init__` 104
 # `weight_decay: float = 0.1`, 105 `momentum: float = 0.95`, 106 `nesterov: bool = True`; form in
 # `_single_tensor_muon` `buf.lerp_(grad, 1 - momentum)`, decay `param.mul_(1 - lr * weight_decay)`.
-# AdamW: torch/optim/adamw.py, `AdamW.__init__`: `betas=(0.9, 0.999)`, `eps: float = 1e-8`,
+# AdamW: https://github.com/pytorch/pytorch/blob/002d2f0bb4/torch/optim/adamw.py
+# 18 `betas: Tuple[float, float] = (0.9, 0.999)`; 19 `eps: float = 1e-8`; 20
 # `weight_decay: float = 1e-2`.
 def torch(w, g, state, t, lr):
     m = ema(state, g)
