@@ -277,7 +277,8 @@ def nanogpt(w, g, state, t, lr):
 # is 0.1. The rest is not stated, and is Moonlight's: beta, coefficients, eps and AdamW.
 # GLM-5 (https://arxiv.org/abs/2602.15763) has the numbers of GLM-4.5
 # (https://arxiv.org/abs/2508.06471):
-# five steps, momentum 0.95, an update RMS of 0.2, weight decay 0.1. The rest is `moonlight`.
+# five steps, momentum 0.95, an update RMS of 0.2, weight decay 0.1, as first recorded here: lines of
+# the reports are still to be added. The rest is `moonlight`.
 def kimi_k3(w, g, state, t, lr):
     u = heavy_ball(state, g)
     o = on_wide(lambda x: newton_schulz(x / (np.linalg.norm(x) + 1e-7), SIMPLE), u)
