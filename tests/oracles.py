@@ -271,14 +271,13 @@ def nanogpt(w, g, state, t, lr):
     return w - w * (n * w >= 0) * (1.2 * lr) * (lr_mul * lr) - n * (lr_mul * lr)
 
 
-# https://arxiv.org/abs/2507.20534, Algorithm 1: `M_t = mu M_{t-1} + G_t`, `O_t = NewtonSchulz(M_t)
-# sqrt(max(n, m)) 0.2`, `W_t = W_{t-1} - eta (O_t + lambda W_{t-1})`, so no Nesterov; the weight
-# decay
-# is 0.1. The rest is not stated, and is Moonlight's: beta, coefficients, eps and AdamW.
+# https://arxiv.org/abs/2507.20534, Algorithm 1: `M_t = mu M_{t-1} + G_t`,
+# `O_t = NewtonSchulz(M_t) sqrt(max(n, m)) 0.2`, `W_t = W_{t-1} - eta (O_t + lambda W_{t-1})`, so no
+# Nesterov; the weight decay is 0.1. The rest is not stated, and is Moonlight's: beta, coefficients,
+# eps and AdamW.
 # GLM-5 (https://arxiv.org/abs/2602.15763) has the numbers of GLM-4.5
-# (https://arxiv.org/abs/2508.06471):
-# five steps, momentum 0.95, an update RMS of 0.2, weight decay 0.1, as first recorded here: lines of
-# the reports are still to be added. The rest is `moonlight`.
+# (https://arxiv.org/abs/2508.06471): five steps, momentum 0.95, an update RMS of 0.2, weight decay
+# 0.1, as first recorded here; lines of the reports are still to be added. The rest is `moonlight`.
 def kimi_k3(w, g, state, t, lr):
     u = heavy_ball(state, g)
     o = on_wide(lambda x: newton_schulz(x / (np.linalg.norm(x) + 1e-7), SIMPLE), u)
