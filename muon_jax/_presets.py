@@ -4,11 +4,29 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import optax
 
 from pallas_kernels._checks import check_name
+
+
+class _ReadOnly(dict[str, Any]):
+    """A dict that refuses changes. Copies, and what unpickles, are dicts of the caller's own."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            "PRESETS is read-only, because muon(preset=...) reads it for every caller: give the"
+            " argument next to the preset, as in muon(0.02, preset='moonlight', weight_decay=0.05),"
+            " or change a copy, as in PRESETS['moonlight'] | {'weight_decay': 0.05}"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    update = setdefault = pop = popitem = clear = cast(Any, _refuse)
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
 
 _KELLER = {
     "momentum": "ema",
@@ -32,12 +50,13 @@ _MOONLIGHT = {
     "adam_weight_decay": 0.1,
 }
 
-# Every preset names `ns_dtype` and `ns_method`, whose defaults are this library's own. Other
-# arguments that a preset leaves out have optax's defaults. The learning rate is the caller's.
+# tests/oracles.py has the file, commit and line of each number. Every preset names `ns_dtype` and
+# `ns_method`, whose defaults are this library's own. Other arguments that a preset leaves out
+# have optax's defaults. The learning rate is the caller's.
 # Differences from all sources:
 # -   Norms are computed in float32. Most sources compute them in the dtype of the iteration.
 # -   A safety factor on the norm is part of the coefficients, and eps is divided by it.
-PRESETS: dict[str, dict[str, Any]] = {
+_ARGUMENTS: dict[str, dict[str, Any]] = {
     # SingleDeviceMuonWithAuxAdam in https://github.com/KellerJordan/Muon/blob/master/muon.py. It
     # scales a convolution by its kernel's height and width, this library by its matrix.
     "keller": _KELLER,
@@ -61,7 +80,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # momentum's own dtype, and its AdamW has Nesterov momentum.
     "optax": {"ns_dtype": None, "ns_method": "standard"},
     # https://github.com/microsoft/dion/blob/main/dion/muon.py: Polar Express without Nesterov
-    # momentum. The scale is not bounded below by 1. The source's safety factor is 1.02.
+    # momentum, the default in 2026. The scale is not bounded below by 1. The source's safety factor
+    # is 1.02.
     "dion": {
         "ns_coeffs": "polar_express_nanogpt",
         "momentum": "heavy_ball",
@@ -105,16 +125,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "adam_nesterov": False,
     },
     # https://github.com/thib-s/flash-newton-schulz (Turbo-Muon): four steps after rows are scaled
-    # by AOL, in Keller Jordan's optimizer. The rows of a square matrix are the source's outputs and
+    # by AOL, with the coefficients of the version of 2025-09-22, which has no optimizer of its own:
+    # the rest is Keller Jordan's. The rows of a square matrix are the source's outputs and
     # this library's inputs, because weights are (in, out) here.
     "turbo": _KELLER | {"ns_coeffs": "aol", "preconditioning": "aol"},
     # https://github.com/StarrickLiu/fused-muon: Moonlight's Muon, with one product X <- BX a step
     # for a rounded B. This library makes every step so. The source scales a convolution by its
     # channels, this library by its matrix.
     "fused_muon": dict(_MOONLIGHT),
-    # A Muon for mixtures of experts, with products in float16. The source rounds X to float16
-    # before it takes the norm, so X can overflow; this library rounds after. The source's AdamW is
-    # not known. The preset has PyTorch's.
+    # optim/muon.py in https://huggingface.co/AlexWortega/moe100m-physics-tinybpe, a Muon for
+    # mixtures of experts, with ns_mode="fp16": products in float16 and coefficients that are all
+    # divided by 1.02. The source rounds X to float16 before it takes the norm, so X can overflow;
+    # this library rounds after. AdamW is torch.optim.AdamW with the class's own betas=(0.9, 0.95),
+    # eps=1e-8 and weight_decay=0.01.
     "moe_fp16": {
         "ns_coeffs": "standard_1.02",
         "momentum": "heavy_ball",
@@ -123,6 +146,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "weight_decay": 0.01,
         "ns_dtype": "float16",
         "ns_method": "standard",
+        "adam_b2": 0.95,
         "adam_eps": 1e-8,
         "adam_nesterov": False,
         "adam_weight_decay": 0.01,
@@ -188,6 +212,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "adam_nesterov": False,
     },
 }
+PRESETS: dict[str, dict[str, Any]] = _ReadOnly(
+    {name: _ReadOnly(arguments) for name, arguments in _ARGUMENTS.items()}
+)
 
 
 def arguments_of(preset: str | None) -> dict[str, Any]:
@@ -198,8 +225,8 @@ def arguments_of(preset: str | None) -> dict[str, Any]:
     """
     if preset is None:
         return {}
-    check_name("preset", preset, sorted(PRESETS))
-    return PRESETS[preset]
+    check_name("preset", preset, sorted(_ARGUMENTS))
+    return _ARGUMENTS[preset]
 
 
 def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:

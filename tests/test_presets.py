@@ -15,7 +15,7 @@ import oracles
 import pytest
 
 import muon_jax
-from muon_jax import PRESETS, MuonDimensionNumbers, MuonState, muon, scale_by_muon
+from muon_jax import PRESETS, MuonDimensionNumbers, MuonState, _presets, muon, scale_by_muon
 from muon_jax._presets import takes_preset
 from muon_jax._transforms.shape_scale import scale_by_shape
 
@@ -245,7 +245,7 @@ def test_four_steps_are_those_of_pytorch_on_this_gpu(variant, kwargs):
 
 
 def test_arguments_of_the_call_win_over_those_of_the_preset(monkeypatch):
-    monkeypatch.setitem(PRESETS, "mine", {"eps": 2, "nesterov": False})
+    monkeypatch.setitem(_presets._ARGUMENTS, "mine", {"eps": 2, "nesterov": False})
 
     @takes_preset
     def function(learning_rate, eps=1, *, nesterov=True, preset=None):
@@ -255,7 +255,7 @@ def test_arguments_of_the_call_win_over_those_of_the_preset(monkeypatch):
     assert function(0, preset="mine") == (0, 2, False, "mine")
     assert function(0, 5, preset="mine") == (0, 5, False, "mine")
     assert function(learning_rate=0, nesterov=True, preset="mine") == (0, 2, True, "mine")
-    assert PRESETS["mine"] == {"eps": 2, "nesterov": False}
+    assert _presets._ARGUMENTS["mine"] == {"eps": 2, "nesterov": False}
 
 
 def test_presets_under_inject_hyperparams():
