@@ -252,7 +252,7 @@ def scale_by_muon(
             check_views_fit(weight_dimension_numbers, params)
             iterations_of(params)  # raises where coefficients do not fit
         seen.see(params)
-        mu = zero_momenta(params, mu_dtype, shardings)
+        mu = zero_momenta(params, mu_dtype, shardings, weight_dimension_numbers)
         return place_state(MuonState(jnp.zeros([], jnp.int32), mu), state_memory_kind)
 
     @standard_promotion()
