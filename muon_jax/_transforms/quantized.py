@@ -18,16 +18,22 @@ from muon_jax._transforms.rounding import cast_like
 from muon_jax._trees import in_box_of, is_box
 
 LARGEST_CODE = 127
-LEAST_BLOCK = 32
+# The code k stands for k·(|k| + OFFSET): steps between small entries of a block are finer.
+OFFSET = 100
+LARGEST_LEVEL = LARGEST_CODE * (LARGEST_CODE + OFFSET)
+# The fewest entries of a block of scales, and of columns; an axis that is shorter is one block.
+LEAST_OF_SCALES, LEAST_OF_COLUMNS = 12, 32
 # Smaller arrays stay in float32: their bytes do not matter, and norms and biases are among them.
 LEAST_ENTRIES = 4096
 # The bytes of scales and columns for each entry. With the code's byte they make 28% of float32's.
 MOST_BYTES_OF_SCALES = 0.12
-# A column's exponent counts an entry as at least 2⁻¹⁴ of the largest one of its row.
-LEAST_EXPONENT = -14
+# A column's exponent counts an entry as at least 2⁻¹⁰ of the largest one of its row.
+LEAST_EXPONENT = -10
 # A box keeps the name of an axis that counts blocks where so many devices divide it.
 DEVICES_OF_NAMED_BLOCKS = 128
 
+# A scale is a byte, the bits of a float32 from its third binary digit on, from 2⁻³⁰ to 2.
+SCALE_SHIFT, SCALE_OF_ONE = 20, (127 - 30) << 3
 INFINITY, SMALLEST_NORMAL = 0x7F800000, 0x00800000  # the bits of float32
 
 
@@ -88,12 +94,12 @@ def dtype_of_adam(mu_dtype: jax.typing.DTypeLike | None) -> jax.typing.DTypeLike
     return jnp.bfloat16 if is_int8(mu_dtype) else mu_dtype
 
 
-def count_blocks(n: int) -> int:
-    """Returns the number of blocks of an axis of n entries, see `Quantized`."""
+def count_blocks(n: int, least: int) -> int:
+    """Returns the number of blocks of an axis of n entries, of `least` or more each."""
     pieces = 1
-    while n >= 2 * LEAST_BLOCK and n % 2 == 0:
+    while n >= 2 * least and n % 2 == 0:
         n, pieces = n // 2, 2 * pieces
-    return pieces * -(-n // (2 * LEAST_BLOCK - 1))
+    return pieces * -(-n // (2 * least - 1))
 
 
 def tile_axes(shape: tuple[int, ...], view: Any = None) -> TileAxes | None:
@@ -111,10 +117,11 @@ def tile_axes(shape: tuple[int, ...], view: Any = None) -> TileAxes | None:
         first, second = sorted(max(side, key=lambda i: (shape[i], i)) for side in sides)
         pairs.insert(0, (first, second))
     for rows, entries in pairs:
-        if shape[entries] < min(LEAST_BLOCK, shape[rows]):
+        if shape[rows] < min(LEAST_OF_COLUMNS, shape[entries]):
             rows, entries = entries, rows
-        of_scales, of_columns = (count_blocks(shape[i]) / shape[i] for i in (entries, rows))
-        if 2 * of_scales + of_columns <= MOST_BYTES_OF_SCALES:
+        of_scales = count_blocks(shape[entries], LEAST_OF_SCALES) / shape[entries]
+        of_columns = count_blocks(shape[rows], LEAST_OF_COLUMNS) / shape[rows]
+        if of_scales + of_columns <= MOST_BYTES_OF_SCALES:
             return TileAxes(rows, entries)
     return None
 
@@ -133,16 +140,18 @@ def quantize(x: jax.Array, axes: TileAxes, key: jax.Array | None = None) -> Quan
     x = x.astype(jnp.float32)
     columns = _exponents_of_columns(x, axes)
     x = x / _of_entries(_power(columns), axes.rows, x.shape)
-    scales = _rounded_up(_largest_of_blocks(_bits(x), axes.entries))
-    codes = over(x, _of_entries(scales.astype(jnp.float32), axes.entries, x.shape))
+    scales = _code_of_scales(_largest_of_blocks(_bits(x), axes.entries, LEAST_OF_SCALES))
+    x = over(x, _of_entries(_scale(scales), axes.entries, x.shape))
+    size = jnp.minimum(jnp.abs(x), LARGEST_LEVEL)
+    lower = jnp.floor((jnp.sqrt(4 * size + OFFSET**2) - OFFSET) / 2)
+    between = (size - lower * (lower + OFFSET)) / (2 * lower + 1 + OFFSET)
     if key is None:
-        rounded = jnp.round(codes)
+        is_up = between >= 0.5
     else:
-        lower = jnp.floor(codes)
         bits = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.float32)
-        rounded = lower + (bits + 0.5 < (codes - lower) * 2**16)
-    rounded = jnp.clip(rounded, -LARGEST_CODE, LARGEST_CODE)
-    return Quantized(rounded.astype(jnp.int8), scales, columns.astype(jnp.int8))
+        is_up = bits + 0.5 < between * 2**16
+    codes = jnp.sign(x) * jnp.minimum(lower + is_up, LARGEST_CODE)
+    return Quantized(codes.astype(jnp.int8), scales, columns.astype(jnp.int8))
 
 
 def dequantize(m: Any) -> Any:
@@ -150,12 +159,11 @@ def dequantize(m: Any) -> Any:
     m = to_device(m)
     if not isinstance(m, Quantized):
         return m
-    shape = m.codes.shape
-    x, scales = (y.astype(jnp.float32) for y in (m.codes, m.scales))
+    shape, codes = m.codes.shape, m.codes.astype(jnp.float32)
     if m.columns is None:
-        return x * _of_entries(scales, len(shape) - 1, shape)
+        return codes * _of_entries(m.scales, len(shape) - 1, shape)
     axes = _axes_of(m)
-    x = x * _of_entries(scales, axes.entries, shape)
+    x = codes * (jnp.abs(codes) + OFFSET) * _of_entries(_scale(m.scales), axes.entries, shape)
     return x * _of_entries(_power(m.columns.astype(jnp.int32)), axes.rows, shape)
 
 
@@ -266,8 +274,8 @@ def zero_momenta(
         _check_blocks(path, m, axes)
         return Quantized(
             jnp.zeros_like(m, jnp.int8),
-            _zeros_of_blocks(m, axes.entries, jnp.bfloat16),
-            _zeros_of_blocks(m, axes.rows, jnp.int8),
+            _zeros_of_blocks(m, axes.entries, LEAST_OF_SCALES, jnp.uint8),
+            _zeros_of_blocks(m, axes.rows, LEAST_OF_COLUMNS, jnp.int8),
         )
 
     views_of_each = assigned_views(views, params)
@@ -322,9 +330,9 @@ def _check_blocks(path: Any, m: jax.Array, axes: TileAxes) -> None:
     """
     sharding = jax.typeof(m).sharding
     by_dim = mesh_axes_by_dim(sharding.spec, m.ndim, sharding.mesh.shape)
-    for axis in sorted(axes):
+    for axis, least in ((axes.rows, LEAST_OF_COLUMNS), (axes.entries, LEAST_OF_SCALES)):
         shards = math.prod(sharding.mesh.shape[name] for name in by_dim[axis])
-        count = count_blocks(m.shape[axis])
+        count = count_blocks(m.shape[axis], least)
         if count % shards:
             raise ValueError(
                 f"mu_dtype='int8' needs whole blocks on each device, but axis {axis} of the"
@@ -377,10 +385,10 @@ def _layout(n: int, count: int) -> tuple[int, int, int]:
     return pieces, count // pieces, -(-n // count)
 
 
-def _in_blocks(x: jax.Array, axis: int) -> jax.Array:
+def _in_blocks(x: jax.Array, axis: int, least: int) -> jax.Array:
     """`x` with its axis as (pieces, blocks, entries of a block); zeros fill the last block."""
     shape, n = x.shape, x.shape[axis]
-    pieces, blocks, size = _layout(n, count_blocks(n))
+    pieces, blocks, size = _layout(n, count_blocks(n, least))
     x = x.reshape(*shape[:axis], pieces, n // pieces, *shape[axis + 1 :])
     if blocks * size != n // pieces:
         padding = [(0, 0)] * x.ndim
@@ -389,15 +397,15 @@ def _in_blocks(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(*shape[:axis], pieces, blocks, size, *shape[axis + 1 :])
 
 
-def _largest_of_blocks(x: jax.Array, axis: int) -> jax.Array:
+def _largest_of_blocks(x: jax.Array, axis: int, least: int) -> jax.Array:
     """The largest of each block of nonnegative integers."""
-    found = jnp.max(_in_blocks(x, axis), axis + 2)
+    found = jnp.max(_in_blocks(x, axis, least), axis + 2)
     return found.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
-def _sum_of_blocks(x: jax.Array, axis: int) -> jax.Array:
+def _sum_of_blocks(x: jax.Array, axis: int, least: int) -> jax.Array:
     """The sum of each block of integers."""
-    found = jnp.sum(_in_blocks(x, axis), axis + 2)
+    found = jnp.sum(_in_blocks(x, axis, least), axis + 2)
     return found.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
@@ -419,13 +427,13 @@ def _exponents_of_columns(x: jax.Array, axes: TileAxes) -> jax.Array:
     """
     bits = _bits(x)
     bits = jnp.where((bits >= SMALLEST_NORMAL) & (bits < INFINITY), bits, 0)
-    of_rows = _largest_of_blocks(bits, axes.entries)
+    of_rows = _largest_of_blocks(bits, axes.entries, LEAST_OF_SCALES)
     logarithms = (bits >> 15) - (_of_entries(of_rows, axes.entries, x.shape) >> 15)
     logarithms = jnp.where(bits > 0, jnp.maximum(logarithms, LEAST_EXPONENT * 256), 0)
-    count = _sum_of_blocks((bits > 0).astype(jnp.int32), axes.rows)
-    total = _sum_of_blocks(logarithms, axes.rows)
+    count = _sum_of_blocks((bits > 0).astype(jnp.int32), axes.rows, LEAST_OF_COLUMNS)
+    total = _sum_of_blocks(logarithms, axes.rows, LEAST_OF_COLUMNS)
     exponents = (2 * total + 256 * count) // jnp.maximum(512 * count, 1)
-    of_tiles = _largest_of_blocks(of_rows, axes.rows) >> 23
+    of_tiles = _largest_of_blocks(of_rows, axes.rows, LEAST_OF_COLUMNS) >> 23
     of_tiles = _of_entries(of_tiles, axes.entries, exponents.shape)
     return jnp.where(of_tiles > 0, jnp.clip(exponents + of_tiles - 127, -126, 126), 0)
 
@@ -440,17 +448,27 @@ def _power(exponent: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def _rounded_up(bits: jax.Array) -> jax.Array:
-    """The float of these bits over the largest code, rounded up to bfloat16."""
-    x = jax.lax.bitcast_convert_type(bits, jnp.float32) / LARGEST_CODE
-    up = ((jax.lax.bitcast_convert_type(x, jnp.uint32) + 0xFFFF) >> 16).astype(jnp.uint16)
-    up = jax.lax.bitcast_convert_type(up, jnp.bfloat16)
-    return jnp.where(jnp.isfinite(x), up, x.astype(jnp.bfloat16))
+def _code_of_scales(bits: jax.Array) -> jax.Array:
+    """The codes of scales (uint8), at least the floats of these bits over the largest level.
+
+    A code is the upper bits of a float, without its sign and half of its exponents.
+    """
+    scales = jax.lax.bitcast_convert_type(bits, jnp.float32) / LARGEST_LEVEL
+    upper = (_bits(scales) + 2**SCALE_SHIFT - 1) >> SCALE_SHIFT
+    codes = jnp.where(scales == 0, 0, jnp.clip(upper - SCALE_OF_ONE, 1, 254))
+    return jnp.where(bits < INFINITY, codes, 255).astype(jnp.uint8)
 
 
-def _zeros_of_blocks(m: jax.Array, axis: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+def _scale(codes: jax.Array) -> jax.Array:
+    """The float32 scales of these codes: 0 of 0, NaN of 255."""
+    bits = (codes.astype(jnp.int32) + SCALE_OF_ONE) << SCALE_SHIFT
+    scales = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(codes == 0, 0, jnp.where(codes == 255, jnp.nan, scales))
+
+
+def _zeros_of_blocks(m: jax.Array, axis: int, least: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Zeros for each block of an axis, sharded as `m` where its shards hold whole blocks."""
-    count = count_blocks(m.shape[axis])
+    count = count_blocks(m.shape[axis], least)
     shape = (*m.shape[:axis], count, *m.shape[axis + 1 :])
     sharding = jax.typeof(m).sharding if isinstance(m, jax.core.Tracer) else m.sharding
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
