@@ -7,9 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from muon_jax._distributed.sharding import Shardings, mesh_axes_by_dim, whole_tree
+from muon_jax._distributed.sharding import (
+    Shardings,
+    mesh_axes_by_dim,
+    sharding_that_fits,
+    whole_tree,
+)
 from muon_jax._matrices.axes import are_dimension_numbers, matrix_axes, with_own_numbers
 from muon_jax._matrices.views import Views, assigned_views
 from muon_jax._numerics import over
@@ -178,8 +183,8 @@ def with_quantized(mu: Any) -> Any:
         node = Quantized(**node) if _has_fields(node) else node
         if not _is_quantized(node) or not is_box(node.codes):
             return node
-        arrays = Quantized(*(None if x is None else jax.tree.leaves(x)[0] for x in node))
-        return in_box_of(node.codes, arrays, range(arrays.codes.ndim))  # pyright: ignore[reportArgumentType]
+        arrays: Any = node._make(jax.tree.leaves(x)[0] for x in node)
+        return in_box_of(node.codes, arrays, range(arrays.codes.ndim))
 
     return jax.tree.map(convert, mu, is_leaf=lambda node: _has_fields(node) or _is_quantized(node))
 
@@ -215,7 +220,7 @@ def boxed_momenta(mu: Any) -> Any:
             kept = [n == whole[i] or n % DEVICES_OF_NAMED_BLOCKS == 0 for i, n in sizes]
             return in_box_of(node, x, [i if keep else None for i, keep in enumerate(kept)])
 
-        return Quantized(*(None if x is None else box(x) for x in inner[0]))
+        return inner[0]._make(map(box, inner[0]))
 
     return jax.tree.map(convert, mu, is_leaf=lambda node: is_box(node) or _is_quantized(node))
 
@@ -470,28 +475,7 @@ def _zeros_of_blocks(m: jax.Array, axis: int, least: int, dtype: jax.typing.DTyp
     """Zeros for each block of an axis, sharded as `m` where its shards hold whole blocks."""
     count = count_blocks(m.shape[axis], least)
     shape = (*m.shape[:axis], count, *m.shape[axis + 1 :])
-    sharding = jax.typeof(m).sharding if isinstance(m, jax.core.Tracer) else m.sharding
+    sharding = getattr(m, "sharding", None) or jax.typeof(m).sharding
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return jnp.zeros(shape, dtype)
-    return jnp.zeros(shape, dtype, device=spec_that_fits(sharding, m.shape, shape))
-
-
-def spec_that_fits(
-    sharding: NamedSharding, whole: tuple[int, ...], shape: tuple[int, ...]
-) -> NamedSharding:
-    """Returns the sharding of a parameter for an array of a state that has another shape.
-
-    Args:
-        sharding: of the parameter.
-        whole: the shape of the parameter.
-        shape: the shape of the array, of the same rank. Where an axis has another size, it keeps
-            its mesh axes if they divide that size.
-    """
-    mesh = sharding.mesh.shape
-    by_dim = mesh_axes_by_dim(sharding.spec, len(whole), mesh)
-    fits = [
-        n == of_whole or n % math.prod(mesh[name] for name in names) == 0
-        for n, of_whole, names in zip(shape, whole, by_dim, strict=True)
-    ]
-    entries = [names if fit and names else None for names, fit in zip(by_dim, fits, strict=True)]
-    return sharding.update(spec=PartitionSpec(*entries))
+    return jnp.zeros(shape, dtype, device=sharding_that_fits(sharding, m.shape, shape))
