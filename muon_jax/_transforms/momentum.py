@@ -15,9 +15,11 @@ from muon_jax._transforms.quantized import (
     Quantized,
     boxed_momenta,
     cast_mu,
+    dequantize,
     dtype_of_adam,
     map_momenta,
     shapes_of_momenta,
+    store,
     with_quantized,
 )
 from muon_jax._tree_checks import check_mu_dtype
@@ -108,8 +110,7 @@ def convert_momentum(
 
         def scale(m: Any) -> Any:
             if isinstance(m, Quantized):
-                scales = m.scales.astype(jnp.float32) * factor
-                return m._replace(scales=scales.astype(m.scales.dtype))
+                return store(dequantize(m) * factor, m, None)
             return (m * factor).astype(m.dtype)
 
         mu = map_momenta(functools.partial(map_where_it_is, scale), mu)

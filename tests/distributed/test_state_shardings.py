@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.linen import spmd
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -150,7 +151,7 @@ def test_states_in_logical_boxes_are_made_where_their_boxes_say(name, rules):
         return variables, optimizer.init(variables)
 
     specs = nn.get_partition_spec(jax.eval_shape(init))
-    shardings = nn.logical_to_mesh_sharding(specs, mesh, [*rules, ("embed", None), ("mlp", None)])
+    shardings = spmd.logical_to_mesh_sharding(specs, mesh, [*rules, ("embed", None), ("mlp", None)])
     variables, state = jax.jit(init, out_shardings=shardings)()
     updates, after = jax.jit(optimizer.update)(variables, state, variables)
     assert jax.tree.structure(after) == jax.tree.structure(state)
