@@ -48,22 +48,22 @@ class Quantized(NamedTuple):
     Two axes of the parameter, those of its matrices, are cut into blocks, and so each matrix into
     tiles. An entry is
 
-        code × scale of its row in the tile × 2^(exponent of its column in the tile),
+        code·(|code| + 100) × scale of its row in the tile × 2^(exponent of its column there),
 
     in float32, so neither a large row nor a large column takes digits from the others. The exponent
     is that of the geometric mean of the column, whose entries count as parts of the largest entries
-    of their rows. The scale is the largest magnitude of the row, in units of the columns, over 127.
-    An entry is off by half of scale × 2^exponent at most, or by one after stochastic rounding. A
-    row of a tile with a NaN or an infinity has no finite entry.
+    of their rows. The scale is the largest magnitude of the row, in units of the columns, over
+    127·227, rounded up. An entry is off by half the distance of two codes at most, or by all of it
+    after stochastic rounding. A row of a tile with a NaN or an infinity has no finite entry.
 
     The number of blocks of an axis depends on its length n alone: n is halved while it is even and
-    above 63, and each of these pieces has ⌈entries/63⌉ blocks. So blocks have 32 to 63 entries,
-    fewer only at the end of a piece of odd length, and on axes shorter than 32.
+    its half has 12 entries or more, or 32 on the axis of rows, and each piece is cut into equal
+    blocks of at most 23, or 63. Shorter axes are one block.
 
     Attributes:
         codes: int8 from -127 to 127, in the shape of the parameter.
-        scales: bfloat16, in the same shape but for one tile axis, usually the last, which counts
-            the blocks.
+        scales: uint8, in the same shape but for one tile axis, usually the last, which counts the
+            blocks. 1 to 254 are the upper bits of a float, 0 stands for 0 and 255 for NaN.
         columns: int8, the exponents, in the same shape but for the other tile axis, which counts
             the blocks. None in a state of version 0.2.0, which `cast_momentum` converts.
     """
@@ -112,7 +112,7 @@ def tile_axes(shape: tuple[int, ...], view: Any = None) -> TileAxes | None:
 
     The axes are the longest one of each side of its matrices, where the view names both sides and
     these axes are long enough, and else the last two. The scales are along the later axis, but
-    along the longer one where the later is shorter than a block.
+    along the earlier one where that is short.
     """
     if len(shape) < 2 or math.prod(shape) < LEAST_ENTRIES:
         return None

@@ -87,7 +87,7 @@ def test_blocks_are_nearly_equal_and_do_not_straddle_shards(n, least):
     sizes = np.bincount(blocks, minlength=count)
     assert (np.diff(blocks) >= 0).all() and sizes.max() < 2 * least and n >= least * count
     for shards in (2, 4, 8):
-        if count % shards == 0:
+        if count % shards == n % shards == 0:
             assert count_blocks(n // shards, least) == count // shards
             alone = blocks_of(n // shards, count // shards)
             np.testing.assert_array_equal(blocks[: n // shards], alone)
@@ -97,7 +97,8 @@ def test_blocks_are_nearly_equal_and_do_not_straddle_shards(n, least):
     ("shape", "view", "of_scales", "of_columns"),
     [
         ((1024, 96), None, 1, 0),
-        ((4096, 20), None, 0, 1),
+        ((4096, 20), None, 1, 0),
+        ((20, 4096), None, 0, 1),
         ((3, 3, 64, 128), None, 3, 2),
         ((768, 12, 64), muon_jax.MuonDimensionNumbers(0, (1, 2)), 2, 0),
         ((12, 64, 768), muon_jax.MuonDimensionNumbers((0, 1), 2), 2, 1),
@@ -154,7 +155,9 @@ def test_a_round_trip_is_off_by_half_a_step(n, is_swapped):
     found = np.asarray(WIDEN(stored), np.float64)
     codes = np.abs(np.asarray(stored.codes, np.float64))
     # The distance of codes k and k + 1 is 2k + 101 of the unit, the code k stands for k·(k + 100).
-    unit = np.divide(np.abs(found), codes * (codes + 100), where=codes > 0, out=np.inf * codes)
+    unit = np.divide(
+        np.abs(found), codes * (codes + 100), where=codes > 0, out=np.full_like(codes, np.inf)
+    )
     assert (np.abs(found - x) <= (codes + 50.5) * unit * (1 + 1e-4)).all()
     # Scales are rounded up, by at most 1/8.
     largest = np.abs(np.asarray(stored.codes, int)).reshape(2, -1).max(-1)
@@ -204,6 +207,19 @@ def test_cast_momentum_and_updates_keep_a_nan():
         transform = scale_by_muon(ns_steps=1, mu_dtype="int8")
         _, state = jax.jit(transform.update)({"w": gradient}, transform.init({"w": gradient}))
         assert jnp.isnan(dequantize(state.mu["w"])[position])
+
+
+def test_states_of_version_0_2_0_are_cast_once():
+    """Their scales were float32, one for 64 to 128 entries of the last axis."""
+    codes = jnp.full((64, 256), 3, jnp.int8)
+    old = {"codes": codes, "scales": jnp.full((64, 2), 0.5)}
+    state = MuonState(jnp.array(1), {"w": old})
+    transform = scale_by_muon(ns_steps=1, mu_dtype="int8")
+    with pytest.raises(ValueError, match=r"\['w'\] in the 8 bits of version 0.2.0: pass cast_mom"):
+        transform.update({"w": jnp.ones((64, 256))}, state)
+    cast = cast_momentum(state, "int8")
+    np.testing.assert_allclose(dequantize(cast.mu["w"]), 1.5, rtol=1e-2)
+    transform.update({"w": jnp.ones((64, 256))}, cast)
 
 
 def test_init_makes_zeros_and_reduces_nothing():
@@ -283,7 +299,8 @@ def test_what_is_not_fed_decays():
     for _ in range(200):
         _, state = update({"w": diagonal}, state)
     mu = np.asarray(dequantize(state.mu["w"]))
-    assert (mu[np.asarray(diagonal) == 0] == 0).all()
+    # Exactly 0.0025 · 0.95^200, which is 9e-8.
+    assert (np.abs(mu[np.asarray(diagonal) == 0]) < 3e-7).all()
 
 
 def test_units_of_adamw_that_fall_silent_beside_others_stay_where_they_are():
@@ -490,8 +507,8 @@ def test_forms_of_momentum_and_errors():
     x = helpers.random_tree({"w": (64, 96)}, 0)["w"]
     state = MuonState(jnp.array(1), {"w": STORE(x)})
     converted = muon_jax.convert_momentum(state, source="ema", target="heavy_ball", beta=0.75)
-    np.testing.assert_array_equal(converted.mu["w"].codes, state.mu["w"].codes)
-    np.testing.assert_array_equal(WIDEN(converted.mu["w"]), 4 * WIDEN(state.mu["w"]))
+    found, expected = (np.asarray(WIDEN(m)) for m in (converted.mu["w"], state.mu["w"]))
+    assert helpers.relative_error(found, 4 * expected) < 0.01
     with pytest.raises(ValueError, match="state must have momenta in it, got dict with none"):
         cast_momentum({}, "int8")
     with pytest.raises(ValueError, match="mu_dtype must be real for real .* got complex64"):
