@@ -114,7 +114,7 @@ def scale_by_muon(
             `"heavy_ball"` grows to 1/(1 - β) times the gradients. In float16 it overflows where
             gradients exceed 65504·(1 - β), 3275 for β = 0.95. Later updates are then NaN: pass
             `"bfloat16"` there, or another form of `momentum`. `"int8"` keeps momenta of 4096 or
-            more entries as `Quantized`, in 8 bits with a scale for 64 to 128 of them, and others in
+            more entries as `Quantized`, in 8 bits with scales for rows and columns, and others in
             float32. Updates compute in float32.
         nesterov: whether to use Nesterov momentum.
         adaptive: whether to multiply the update o of a parameter by its dual norm ⟨u, o⟩
@@ -251,7 +251,7 @@ def scale_by_muon(
             check_views_fit(weight_dimension_numbers, params)
             iterations_of(params)  # raises where coefficients do not fit
         seen.see(params)
-        mu = zero_momenta(params, mu_dtype, shardings)
+        mu = zero_momenta(params, mu_dtype, shardings, weight_dimension_numbers)
         return place_state(MuonState(jnp.zeros([], jnp.int32), mu), state_memory_kind)
 
     def update_fn(
