@@ -24,14 +24,16 @@ from muon_jax._trees import in_box_of, is_box
 
 LARGEST_CODE = 127
 # The code k stands for k·(|k| + OFFSET): steps between small entries of a block are finer.
-OFFSET = 100
+OFFSET = 300
 LARGEST_LEVEL = LARGEST_CODE * (LARGEST_CODE + OFFSET)
 # The fewest entries of a block of scales, and of columns; an axis that is shorter is one block.
-LEAST_OF_SCALES, LEAST_OF_COLUMNS = 12, 32
+LEAST_OF_SCALES, LEAST_OF_COLUMNS = 10, 50
+LEAST_BESIDE_SHORT_COLUMNS = 16  # of scales, where all columns are shorter than 50
+LEAST_PIECE = 32  # shards of this many entries, or of 50 rows, hold whole blocks
 # Smaller arrays stay in float32: their bytes do not matter, and norms and biases are among them.
 LEAST_ENTRIES = 4096
-# The bytes of scales and columns for each entry. With the code's byte they make 28% of float32's.
-MOST_BYTES_OF_SCALES = 0.12
+# The bytes of scales and columns for 100 entries. With the codes they make 28% of float32's.
+MOST_BYTES_OF_SCALES = 12
 # A column's exponent counts an entry as at least 2⁻¹⁰ of the largest one of its row.
 LEAST_EXPONENT = -10
 # A box keeps the name of an axis that counts blocks where so many devices divide it.
@@ -48,17 +50,19 @@ class Quantized(NamedTuple):
     Two axes of the parameter, those of its matrices, are cut into blocks, and so each matrix into
     tiles. An entry is
 
-        code·(|code| + 100) × scale of its row in the tile × 2^(exponent of its column there),
+        code·(|code| + 300) × scale of its row in the tile × 2^(exponent of its column there),
 
     in float32, so neither a large row nor a large column takes digits from the others. The exponent
     is that of the geometric mean of the column, whose entries count as parts of the largest entries
     of their rows. The scale is the largest magnitude of the row, in units of the columns, over
-    127·227, rounded up. An entry is off by half the distance of two codes at most, or by all of it
-    after stochastic rounding. A row of a tile with a NaN or an infinity has no finite entry.
+    127·427, rounded up. An entry is off by half the distance between two codes at most, or by all
+    of it where it was rounded at random. A row of a tile with a NaN or an infinity has no finite
+    entry.
 
-    The number of blocks of an axis depends on its length n alone: n is halved while it is even and
-    its half has 12 entries or more, or 32 on the axis of rows, and each piece is cut into equal
-    blocks of at most 23, or 63. Shorter axes are one block.
+    Along the axis of scales a tile has 10 to 19 entries, and along that of columns 50 to 99: an
+    axis is halved while that leaves 32 entries, or 50, or more, and each piece is cut into as many
+    equal blocks as it has tens, or fifties. Where columns are shorter than 50 they are one block,
+    and scales are of 16 to 31 entries.
 
     Attributes:
         codes: int8 from -127 to 127, in the shape of the parameter.
@@ -78,6 +82,14 @@ class TileAxes(NamedTuple):
 
     rows: int
     entries: int
+    least_of_scales: int = LEAST_OF_SCALES
+
+    def counts(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns the numbers of blocks of columns and of scales in an array, or its shard."""
+        return (
+            count_blocks(shape[self.rows], LEAST_OF_COLUMNS, LEAST_OF_COLUMNS),
+            count_blocks(shape[self.entries], self.least_of_scales, LEAST_PIECE),
+        )
 
 
 def is_int8(mu_dtype: jax.typing.DTypeLike | None) -> bool:
@@ -99,12 +111,15 @@ def dtype_of_adam(mu_dtype: jax.typing.DTypeLike | None) -> jax.typing.DTypeLike
     return jnp.bfloat16 if is_int8(mu_dtype) else mu_dtype
 
 
-def count_blocks(n: int, least: int) -> int:
-    """Returns the number of blocks of an axis of n entries, of `least` or more each."""
+def count_blocks(n: int, least: int, least_piece: int) -> int:
+    """Returns the number of blocks of an axis of n entries, of `least` or more each.
+
+    Shards that hold `least_piece` entries or more, a power of two of them, hold whole blocks.
+    """
     pieces = 1
-    while n >= 2 * least and n % 2 == 0:
+    while n >= 2 * least_piece and n % 2 == 0:
         n, pieces = n // 2, 2 * pieces
-    return pieces * -(-n // (2 * least - 1))
+    return pieces * max(1, n // least)
 
 
 def tile_axes(shape: tuple[int, ...], view: Any = None) -> TileAxes | None:
@@ -124,14 +139,22 @@ def tile_axes(shape: tuple[int, ...], view: Any = None) -> TileAxes | None:
     for rows, entries in pairs:
         if shape[rows] < min(LEAST_OF_COLUMNS, shape[entries]):
             rows, entries = entries, rows
-        of_scales = count_blocks(shape[entries], LEAST_OF_SCALES) / shape[entries]
-        of_columns = count_blocks(shape[rows], LEAST_OF_COLUMNS) / shape[rows]
-        if of_scales + of_columns <= MOST_BYTES_OF_SCALES:
-            return TileAxes(rows, entries)
+        is_short = shape[rows] < LEAST_OF_COLUMNS
+        axes = TileAxes(rows, entries, *[LEAST_BESIDE_SHORT_COLUMNS] * is_short)
+        of_columns, of_scales = axes.counts(shape)
+        bytes_of_tiles = of_scales * shape[rows] + of_columns * shape[entries]
+        if 100 * bytes_of_tiles <= MOST_BYTES_OF_SCALES * shape[rows] * shape[entries]:
+            return axes
     return None
 
 
-def quantize(x: jax.Array, axes: TileAxes, key: jax.Array | None = None) -> Quantized:
+def quantize(
+    x: jax.Array,
+    axes: TileAxes,
+    counts: tuple[int, int] | None = None,
+    key: jax.Array | None = None,
+    before: jax.Array | None = None,
+) -> Quantized:
     """Returns `x` in 8 bits.
 
     All sums and maxima are of integers, which are exact in each order, and keep a NaN: XLA's
@@ -140,22 +163,30 @@ def quantize(x: jax.Array, axes: TileAxes, key: jax.Array | None = None) -> Quan
     Args:
         x: real; computed in float32.
         axes: which tiles cut.
-        key: of random bits, to round up or down so that the mean is `x`; None to round to nearest.
+        counts: the numbers of blocks of columns and of scales; None for those of the shape.
+        key: of random bits; None to round to nearest.
+        before: with `key`, what the state had. An entry that is closer to that than half the
+            distance between two codes is rounded up or down at random, so that the mean is `x`:
+            rounded to nearest it would stay where it is, and never decay. All others are rounded to
+            nearest, which has half the variance.
     """
     x = x.astype(jnp.float32)
-    columns = _exponents_of_columns(x, axes)
-    x = x / _of_entries(_power(columns), axes.rows, x.shape)
-    scales = _code_of_scales(_largest_of_blocks(_bits(x), axes.entries, LEAST_OF_SCALES))
-    x = over(x, _of_entries(_scale(scales), axes.entries, x.shape))
-    size = jnp.minimum(jnp.abs(x), LARGEST_LEVEL)
+    counts = axes.counts(x.shape) if counts is None else counts
+    columns = _exponents_of_columns(x, axes, counts)
+    units = _of_entries(_power(columns), axes.rows, x.shape)
+    scales = _code_of_scales(_largest_of_blocks(_bits(x / units), axes.entries, counts[1]))
+    scale_of_entries = _of_entries(_scale(scales), axes.entries, x.shape)
+    scaled = over(x / units, scale_of_entries)
+    size = jnp.minimum(jnp.abs(scaled), LARGEST_LEVEL)
     lower = jnp.floor((jnp.sqrt(4 * size + OFFSET**2) - OFFSET) / 2)
-    between = (size - lower * (lower + OFFSET)) / (2 * lower + 1 + OFFSET)
-    if key is None:
-        is_up = between >= 0.5
-    else:
+    distance = 2 * lower + 1 + OFFSET
+    between = (size - lower * (lower + OFFSET)) / distance
+    is_up = between >= 0.5
+    if key is not None and before is not None:
         bits = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.float32)
-        is_up = bits + 0.5 < between * 2**16
-    codes = jnp.sign(x) * jnp.minimum(lower + is_up, LARGEST_CODE)
+        change = jnp.abs(scaled - over(before / units, scale_of_entries))
+        is_up = jnp.where(change < distance / 2, bits + 0.5 < between * 2**16, is_up)
+    codes = jnp.sign(scaled) * jnp.minimum(lower + is_up, LARGEST_CODE)
     return Quantized(codes.astype(jnp.int8), scales, columns.astype(jnp.int8))
 
 
@@ -279,8 +310,8 @@ def zero_momenta(
         _check_blocks(path, m, axes)
         return Quantized(
             jnp.zeros_like(m, jnp.int8),
-            _zeros_of_blocks(m, axes.entries, LEAST_OF_SCALES, jnp.uint8),
-            _zeros_of_blocks(m, axes.rows, LEAST_OF_COLUMNS, jnp.int8),
+            _zeros_of_blocks(m, axes.entries, axes.counts(m.shape)[1], jnp.uint8),
+            _zeros_of_blocks(m, axes.rows, axes.counts(m.shape)[0], jnp.int8),
         )
 
     views_of_each = assigned_views(views, params)
@@ -307,7 +338,9 @@ def store(m: Any, like: Any, key: jax.Array | None) -> Any:
         key: of random bits, to round up or down at random; None to round to nearest.
     """
     if _is_quantized(like):
-        return quantize(m, _axes_of(like), key)
+        axes = _axes_of(like)
+        counts = like.columns.shape[axes.rows], like.scales.shape[axes.entries]
+        return quantize(m, axes, counts, key, None if key is None else dequantize(like))
     return cast_like(m, like, key)
 
 
@@ -335,9 +368,8 @@ def _check_blocks(path: Any, m: jax.Array, axes: TileAxes) -> None:
     """
     sharding = jax.typeof(m).sharding
     by_dim = mesh_axes_by_dim(sharding.spec, m.ndim, sharding.mesh.shape)
-    for axis, least in ((axes.rows, LEAST_OF_COLUMNS), (axes.entries, LEAST_OF_SCALES)):
+    for axis, count in zip(axes[:2], axes.counts(m.shape), strict=True):
         shards = math.prod(sharding.mesh.shape[name] for name in by_dim[axis])
-        count = count_blocks(m.shape[axis], least)
         if count % shards:
             raise ValueError(
                 f"mu_dtype='int8' needs whole blocks on each device, but axis {axis} of the"
@@ -390,10 +422,10 @@ def _layout(n: int, count: int) -> tuple[int, int, int]:
     return pieces, count // pieces, -(-n // count)
 
 
-def _in_blocks(x: jax.Array, axis: int, least: int) -> jax.Array:
+def _in_blocks(x: jax.Array, axis: int, count: int) -> jax.Array:
     """`x` with its axis as (pieces, blocks, entries of a block); zeros fill the last block."""
     shape, n = x.shape, x.shape[axis]
-    pieces, blocks, size = _layout(n, count_blocks(n, least))
+    pieces, blocks, size = _layout(n, count)
     x = x.reshape(*shape[:axis], pieces, n // pieces, *shape[axis + 1 :])
     if blocks * size != n // pieces:
         padding = [(0, 0)] * x.ndim
@@ -402,15 +434,15 @@ def _in_blocks(x: jax.Array, axis: int, least: int) -> jax.Array:
     return x.reshape(*shape[:axis], pieces, blocks, size, *shape[axis + 1 :])
 
 
-def _largest_of_blocks(x: jax.Array, axis: int, least: int) -> jax.Array:
+def _largest_of_blocks(x: jax.Array, axis: int, count: int) -> jax.Array:
     """The largest of each block of nonnegative integers."""
-    found = jnp.max(_in_blocks(x, axis, least), axis + 2)
+    found = jnp.max(_in_blocks(x, axis, count), axis + 2)
     return found.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
-def _sum_of_blocks(x: jax.Array, axis: int, least: int) -> jax.Array:
+def _sum_of_blocks(x: jax.Array, axis: int, count: int) -> jax.Array:
     """The sum of each block of integers."""
-    found = jnp.sum(_in_blocks(x, axis, least), axis + 2)
+    found = jnp.sum(_in_blocks(x, axis, count), axis + 2)
     return found.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
@@ -425,20 +457,22 @@ def _of_entries(of_blocks: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.
     return of_piece.reshape(*before, n, *after)
 
 
-def _exponents_of_columns(x: jax.Array, axes: TileAxes) -> jax.Array:
+def _exponents_of_columns(x: jax.Array, axes: TileAxes, counts: tuple[int, int]) -> jax.Array:
     """The exponents of the columns of tiles (int32), 0 in tiles of zeros.
 
-    Upper bits of a float are its logarithm in fixed-point numbers, to a few percent.
+    Upper bits of a float are its logarithm in fixed-point numbers, to a few percent. Means are
+    rounded so that those of equal columns of normal numbers, -1.8 here, have one exponent.
     """
+    of_columns, of_scales = counts
     bits = _bits(x)
     bits = jnp.where((bits >= SMALLEST_NORMAL) & (bits < INFINITY), bits, 0)
-    of_rows = _largest_of_blocks(bits, axes.entries, LEAST_OF_SCALES)
+    of_rows = _largest_of_blocks(bits, axes.entries, of_scales)
     logarithms = (bits >> 15) - (_of_entries(of_rows, axes.entries, x.shape) >> 15)
     logarithms = jnp.where(bits > 0, jnp.maximum(logarithms, LEAST_EXPONENT * 256), 0)
-    count = _sum_of_blocks((bits > 0).astype(jnp.int32), axes.rows, LEAST_OF_COLUMNS)
-    total = _sum_of_blocks(logarithms, axes.rows, LEAST_OF_COLUMNS)
-    exponents = (2 * total + 256 * count) // jnp.maximum(512 * count, 1)
-    of_tiles = _largest_of_blocks(of_rows, axes.rows, LEAST_OF_COLUMNS) >> 23
+    count = _sum_of_blocks((bits > 0).astype(jnp.int32), axes.rows, of_columns)
+    total = _sum_of_blocks(logarithms, axes.rows, of_columns)
+    exponents = (10 * total + 3 * 256 * count) // jnp.maximum(2560 * count, 1)
+    of_tiles = _largest_of_blocks(of_rows, axes.rows, of_columns) >> 23
     of_tiles = _of_entries(of_tiles, axes.entries, exponents.shape)
     return jnp.where(of_tiles > 0, jnp.clip(exponents + of_tiles - 127, -126, 126), 0)
 
@@ -471,9 +505,8 @@ def _scale(codes: jax.Array) -> jax.Array:
     return jnp.where(codes == 0, 0, jnp.where(codes == 255, jnp.nan, scales))
 
 
-def _zeros_of_blocks(m: jax.Array, axis: int, least: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+def _zeros_of_blocks(m: jax.Array, axis: int, count: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Zeros for each block of an axis, sharded as `m` where its shards hold whole blocks."""
-    count = count_blocks(m.shape[axis], least)
     shape = (*m.shape[:axis], count, *m.shape[axis + 1 :])
     sharding = getattr(m, "sharding", None) or jax.typeof(m).sharding
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:

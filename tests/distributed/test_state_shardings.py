@@ -83,13 +83,13 @@ def is_codes(node):
 
 def test_axes_that_count_blocks_keep_mesh_axes_that_divide_them():
     mesh = jax.sharding.AbstractMesh((128, 16), ("fsdp", "tp"))
-    shapes = {"a": (4096, 768), "b": (4224, 512)}
+    shapes = {"a": (8192, 768), "b": (8448, 512)}
     params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()}
     optimizer = muon(0.1, mu_dtype="int8")
     found = state_shardings(optimizer, params, NamedSharding(mesh, P("fsdp", "tp")))
     mu = found.inner_states["muon"].inner_state[0].mu
     assert [s.spec for s in mu["a"]] == [P("fsdp", "tp")] * 3
-    # 4224 is 64 · 66: blocks of 33 rows, 128 of them.
+    # 8448 is 128 · 66: blocks of 66 rows, 128 of them.
     assert [s.spec for s in mu["b"]] == [P("fsdp", "tp")] * 3
     params = {"w": jax.ShapeDtypeStruct((768, 4096), jnp.float32)}
     found = state_shardings(optimizer, params, NamedSharding(mesh, P("fsdp")))
