@@ -155,8 +155,9 @@ def scale_by_muon(
             stay where they are (`distributed_gram`).
         mu_rounding: `"nearest"`, or `"stochastic"` for a momentum of bfloat16 or int8 that is
             computed in float32 and rounded up or down at random, so that small gradients are not
-            lost in it. None is `"stochastic"` for int8, where small entries would otherwise never
-            decay, and `"nearest"` for others.
+            lost in it; int8 does so only where an entry changes by less than half the distance
+            between two codes. None is `"stochastic"` for int8, where small entries would otherwise
+            never decay, and `"nearest"` for others.
         distributed_gram: whether sharded matrices stay in pieces, X = (X₁ X₂ …), while devices sum
             XXᵀ = Σᵢ XᵢXᵢᵀ in place of exchanging X. Matrices in pieces run in the gram form of
             `newton_schulz`. Their results differ from those on one device by the rounding of the
