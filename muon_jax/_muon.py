@@ -106,7 +106,7 @@ def muon(
     mu_rounding: Rounding | None = None,
     distributed_gram: bool | None = None,
     exchange_axes: str | tuple[str, ...] | None = None,
-    outside: Outside = ("repeat", "raise"),
+    outside: Outside = ("faster", "raise"),
     bandwidth: Mapping[str, float] | None = None,
     latency: Mapping[str, float] | None = None,
     state_memory_kind: MemoryKind = "device",

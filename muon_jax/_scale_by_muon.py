@@ -15,7 +15,7 @@ from muon_jax._distributed.links import Links
 from muon_jax._distributed.map_matrices import map_matrices
 from muon_jax._distributed.on_shards import inner_products
 from muon_jax._distributed.planning import Limits
-from muon_jax._distributed.seen import SeenShardings
+from muon_jax._distributed.seen import SeenShardings, warn_of_other_shardings
 from muon_jax._distributed.sharding import (
     Shardings,
     check_shardings,
@@ -76,7 +76,7 @@ def scale_by_muon(
     mu_rounding: Rounding | None = None,
     distributed_gram: bool | None = None,
     exchange_axes: str | tuple[str, ...] | None = None,
-    outside: Outside = ("repeat", "raise"),
+    outside: Outside = ("faster", "raise"),
     bandwidth: Mapping[str, float] | None = None,
     latency: Mapping[str, float] | None = None,
     state_memory_kind: MemoryKind = "device",
@@ -174,11 +174,13 @@ def scale_by_muon(
             for sharded matrices, or a dict of either by mesh axis. A word that is left out, and an
             axis that a dict leaves out, has the default.
 
-            - Replicas, devices along an axis that does not shard a parameter, `"repeat"` the work.
-              Or they `"split"` the units of parameters of one shape and sharding, and gather the
-              updates in one all-gather over such axes, with the same bits. They also split over
-              axes that are named in `exchange_axes`, where those do not shard the parameter. Or all
-              do what a model of the times finds `"faster"` of the two, for all parameters together.
+            - Replicas, devices along an axis that does not shard a parameter, do what a model of
+              the times finds `"faster"` for all parameters together, the default; under `vmap` on
+              automatic axes they repeat the work. Or they `"repeat"` the work. Or they
+              `"split"` the units of parameters of one shape and sharding, and gather the updates in
+              one all-gather over such axes, with the same bits. They also split over
+              axes that are named in `exchange_axes`, where those do not shard the
+              parameter.
             - Matrices that an axis shards `"raise"` an error. Or they stay in pieces by `"gram"`,
               as under `distributed_gram=True`: XXᵀ is summed over all axes that shard X. Its rows
               are the side that no axis outside shards; without such axes, the shorter side. Or they
@@ -251,6 +253,7 @@ def scale_by_muon(
         if not is_in_shard_map():  # where arrays are shards
             check_views_fit(weight_dimension_numbers, params)
             iterations_of(params)  # raises where coefficients do not fit
+        warn_of_other_shardings(params, shardings)
         seen.see(params)
         mu = zero_momenta(params, mu_dtype, shardings)
         return place_state(MuonState(jnp.zeros([], jnp.int32), mu), state_memory_kind)

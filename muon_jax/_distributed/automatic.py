@@ -3,8 +3,10 @@
 The plan is made when the compiler asks how to partition the operation (`custom_partitioning`).
 """
 
+import functools
 import itertools
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -58,6 +60,8 @@ def run_when_partitioned(
         arrays: of the iteration.
         settings: what else decides what is compiled, beside the library and JAX's settings.
     """
+    if jax.device_count() > 1 and _misses_cache():
+        _warn_of_cache()
     precision = jax.config.jax_default_matmul_precision
     digest = np.uint32(zlib.crc32(repr((sources.digest(), precision, settings)).encode()))
     mapped = _with_vmap(_operation(planned, unsharded), by_xla, of_stacks)
@@ -65,6 +69,26 @@ def run_when_partitioned(
     run.defjvp(lambda primals, tangents: jax.jvp(by_xla, primals, tangents))
     # Within `jit`, for the digest to be a constant of the program where an update is not jitted.
     return jax.jit(run)(leaves, arrays)
+
+
+def _misses_cache() -> bool:
+    """Whether JAX's persistent cache is on, and never has a program with such an operation."""
+    config = jax.config
+    is_on = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
+    return bool(is_on) and not config.jax_remove_custom_partitioning_ptr_from_cache_key
+
+
+@functools.cache
+def _warn_of_cache() -> None:
+    """Warns once in a process."""
+    warnings.warn(
+        "JAX's persistent compilation cache is on, and no process finds in it the programs that"
+        " another compiled for parameters on automatic mesh axes, as their keys have an address in"
+        " memory: add jax.config.update("
+        "'jax_remove_custom_partitioning_ptr_from_cache_key', True), or set"
+        " jax_enable_compilation_cache to False",
+        stacklevel=2,
+    )
 
 
 def _with_vmap(

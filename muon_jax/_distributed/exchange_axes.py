@@ -21,7 +21,7 @@ class Choice(NamedTuple):
         sharded: what becomes of matrices that the axis shards; None where they are exchanged.
     """
 
-    replicas: Literal["repeat", "split", "faster"] = "repeat"
+    replicas: Literal["repeat", "split", "faster"] = "faster"
     sharded: Literal["raise", "gram", "block"] | None = "raise"
 
 

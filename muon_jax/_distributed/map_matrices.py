@@ -23,6 +23,7 @@ from muon_jax._distributed.sharding import (
     Mesh,
     Placed,
     Shardings,
+    axes_of_spec,
     locate,
     meshes_of,
     shardings_of_leaves,
@@ -121,6 +122,8 @@ def _map_leaves(
         place = _stated_alone(place, shardings)
         if place.kind != AxisType.Explicit:
             _check_needs_no_sharding(place, limits, step)
+    if place.kind == AxisType.Auto:  # before the compiler asks, which buries what is raised there
+        limits.check_names(place.mesh.shape)
     if place.kind is None and _may_be_sharded(place.mesh, leaves):
         place = place._replace(kind=AxisType.Auto)
     if place.kind is None:
@@ -222,12 +225,14 @@ def _map_sharded(
     units = units_of(views, place.whole, iterations)
     arrays, bind = _arrays_of((iterations.distinct, step))
 
+    within = limits
+
     def planned(specs: Sequence[PartitionSpec], mesh: Mapping[str, int]) -> Planned:
         def plan_of(limits: Limits) -> Plan:
             return make_plan(units, specs, mesh, limits, iterations.distinct)
 
-        whole = plan_of(limits)
-        blocks = plan_of(limits_of_blocks(limits)) if step else whole
+        whole = plan_of(within)
+        blocks = plan_of(limits_of_blocks(within)) if step else whole
 
         def run(shards: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
             distinct, step = bind(arrays)
@@ -239,6 +244,9 @@ def _map_sharded(
 
     if place.kind == AxisType.Manual:
         units = [_varying_like(unit, x) for unit, x in zip(units, leaves, strict=True)]
+        if any(unit.varying - {*axes_of_spec(s)} for unit, s in zip(units, place.specs, strict=True)):
+            # Replicas have, as far as JAX knows, values of their own.
+            within = limits._replace(exchange_axes=limits.exchange_axes.decided("repeat"))
         return planned(place.specs, place.mesh.shape)(leaves, arrays)
     if place.kind == AxisType.Explicit:
         run = jax.shard_map(
@@ -273,7 +281,8 @@ def _map_sharded(
         views = [stacked_view(unit.view) for unit in units]
         distinct, step = bind(arrays)
         bound = dataclasses.replace(iterations, distinct=distinct)
-        return map_matrices(bound, lambda _: views, [*stacks], None, limits, step)
+        repeat = limits._replace(exchange_axes=limits.exchange_axes.decided("repeat"))
+        return map_matrices(bound, lambda _: views, [*stacks], None, repeat, step)
 
     settings = repr((bind([None] * len(arrays)), units, limits))
     mapped = None if place.mesh.empty else of_stacks

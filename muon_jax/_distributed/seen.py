@@ -4,6 +4,7 @@ Arrays outside `jit` say how they are sharded. Where the compiler cannot tell, a
 them to be sharded alike in `jit`. Were they not, XLA would move them, and results be the same.
 """
 
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,43 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._distributed.devices import asks_how_to_partition
-from muon_jax._distributed.sharding import Shardings, mesh_of, meshes_of
+from muon_jax._distributed.sharding import (
+    Shardings,
+    mesh_axes_by_dim,
+    mesh_of,
+    meshes_of,
+    shardings_of_leaves,
+    spec_of,
+)
+
+
+def warn_of_other_shardings(tree: Any, stated: Shardings) -> None:
+    """Warns where an array is sharded over other mesh axes than `shardings=` states.
+
+    Traced arrays are left out, as are axes of one device.
+    """
+    leaves = jax.tree.leaves_with_path(tree)
+    if stated is None or any(isinstance(x, Tracer) for _, x in leaves):
+        return
+    for (path, x), sharding in zip(leaves, shardings_of_leaves(stated, tree), strict=True):
+        own, spec = getattr(x, "sharding", None), spec_of(sharding)
+        if not isinstance(own, NamedSharding) or len(own.device_set) == 1:
+            continue
+        sizes = dict(own.mesh.shape)
+        try:
+            by_dim = [mesh_axes_by_dim(each, x.ndim, sizes) for each in (own.spec, spec)]
+        except ValueError:  # `update` raises it, or the array is on another mesh
+            continue
+        seen, said = ([[a for a in dim if sizes[a] > 1] for dim in dims] for dims in by_dim)
+        if seen != said:
+            warnings.warn(
+                f"shardings= says {spec} of the parameter {jax.tree_util.keystr(path)}, which is"
+                f" sharded by {own.spec}: each update moves it from one to the other, and where"
+                " shardings= leaves an axis out, every device along it has the whole. Leave out"
+                f" shardings=, or state {own.spec}",
+                stacklevel=4,
+            )
+            return
 
 
 class _Seen(NamedTuple):
