@@ -225,9 +225,11 @@ def _map_sharded(
     units = units_of(views, place.whole, iterations)
     arrays, bind = _arrays_of((iterations.distinct, step))
 
-    within = limits
+    repeat = limits._replace(exchange_axes=limits.exchange_axes.decided("repeat"))
 
-    def planned(specs: Sequence[PartitionSpec], mesh: Mapping[str, int]) -> Planned:
+    def planned(
+        specs: Sequence[PartitionSpec], mesh: Mapping[str, int], within: Limits = limits
+    ) -> Planned:
         def plan_of(limits: Limits) -> Plan:
             return make_plan(units, specs, mesh, limits, iterations.distinct)
 
@@ -244,18 +246,29 @@ def _map_sharded(
 
     if place.kind == AxisType.Manual:
         units = [_varying_like(unit, x) for unit, x in zip(units, leaves, strict=True)]
-        if any(unit.varying - {*axes_of_spec(s)} for unit, s in zip(units, place.specs, strict=True)):
+        if any(
+            unit.varying - {*axes_of_spec(s)} for unit, s in zip(units, place.specs, strict=True)
+        ):
             # Replicas have, as far as JAX knows, values of their own.
-            within = limits._replace(exchange_axes=limits.exchange_axes.decided("repeat"))
+            return planned(place.specs, place.mesh.shape, repeat)(leaves, arrays)
         return planned(place.specs, place.mesh.shape)(leaves, arrays)
     if place.kind == AxisType.Explicit:
-        run = jax.shard_map(
-            planned(place.specs, place.mesh.shape),
-            mesh=place.mesh,
-            in_specs=(place.specs, PartitionSpec()),
-            out_specs=place.specs,
-            check_vma=False,
-        )
+
+        def on_shards(within: Limits) -> Planned:
+            return jax.shard_map(
+                planned(place.specs, place.mesh.shape, within),
+                mesh=place.mesh,
+                in_specs=(place.specs, PartitionSpec()),
+                out_specs=place.specs,
+                check_vma=False,
+            )
+
+        run = on_shards(limits)
+        if (
+            repeat != limits
+            and make_plan(units, place.specs, place.mesh.shape, limits, iterations.distinct).shares
+        ):
+            run = _repeating_when_mapped(run, on_shards(repeat))
         return jax.jit(run)(leaves, arrays)
 
     if not asks_how_to_partition(place.mesh):
@@ -281,12 +294,27 @@ def _map_sharded(
         views = [stacked_view(unit.view) for unit in units]
         distinct, step = bind(arrays)
         bound = dataclasses.replace(iterations, distinct=distinct)
-        repeat = limits._replace(exchange_axes=limits.exchange_axes.decided("repeat"))
         return map_matrices(bound, lambda _: views, [*stacks], None, repeat, step)
 
     settings = repr((bind([None] * len(arrays)), units, limits))
     mapped = None if place.mesh.empty else of_stacks
     return run_when_partitioned(planned, unsharded, by_xla, mapped, leaves, arrays, settings)
+
+
+def _repeating_when_mapped(split: Planned, repeat: Planned) -> Planned:
+    """`split`; under `vmap`, whose axis a gather may not cross, and in derivatives `repeat`."""
+    mapped = jax.custom_batching.custom_vmap(split)
+
+    @mapped.def_vmap
+    def _(axis_size: int, in_batched: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
+        del axis_size
+        in_axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, tuple(in_batched))
+        results = jax.vmap(repeat, in_axes)(*operands)
+        return results, [True] * len(results)
+
+    run = jax.custom_jvp(lambda leaves, arrays: mapped(leaves, arrays))
+    run.defjvp(lambda primals, tangents: jax.jvp(repeat, primals, tangents))
+    return run
 
 
 def _varying_like(unit: Leaf, x: jax.Array) -> Leaf:
