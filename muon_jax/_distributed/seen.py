@@ -34,6 +34,8 @@ def warn_of_other_shardings(tree: Any, stated: Shardings) -> None:
         own, spec = getattr(x, "sharding", None), spec_of(sharding)
         if not isinstance(own, NamedSharding) or len(own.device_set) == 1:
             continue
+        if {*own.mesh.axis_types} == {AxisType.Explicit}:  # `update` raises
+            continue
         sizes = dict(own.mesh.shape)
         try:
             by_dim = [mesh_axes_by_dim(each, x.ndim, sizes) for each in (own.spec, spec)]
