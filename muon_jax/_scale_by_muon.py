@@ -42,15 +42,13 @@ from muon_jax._transforms.quantized import (
     zero_momenta,
 )
 from muon_jax._transforms.rounding import Rounding, check_rounding, random_keys, widen
+from muon_jax._transforms.skipping import settled_views, skip_missing
 from muon_jax._tree_checks import (
     check_floats,
     check_gradients,
     check_mu_dtype,
     check_params,
-    check_state,
-    check_update,
 )
-from muon_jax._trees import any_missing, fill_missing
 from pallas_kernels._promotion import standard_promotion
 
 
@@ -91,8 +89,9 @@ def scale_by_muon(
         m <- βm + (1 - β)g,
         u = β·m/(1 - βᵗ⁺¹) + (1 - β)·g/(1 - βᵗ) with Nesterov momentum, else m/(1 - βᵗ),
 
-    and the update is `newton_schulz(u)`, close to the nearest orthogonal matrix. A gradient that is
-    None counts as zeros: its momentum decays, and is orthogonalized.
+    and the update is `newton_schulz(u)`, close to the nearest orthogonal matrix. A parameter whose
+    gradient is None is skipped: its update is zero, and its momentum stays as it is. What follows
+    in a chain takes the zeros for an update. `muon` skips the parameter in all that it does.
 
     Args:
         ns_coeffs: coefficients of the Newton–Schulz steps: a triple, a table of triples, or the
@@ -258,19 +257,14 @@ def scale_by_muon(
         mu = zero_momenta(params, mu_dtype, shardings)
         return place_state(MuonState(jnp.zeros([], jnp.int32), mu), state_memory_kind)
 
-    @standard_promotion()
     def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None
+        updates: optax.Updates, state: Any, params: optax.Params | None, whole: optax.Updates
     ) -> tuple[optax.Updates, MuonState]:
-        check_update(updates, params)
-        check_state(state, "mu")
+        del params
         given, state = state.mu, state._replace(mu=with_quantized(state.mu))
-        of_state = shapes_of_momenta(state.mu) if is_int8(mu_dtype) else state.mu
-        check_gradients(updates, of_state, "the state")
+        shapes = shapes_of_momenta(state.mu)
+        check_gradients(updates, shapes if is_int8(mu_dtype) else state.mu, "the state")
         check_memory(state, state_memory_kind)
-        if any_missing(updates):
-            like = map_momenta(dequantize, state.mu) if params is None else params
-            updates = fill_missing(updates, like)
         if is_int8(mu_dtype):
             check_stored(state.mu, whole_tree(updates, shardings))
         elif rounding == "stochastic":
@@ -286,15 +280,24 @@ def scale_by_muon(
         if rounding == "stochastic":
             keys = random_keys(updates, count, shardings)
         u, mu = map_leaf_by_leaf(update_leaf, state.mu, updates, keys, are_read_again=True)
-        seen.see(u)
-        known = seen.known(u, shardings)
+        every = u if whole is updates else whole
+        seen.see(every)
+        known = seen.known(every, shardings)
         iterations = iterations_of(whole_tree(u, shardings))
         step = block_step(block_period, block_gain, state.count)
-        orthogonal = map_matrices(iterations, weight_dimension_numbers, u, known, limits, step)
+        views = settled_views(weight_dimension_numbers, whole, updates, shardings)
+        orthogonal = map_matrices(iterations, views, u, known, limits, step)
         if adaptive:
             dual_norms = inner_products(u, orthogonal, shardings)
             orthogonal = jax.tree.map(jnp.multiply, dual_norms, orthogonal)
-        orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)
+
+        def cast(o: jax.Array, g: jax.Array, m: jax.ShapeDtypeStruct) -> jax.Array:
+            return o.astype(jnp.result_type(g.dtype, m.dtype, beta, eps))  # as in optax
+
+        orthogonal = jax.tree.map(cast, orthogonal, updates, shapes)
         return orthogonal, MuonState(count, in_form_of(mu, given))
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    update = standard_promotion()(
+        skip_missing(update_fn, "mu", lambda s: map_momenta(dequantize, with_quantized(s.mu)))
+    )
+    return optax.GradientTransformation(init_fn, update)

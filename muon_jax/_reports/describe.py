@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from muon_jax._checks import checks_arguments
 from muon_jax._iteration.grouping import groups
 from muon_jax._iteration.iteration import Iteration
 from muon_jax._matrices.by_role import by_role, named_shapes, routes
@@ -35,7 +36,7 @@ class DescribedParameter:
     Attributes:
         path: its names, joined by slashes.
         shape: its own.
-        role: what `by_role` takes it for; "unknown" where nothing tells.
+        role: what `by_role` takes it for, "unknown" where nothing tells; or the rule that decides.
         optimizer: "muon", "adamw" or "adamh".
         matrices: the shapes `(batch, rows, cols)` of its stacks of matrices.
         groups: for each of these, which group it is orthogonalized in.
@@ -110,6 +111,7 @@ class Description:
         )
 
 
+@checks_arguments
 @standard_promotion()
 def describe(params: Any, **arguments: Any) -> Description:
     """Prints and returns which parameters `muon` takes for matrices, and what it does with them.
@@ -119,16 +121,17 @@ def describe(params: Any, **arguments: Any) -> Description:
 
     Args:
         params: the parameters, or shapes of them.
-        **arguments: those of `muon`, without the learning rate. Arguments that do not concern the
-            matrices are ignored.
+        **arguments: those of `muon`, by name. You can pass all arguments of your optimizer:
+            `describe` ignores those that do not concern the matrices, such as `learning_rate`,
+            which you can also leave out.
 
     Raises:
-        TypeError: `muon` has no such argument, or `params` has leaves that are no arrays.
-        ValueError: as `muon`, and `by_role` where it is used.
+        TypeError: `muon` has no such argument, or its `init` refuses the parameters.
+        ValueError: as `muon` and its `init`, and `by_role` where it is used.
         NotImplementedError: the named implementation cannot run here.
     """
+    given = all_arguments("describe", arguments, params)
     named = named_shapes(params)
-    given = all_arguments(arguments)
     leaves = jax.tree.leaves_with_path(params)
     views = views_of_muon(given, params)
     iterations = iterations_of_muon(given, matrices_of_muon(params, views))
@@ -156,7 +159,7 @@ def describe(params: Any, **arguments: Any) -> Description:
             leaves,
             views,
             stacks,
-            routes(named, {}, **_arguments_of_by_role(given)),
+            routes(named, **{"rules": None, **_arguments_of_by_role(given)}),
             strict=True,
         )
     ]
@@ -189,11 +192,11 @@ def _grouped(
 
 
 def _arguments_of_by_role(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that `by_role` is told, but the rules."""
+    """The arguments of `by_role`, where it decides."""
     views = given["muon_weight_dimension_numbers"]
     if not isinstance(views, functools.partial) or views.func is not by_role:
         return {}
-    return {name: value for name, value in views.keywords.items() if name != "rules"}
+    return views.keywords
 
 
 def _momentum_of(x: Any, given: dict[str, Any]) -> jax.ShapeDtypeStruct:
