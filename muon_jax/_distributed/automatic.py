@@ -64,9 +64,12 @@ def run_when_partitioned(
         _warn_of_cache()
     precision = jax.config.jax_default_matmul_precision
     digest = np.uint32(zlib.crc32(repr((sources.digest(), precision, settings)).encode()))
-    mapped = _with_vmap(_operation(planned, unsharded), by_xla, of_stacks)
-    run = jax.custom_jvp(lambda leaves, arrays: mapped(leaves, arrays, digest))
-    run.defjvp(lambda primals, tangents: jax.jvp(by_xla, primals, tangents))
+    operation = _operation(planned, unsharded)
+
+    def partitioned(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return operation(leaves, arrays, digest)
+
+    run = with_rules(partitioned, by_xla, of_stacks, is_sequential=True)
     # Within `jit`, for the digest to be a constant of the program where an update is not jitted.
     return jax.jit(run)(leaves, arrays)
 
@@ -91,36 +94,44 @@ def _warn_of_cache() -> None:
     )
 
 
-def _with_vmap(
-    operation: Callable[..., list[jax.Array]], by_xla: Planned, of_stacks: Planned | None
-) -> Callable[..., list[jax.Array]]:
-    """The operation with the rule for `vmap` of `run_when_partitioned`."""
-    run = jax.custom_batching.custom_vmap(operation)
+def with_rules(
+    run: Planned, by_xla: Planned, of_stacks: Planned | None, *, is_sequential: bool = False
+) -> Planned:
+    """Returns `run` with rules for `vmap` and for derivatives, in which its exchanges may not be.
 
-    @run.def_vmap
+    Args:
+        run: computes the results.
+        by_xla: computes the same, and takes derivatives; also mapped where `of_stacks` does not.
+        of_stacks: runs on leaves with one more axis in front; None where no mesh is known.
+        is_sequential: whether it runs once for each of mapped arrays.
+    """
+    mapped = jax.custom_batching.custom_vmap(run)
+
+    @mapped.def_vmap
     def _(
         axis_size: int,
         in_batched: Sequence[Any],
         leaves: Sequence[jax.Array],
         arrays: Sequence[jax.Array],
-        digest: jax.Array,
     ) -> tuple[list[jax.Array], list[bool]]:
-        mapped_leaves, mapped_arrays, _ = in_batched
-        in_axes = jax.tree.map(lambda mapped: 0 if mapped else None, tuple(in_batched))
-        if of_stacks is None:
-            results = jax.vmap(by_xla, in_axes[:2])(leaves, arrays)
+        mapped_leaves, mapped_arrays = in_batched
+        in_axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, tuple(in_batched))
+        if of_stacks is None or (any(mapped_arrays) and not is_sequential):
+            results = jax.vmap(by_xla, in_axes)(leaves, arrays)
         elif any(mapped_arrays):
-            sequential = jax.custom_batching.sequential_vmap(operation)
-            results = jax.vmap(sequential, in_axes)(leaves, arrays, digest)
+            sequential = jax.custom_batching.sequential_vmap(run)
+            results = jax.vmap(sequential, in_axes)(leaves, arrays)
         else:
             stacks = [
-                x if mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
-                for x, mapped in zip(leaves, mapped_leaves, strict=True)
+                x if is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+                for x, is_mapped in zip(leaves, mapped_leaves, strict=True)
             ]
             results = of_stacks(stacks, arrays)
         return results, [True] * len(results)
 
-    return run
+    with_derivative = jax.custom_jvp(lambda leaves, arrays: mapped(leaves, arrays))
+    with_derivative.defjvp(lambda primals, tangents: jax.jvp(by_xla, primals, tangents))
+    return with_derivative
 
 
 def _operation(

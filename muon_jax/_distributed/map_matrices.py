@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._coefficients import Iterations, map_by_iteration
-from muon_jax._distributed.automatic import Planned, run_when_partitioned
+from muon_jax._distributed.automatic import Planned, run_when_partitioned, with_rules
 from muon_jax._distributed.block_steps import BlockStep, limits_of_blocks, run_either
 from muon_jax._distributed.devices import asks_how_to_partition, platform_of, traced_for
 from muon_jax._distributed.exchange import run_plan
@@ -225,7 +225,11 @@ def _map_sharded(
     units = units_of(views, place.whole, iterations)
     arrays, bind = _arrays_of((iterations.distinct, step))
 
-    repeat = limits._replace(exchange_axes=limits.exchange_axes.decided("repeat"))
+    def repeating(exchange_axes: ExchangeAxes) -> Limits:
+        return limits._replace(exchange_axes=exchange_axes)
+
+    unless_stated = repeating(limits.exchange_axes.decided("repeat"))
+    repeat = repeating(limits.exchange_axes.repeated())
 
     def planned(
         specs: Sequence[PartitionSpec], mesh: Mapping[str, int], within: Limits = limits
@@ -244,31 +248,45 @@ def _map_sharded(
 
         return run
 
+    def splits(within: Limits) -> bool:
+        plan = make_plan(units, place.specs, place.mesh.shape, within, iterations.distinct)
+        return bool(plan.shares)
+
+    def of_stacks(stacks: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        views = [stacked_view(unit.view) for unit in units]
+        distinct, step = bind(arrays)
+        bound = dataclasses.replace(iterations, distinct=distinct)
+        return map_matrices(bound, lambda _: views, [*stacks], None, unless_stated, step)
+
     if place.kind == AxisType.Manual:
         units = [_varying_like(unit, x) for unit, x in zip(units, leaves, strict=True)]
-        if any(
-            unit.varying - {*axes_of_spec(s)} for unit, s in zip(units, place.specs, strict=True)
-        ):
-            # Replicas have, as far as JAX knows, values of their own.
-            return planned(place.specs, place.mesh.shape, repeat)(leaves, arrays)
-        return planned(place.specs, place.mesh.shape)(leaves, arrays)
+        within = unless_stated if _replicas_may_differ(units, place) else limits
+        run = planned(place.specs, place.mesh.shape, within)
+        if splits(within):
+            run = with_rules(run, planned(place.specs, place.mesh.shape, repeat), None)
+        return run(leaves, arrays)
     if place.kind == AxisType.Explicit:
 
         def on_shards(within: Limits) -> Planned:
+            def run(shards: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+                # From a shard_map, `vmap` takes explicit axes that shard what it maps.
+                types = jax.sharding.get_abstract_mesh().axis_types
+                own = within if {*types} == {AxisType.Manual} else repeat
+                return planned(place.specs, place.mesh.shape, own)(shards, arrays)
+
             return jax.shard_map(
-                planned(place.specs, place.mesh.shape, within),
+                run,
                 mesh=place.mesh,
                 in_specs=(place.specs, PartitionSpec()),
                 out_specs=place.specs,
                 check_vma=False,
             )
 
-        run = on_shards(limits)
-        if (
-            repeat != limits
-            and make_plan(units, place.specs, place.mesh.shape, limits, iterations.distinct).shares
-        ):
-            run = _repeating_when_mapped(run, on_shards(repeat))
+        run, types = on_shards(limits), {*place.mesh.axis_types}
+        is_typed = types == {AxisType.Explicit}
+        if is_typed or splits(limits):
+            is_known = is_typed or (types == {AxisType.Auto} and asks_how_to_partition(place.mesh))
+            run = with_rules(run, on_shards(repeat), of_stacks if is_known else None)
         return jax.jit(run)(leaves, arrays)
 
     if not asks_how_to_partition(place.mesh):
@@ -290,31 +308,21 @@ def _map_sharded(
             )
         return unsharded(leaves, arrays)
 
-    def of_stacks(stacks: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        views = [stacked_view(unit.view) for unit in units]
-        distinct, step = bind(arrays)
-        bound = dataclasses.replace(iterations, distinct=distinct)
-        return map_matrices(bound, lambda _: views, [*stacks], None, repeat, step)
-
     settings = repr((bind([None] * len(arrays)), units, limits))
     mapped = None if place.mesh.empty else of_stacks
     return run_when_partitioned(planned, unsharded, by_xla, mapped, leaves, arrays, settings)
 
 
-def _repeating_when_mapped(split: Planned, repeat: Planned) -> Planned:
-    """`split`; under `vmap`, whose axis a gather may not cross, and in derivatives `repeat`."""
-    mapped = jax.custom_batching.custom_vmap(split)
+def _replicas_may_differ(units: Sequence[Leaf], place: Placed) -> bool:
+    """Whether replicas in the caller's shard_map may have values of their own, such as gradients.
 
-    @mapped.def_vmap
-    def _(axis_size: int, in_batched: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
-        del axis_size
-        in_axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, tuple(in_batched))
-        results = jax.vmap(repeat, in_axes)(*operands)
-        return results, [True] * len(results)
-
-    run = jax.custom_jvp(lambda leaves, arrays: mapped(leaves, arrays))
-    run.defjvp(lambda primals, tangents: jax.jvp(repeat, primals, tangents))
-    return run
+    Under `check_vma=False` JAX does not know it.
+    """
+    sharded = [name for name, size in place.mesh.shape.items() if size > 1]
+    if not jax.typeof(jax.lax.axis_index(sharded[0])).manual_axis_type.varying:
+        return True
+    pairs = zip(units, place.specs, strict=True)
+    return any(unit.varying.intersection(sharded) - {*axes_of_spec(spec)} for unit, spec in pairs)
 
 
 def _varying_like(unit: Leaf, x: jax.Array) -> Leaf:
