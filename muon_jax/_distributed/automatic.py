@@ -60,37 +60,42 @@ def run_when_partitioned(
         arrays: of the iteration.
         settings: what else decides what is compiled, beside the library and JAX's settings.
     """
-    if jax.device_count() > 1 and _misses_cache():
-        _warn_of_cache()
+    if of_stacks is not None:  # the mesh is known, and has several devices
+        _check_cache()
     precision = jax.config.jax_default_matmul_precision
     digest = np.uint32(zlib.crc32(repr((sources.digest(), precision, settings)).encode()))
-    operation = _operation(planned, unsharded)
+    raised: list[Exception] = []
+    operation = _operation(planned, unsharded, raised)
 
     def partitioned(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
         return operation(leaves, arrays, digest)
 
     run = with_rules(partitioned, by_xla, of_stacks, is_sequential=True)
     # Within `jit`, for the digest to be a constant of the program where an update is not jitted.
-    return jax.jit(run)(leaves, arrays)
+    try:
+        return jax.jit(run)(leaves, arrays)
+    except jax.errors.JaxRuntimeError:  # from the compiler, where no other `jit` is around
+        if raised:
+            raise raised[0] from None
+        raise
 
 
-def _misses_cache() -> bool:
-    """Whether JAX's persistent cache is on, and never has a program with such an operation."""
+def _check_cache() -> None:
+    """Warns where JAX's persistent cache is on, and never has a program with such an operation."""
     config = jax.config
     is_on = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
-    return bool(is_on) and not config.jax_remove_custom_partitioning_ptr_from_cache_key
+    if is_on and not config.jax_remove_custom_partitioning_ptr_from_cache_key:
+        _warn_of_cache()
 
 
 @functools.cache
 def _warn_of_cache() -> None:
     """Warns once in a process."""
     warnings.warn(
-        "JAX's persistent compilation cache is on, and no process finds in it the programs that"
-        " another compiled for parameters on automatic mesh axes, as their keys have an address in"
-        " memory: add jax.config.update("
-        "'jax_remove_custom_partitioning_ptr_from_cache_key', True), or set"
-        " jax_enable_compilation_cache to False",
-        stacklevel=2,
+        "JAX's persistent compilation cache is on, but it never finds the programs that update"
+        " parameters on automatic mesh axes, because their keys contain a memory address. Add"
+        " jax.config.update('jax_remove_custom_partitioning_ptr_from_cache_key', True)",
+        stacklevel=3,
     )
 
 
@@ -135,9 +140,14 @@ def with_rules(
 
 
 def _operation(
-    planned: Callable[[Sequence[PartitionSpec], Mapping[str, int]], Planned], unsharded: Planned
+    planned: Callable[[Sequence[PartitionSpec], Mapping[str, int]], Planned],
+    unsharded: Planned,
+    raised: list[Exception],
 ) -> Callable[..., list[jax.Array]]:
-    """The operation `(leaves, arrays, digest) -> results` that the compiler partitions."""
+    """The operation `(leaves, arrays, digest) -> results` that the compiler partitions.
+
+    The compiler raises errors of its own, so `raised` gets ours.
+    """
 
     @custom_partitioning
     def operation(
@@ -149,9 +159,15 @@ def _operation(
     def partition(mesh: jax.sharding.Mesh, operands: Any, results: Any) -> tuple[Any, ...]:
         del results
         leaves, arrays, _ = operands
-        shardings = [NamedSharding(mesh, _even_spec(x, mesh)) for x in leaves]
-        replicated = NamedSharding(mesh, PartitionSpec())
-        run = planned([s.spec for s in shardings], mesh.shape)
+        if mesh.size > 1:
+            _check_cache()
+        try:
+            shardings = [NamedSharding(mesh, _even_spec(x, mesh)) for x in leaves]
+            replicated = NamedSharding(mesh, PartitionSpec())
+            run = planned([s.spec for s in shardings], mesh.shape)
+        except Exception as error:
+            raised.append(error)
+            raise
 
         @standard_promotion()  # XLA traces this long after `update` has returned
         def of_shards(

@@ -23,9 +23,9 @@ from muon_jax._distributed.sharding import (
 
 
 def warn_of_other_shardings(tree: Any, stated: Shardings) -> None:
-    """Warns where an array is sharded over other mesh axes than `shardings=` states.
+    """Warns if an array is sharded over other mesh axes than `shardings=` says.
 
-    Traced arrays are left out, as are axes of one device.
+    It ignores traced arrays and mesh axes of one device.
     """
     leaves = jax.tree.leaves_with_path(tree)
     if stated is None or any(isinstance(x, Tracer) for _, x in leaves):
@@ -39,15 +39,15 @@ def warn_of_other_shardings(tree: Any, stated: Shardings) -> None:
         sizes = dict(own.mesh.shape)
         try:
             by_dim = [mesh_axes_by_dim(each, x.ndim, sizes) for each in (own.spec, spec)]
-        except ValueError:  # `update` raises it, or the array is on another mesh
+        except ValueError:  # from `update`, or of another mesh than the array's
             continue
         seen, said = ([[a for a in dim if sizes[a] > 1] for dim in dims] for dims in by_dim)
         if seen != said:
             warnings.warn(
-                f"shardings= says {spec} of the parameter {jax.tree_util.keystr(path)}, which is"
-                f" sharded by {own.spec}: each update moves it from one to the other, and where"
-                " shardings= leaves an axis out, every device along it has the whole. Leave out"
-                f" shardings=, or state {own.spec}",
+                f"shardings= says {spec} for the parameter {jax.tree_util.keystr(path)}, but the"
+                f" array is sharded as {own.spec}. Each update would move it from one to the other,"
+                " and gather it on all devices along mesh axes that shardings= leaves out. Leave"
+                f" out shardings=, or pass {own.spec}",
                 stacklevel=4,
             )
             return
