@@ -173,14 +173,14 @@ def scale_by_muon(
             for sharded matrices, or a dict of either by mesh axis. A word that is left out, and an
             axis that a dict leaves out, has the default.
 
-            - Replicas, devices along an axis that does not shard a parameter, do what a model of
-              the times finds `"faster"` for all parameters together, the default; under `vmap` on
-              automatic axes they repeat the work. Or they `"repeat"` the work. Or they
-              `"split"` the units of parameters of one shape and sharding, and gather the updates in
-              one all-gather over such axes, with the same bits. They also split over
-              axes that are named in `exchange_axes`, where those do not shard the
-              parameter.
-            - Matrices that an axis shards `"raise"` an error. Or they stay in pieces by `"gram"`,
+            - Replicas are devices along an axis that does not shard a parameter, whether or not
+              `exchange_axes` names it. They `"repeat"` the work; or they `"split"` it, each taking
+              its share of the parameters of one shape and sharding, and gather the updates in one
+              all-gather, with the same bits. By default they do what a model of the times finds
+              `"faster"` for all parameters together. `"faster"` always repeats the work under
+              `vmap`, in derivatives, and in a `shard_map` whose replicas may have gradients of
+              their own: with `check_vma=False`, or where JAX knows that a gradient varies.
+            - Matrices that an axis shards `"raise"` an error, the default. Or they stay in pieces by `"gram"`,
               as under `distributed_gram=True`: XXᵀ is summed over all axes that shard X. Its rows
               are the side that no axis outside shards; without such axes, the shorter side. Or they
               are orthogonalized `"block"` by block: what devices with equal coordinates
@@ -188,7 +188,7 @@ def scale_by_muon(
         bandwidth: bytes per second that each device sends over a mesh axis, by its name, such as
             `{"data": 50e9, "tensor": 450e9}`: for the model of the times by which
             `distributed_gram=None` and `outside="faster"` choose. It changes results by that choice
-            alone. An axis that is left out has what was measured on NVLink.
+            alone. An axis that is left out has what was measured on NVLink, on any platform.
         latency: seconds that a collective over a mesh axis takes besides, by its name.
         state_memory_kind: `"device"`, or `"pinned_host"` to keep momenta of 65,536 or more entries
             in the memory of the host, and AdamW's moments in that of `muon`. Updates stream them:

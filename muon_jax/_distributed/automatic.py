@@ -3,12 +3,13 @@
 The plan is made when the compiler asks how to partition the operation (`custom_partitioning`).
 """
 
+import contextlib
 import functools
 import itertools
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -161,13 +162,10 @@ def _operation(
         leaves, arrays, _ = operands
         if mesh.size > 1:
             _check_cache()
-        try:
+        with _kept_in(raised):
             shardings = [NamedSharding(mesh, _even_spec(x, mesh)) for x in leaves]
             replicated = NamedSharding(mesh, PartitionSpec())
             run = planned([s.spec for s in shardings], mesh.shape)
-        except Exception as error:
-            raised.append(error)
-            raise
 
         @standard_promotion()  # XLA traces this long after `update` has returned
         def of_shards(
@@ -175,7 +173,10 @@ def _operation(
         ) -> list[jax.Array]:
             in_force = jax.sharding.get_abstract_mesh()  # its explicit axes would be in all types
             types = dict.fromkeys(in_force.axis_names, AxisType.Auto)
-            with jax.sharding.use_abstract_mesh(in_force.update_axis_types(types)):
+            with (
+                _kept_in(raised),
+                jax.sharding.use_abstract_mesh(in_force.update_axis_types(types)),
+            ):
                 return run(leaves, arrays)
 
         return mesh, of_shards, shardings, (shardings, [replicated] * len(arrays), replicated)
@@ -189,6 +190,16 @@ def _operation(
 
     operation.def_partition(partition, sharding_rule=rule)
     return operation
+
+
+@contextlib.contextmanager
+def _kept_in(raised: list[Exception]) -> Iterator[None]:
+    """Adds the error to the list that leaves the block, if any."""
+    try:
+        yield
+    except Exception as error:
+        raised.append(error)
+        raise
 
 
 def _even_spec(x: Any, mesh: jax.sharding.Mesh) -> PartitionSpec:

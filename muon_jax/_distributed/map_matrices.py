@@ -169,7 +169,7 @@ def _stated_alone(place: Placed, shardings: Shardings) -> Placed:
 def _check_needs_no_sharding(place: Placed, limits: Limits, step: BlockStep | None) -> None:
     """Raises ValueError where the caller's arguments need shardings that nobody knows."""
     argument = None
-    if limits.exchange_axes != ExchangeAxes():
+    if limits.exchange_axes not in (ExchangeAxes(), ExchangeAxes().repeated()):
         argument = "exchange_axes= or outside="
     elif step:
         argument = "block_period="
