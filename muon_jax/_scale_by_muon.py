@@ -180,9 +180,9 @@ def scale_by_muon(
               `"faster"` for all parameters together. `"faster"` always repeats the work under
               `vmap`, in derivatives, and in a `shard_map` whose replicas may have gradients of
               their own: with `check_vma=False`, or where JAX knows that a gradient varies.
-            - Matrices that an axis shards `"raise"` an error, the default. Or they stay in pieces by
-              `"gram"`, as under `distributed_gram=True`: XXᵀ is summed over all axes that shard X.
-              Its rows are the side that no axis outside shards; without such axes, the shorter
+            - Matrices that an axis shards `"raise"` an error, the default. Or they stay in pieces
+              by `"gram"`, as under `distributed_gram=True`: XXᵀ is summed over all axes that shard
+              X. Its rows are the side that no axis outside shards; without such axes, the shorter
               side. Or they are orthogonalized `"block"` by block: what devices with equal
               coordinates along such axes have of a matrix is a matrix of its own.
         bandwidth: bytes per second that each device sends over a mesh axis, by its name, such as
