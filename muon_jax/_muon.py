@@ -102,7 +102,7 @@ def muon(
     mu_rounding: Rounding | None = None,
     distributed_gram: bool | None = None,
     exchange_axes: str | tuple[str, ...] | None = None,
-    outside: Outside = ("repeat", "raise"),
+    outside: Outside = ("faster", "raise"),
     bandwidth: Mapping[str, float] | None = None,
     latency: Mapping[str, float] | None = None,
     state_memory_kind: MemoryKind = "device",
@@ -170,8 +170,9 @@ def muon(
         mu_rounding: of Muon's momentum, `"nearest"`, `"stochastic"` or None, see `scale_by_muon`.
         distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
         exchange_axes: the mesh axes that matrices are exchanged over, see `scale_by_muon`.
-        outside: what happens over other mesh axes, see `scale_by_muon`: `"repeat"`, `"split"` or
-            `"faster"`; `"raise"`, `"gram"` or `"block"`. A block has the s of its own shape.
+        outside: what happens over other mesh axes, see `scale_by_muon`: `"faster"`, `"repeat"` or
+            `"split"` for replicas, which by default share the work if that is faster; `"raise"`,
+            `"gram"` or `"block"` for sharded matrices. A block has the s of its own shape.
         bandwidth: bytes per second of each mesh axis, for the cost model, see `scale_by_muon`.
         latency: seconds that a collective over each mesh axis takes besides, see `scale_by_muon`.
         state_memory_kind: `"device"`, or `"pinned_host"` for large moments, see `scale_by_muon`.

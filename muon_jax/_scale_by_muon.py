@@ -15,7 +15,7 @@ from muon_jax._distributed.links import Links
 from muon_jax._distributed.map_matrices import map_matrices
 from muon_jax._distributed.on_shards import inner_products
 from muon_jax._distributed.planning import Limits
-from muon_jax._distributed.seen import SeenShardings
+from muon_jax._distributed.seen import SeenShardings, warn_of_other_shardings
 from muon_jax._distributed.sharding import (
     Shardings,
     check_shardings,
@@ -74,7 +74,7 @@ def scale_by_muon(
     mu_rounding: Rounding | None = None,
     distributed_gram: bool | None = None,
     exchange_axes: str | tuple[str, ...] | None = None,
-    outside: Outside = ("repeat", "raise"),
+    outside: Outside = ("faster", "raise"),
     bandwidth: Mapping[str, float] | None = None,
     latency: Mapping[str, float] | None = None,
     state_memory_kind: MemoryKind = "device",
@@ -174,20 +174,22 @@ def scale_by_muon(
             for sharded matrices, or a dict of either by mesh axis. A word that is left out, and an
             axis that a dict leaves out, has the default.
 
-            - Replicas, devices along an axis that does not shard a parameter, `"repeat"` the work.
-              Or they `"split"` the units of parameters of one shape and sharding, and gather the
-              updates in one all-gather over such axes, with the same bits. They also split over
-              axes that are named in `exchange_axes`, where those do not shard the parameter. Or all
-              do what a model of the times finds `"faster"` of the two, for all parameters together.
-            - Matrices that an axis shards `"raise"` an error. Or they stay in pieces by `"gram"`,
-              as under `distributed_gram=True`: XXᵀ is summed over all axes that shard X. Its rows
-              are the side that no axis outside shards; without such axes, the shorter side. Or they
-              are orthogonalized `"block"` by block: what devices with equal coordinates
-              along such axes have of a matrix is a matrix of its own.
+            - Replicas are devices along an axis that does not shard a parameter, whether or not
+              `exchange_axes` names it. They `"repeat"` the work; or they `"split"` it, each taking
+              its share of the parameters of one shape and sharding, and gather the updates in one
+              all-gather, with the same bits. By default they do what a model of the times finds
+              `"faster"` for all parameters together. `"faster"` always repeats the work under
+              `vmap`, in derivatives, and in a `shard_map` whose replicas may have gradients of
+              their own: with `check_vma=False`, or where JAX knows that a gradient varies.
+            - Matrices that an axis shards `"raise"` an error, the default. Or they stay in pieces
+              by `"gram"`, as under `distributed_gram=True`: XXᵀ is summed over all axes that shard
+              X. Its rows are the side that no axis outside shards; without such axes, the shorter
+              side. Or they are orthogonalized `"block"` by block: what devices with equal
+              coordinates along such axes have of a matrix is a matrix of its own.
         bandwidth: bytes per second that each device sends over a mesh axis, by its name, such as
             `{"data": 50e9, "tensor": 450e9}`: for the model of the times by which
             `distributed_gram=None` and `outside="faster"` choose. It changes results by that choice
-            alone. An axis that is left out has what was measured on NVLink.
+            alone. An axis that is left out has what was measured on NVLink, on any platform.
         latency: seconds that a collective over a mesh axis takes besides, by its name.
         state_memory_kind: `"device"`, or `"pinned_host"` to keep momenta of 65,536 or more entries
             in the memory of the host, and AdamW's moments in that of `muon`. Updates stream them:
@@ -251,6 +253,7 @@ def scale_by_muon(
         if not is_in_shard_map():  # where arrays are shards
             check_views_fit(weight_dimension_numbers, params)
             iterations_of(params)  # raises where coefficients do not fit
+        warn_of_other_shardings(params, shardings)
         seen.see(params)
         mu = zero_momenta(params, mu_dtype, shardings, weight_dimension_numbers)
         return place_state(MuonState(jnp.zeros([], jnp.int32), mu), state_memory_kind)
