@@ -82,7 +82,7 @@ def run_when_partitioned(
 
 
 def _check_cache() -> None:
-    """Warns where JAX's persistent cache is on, and never has a program with such an operation."""
+    """Warns if JAX's persistent cache is on, but never finds programs with such an operation."""
     config = jax.config
     is_on = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
     if is_on and not config.jax_remove_custom_partitioning_ptr_from_cache_key:
@@ -103,7 +103,7 @@ def _warn_of_cache() -> None:
 def with_rules(
     run: Planned, by_xla: Planned, of_stacks: Planned | None, *, is_sequential: bool = False
 ) -> Planned:
-    """Returns `run` with rules for `vmap` and for derivatives, in which its exchanges may not be.
+    """Returns `run` with rules for `vmap` and derivatives, which its exchanges do not have.
 
     Args:
         run: computes the results.

@@ -199,8 +199,8 @@ def deepseek(*layers):
 @pytest.mark.parametrize(
     ("arguments", "axes"),
     [
-        ({}, {EMBED, ("fsdp", "tensor"), ("fsdp", "tensor", "expert")}),
-        ({"exchange_axes": EMBED, "outside": "block"}, {EMBED, ("fsdp",)}),
+        ({"outside": "repeat"}, {EMBED, ("fsdp", "tensor"), ("fsdp", "tensor", "expert")}),
+        ({"exchange_axes": EMBED, "outside": ("repeat", "block")}, {EMBED, ("fsdp",)}),
     ],
     ids=["all axes", "blocks over tensor"],
 )

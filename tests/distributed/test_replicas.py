@@ -16,8 +16,8 @@ P = PartitionSpec
 LAYOUTS = {
     "DDP": ({"data": 8}, P(), P()),
     "HSDP": ({"replica": 2, "fsdp": 4}, P("fsdp"), P(None, "fsdp")),
-    "HSDP, replicas inside": ({"fsdp": 4, "replica": 2}, P(None, "fsdp"), P(None, None, "fsdp")),
-    "TP and DP": ({"data": 4, "tensor": 2}, P(None, "tensor"), P(None, None, "tensor")),
+    "HSDP, replicas inside": ({"fsdp": 4, "replica": 2}, P(None, "fsdp"), P(None, "fsdp")),
+    "TP and DP": ({"data": 4, "tensor": 2}, P(None, "tensor"), P(None, "tensor")),
     "EP and DP": ({"data": 4, "expert": 2}, P(), P("expert")),
 }
 VIEWS = {name: MuonDimensionNumbers() for name in "abcd"} | {"experts": MuonDimensionNumbers(1, 2)}

@@ -27,7 +27,8 @@ def test_a_model(capsys):
     specs |= {"up": PartitionSpec(None, "fsdp"), "down": PartitionSpec(None, None, "fsdp")}
     specs["experts"] = PartitionSpec("ep")
     views = {name: MuonDimensionNumbers(-2, -1) for name in params} | {"bias": None}
-    result = explain(params, specs, MESH, muon_weight_dimension_numbers=views, ns_method="standard")
+    arguments = {"ns_method": "standard", "outside": "repeat"}
+    result = explain(params, specs, MESH, muon_weight_dimension_numbers=views, **arguments)
     by_shape = {group.matrices[0]: group for group in result.groups}
     experts = by_shape[1, 512, 512]
     assert (experts.mode, experts.count, experts.each, experts.megabytes) == ("local", 2, 2, 0)
