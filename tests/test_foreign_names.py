@@ -701,7 +701,7 @@ WHOLE_CALLS = [
 @pytest.mark.parametrize(("args", "kwargs", "expected"), WHOLE_CALLS)
 def test_the_call_of_another_optimizer_becomes_one_that_runs(args, kwargs, expected):
     message = message_of(TypeError, lambda: muon(*args, **kwargs))
-    call = re.search(r"optimizer = (muon\(.*\)), and then", message)[1]
+    (call,) = re.findall(r"optimizer = (muon\(.*\)), and then", message)
     assert call == expected
     eval(call).init(PARAMS)
 
@@ -733,7 +733,7 @@ def test_the_call_of_another_optimizer_becomes_one_that_runs(args, kwargs, expec
 def test_a_message_names_each_argument_once(arguments, expected):
     with_rate = {"learning_rate": 0.1} if "lr" not in arguments else {}
     message = message_of(TypeError, lambda: muon(**with_rate, **arguments))
-    ways = re.search("pass ([^;]*)", message)[1]
+    (ways,) = re.findall("pass ([^;]*)", message)
     assert ways == expected
     eval(f"muon(**{with_rate}, {ways})")
 
