@@ -232,7 +232,8 @@ def arguments_of(preset: str | None) -> dict[str, Any]:
 def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Returns `function` with `preset` setting the arguments that a call leaves out.
 
-    The result raises ValueError if `preset` is no key of PRESETS, or if a call leaves out nothing.
+    The result raises ValueError if `preset` is no key of PRESETS, if a call leaves out nothing, or
+    if it gives a scale by shape alone where the preset has another scale.
     """
     signature = inspect.signature(function)
 
@@ -249,6 +250,15 @@ def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:
                 "))(learning_rate=...)"
             )
         set_by_preset = {k: v for k, v in of_preset.items() if k not in given}
+        rms = set_by_preset.get("consistent_rms")
+        shape_scale = given.get("shape_scale")
+        # muon itself refuses other scales, and cannot tell the default from what a call gives.
+        if rms is not None and shape_scale == signature.parameters["shape_scale"].default:
+            raise ValueError(
+                f"shape_scale={shape_scale!r} has no effect beside consistent_rms={rms!r}, which"
+                f" preset={preset!r} sets: pass consistent_rms=None as well, or leave out"
+                " shape_scale"
+            )
         naming = functools.partial(
             _naming_preset,
             preset,

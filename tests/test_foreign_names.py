@@ -663,3 +663,99 @@ def test_no_message_is_of_two_functions():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 assert " to muon)" not in node.value, path
+
+
+# Calls of other optimizers, and the call that the message proposes, whole.
+WHOLE_CALLS = [
+    (
+        (PARAMS, 1e-3, 0.1, 0.95, True, (3.0, -4.0, 2.0), 1e-7, 5),  # torch.optim.Muon
+        {},
+        "muon(learning_rate=0.001, weight_decay=0.1, beta=0.95, nesterov=True,"
+        " ns_coeffs=(3.0, -4.0, 2.0), eps=1e-07, ns_steps=5)",
+    ),
+    (
+        (PARAMS, 1e-3, (0.9, 0.99), 1e-8, 0.01),  # torch.optim.AdamW
+        {},
+        "muon(learning_rate=0.001, adam_b1=0.9, adam_b2=0.99, adam_eps=1e-08, weight_decay=0.01)",
+    ),
+    (
+        (PARAMS, 1e-3, 0.9, 0.99, 1e-8, 0.0, None, 1e-4),  # optax.adamw
+        {},
+        "muon(learning_rate=0.001, adam_b1=0.9, adam_b2=0.99, adam_eps=1e-08, adam_eps_root=0.0,"
+        " weight_decay=0.0001)",
+    ),
+    (
+        (PARAMS, None),  # Dion's Muon
+        {"lr": 0.01, "mu": 0.95, "adjust_lr": "spectral_norm"},
+        "muon(learning_rate=0.01, beta=0.95, shape_scale='ratio')",
+    ),
+    ((PARAMS, None, 0.01, 0.95), {}, "muon(learning_rate=0.01, beta=0.95)"),
+    (
+        (PARAMS,),  # Emerging-Optimizers' Muon
+        {"lr": 0.1, "scale_mode": "unit_rms_norm", "extra_scale_factor": 1.0},
+        "muon(learning_rate=0.1, shape_scale='ratio')",
+    ),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "expected"), WHOLE_CALLS)
+def test_the_call_of_another_optimizer_becomes_one_that_runs(args, kwargs, expected):
+    message = message_of(TypeError, lambda: muon(*args, **kwargs))
+    (call,) = re.findall(r"optimizer = (muon\(.*\)), and then", message)
+    assert call == expected
+    eval(call).init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"muon_params": None, "adamw_params": None}, f"{VIEWS}=by_role"),
+        ({"adam_beta1": 0.9, "betas": (0.9, 0.95)}, "adam_b1=0.9, adam_b2=0.95"),
+        ({"scale_mode": "spectral", "extra_scale_factor": 0.2}, "consistent_rms=0.2"),
+        ({"extra_scale_factor": 0.2, "scale_mode": "spectral"}, "consistent_rms=0.2"),
+        ({"scale_mode": "spectral", "extra_scale_factor": 1.0}, "consistent_rms=1.0"),
+        # consistent_rms=1.0 would take the place of the scale by shape.
+        (
+            {"muon_scale_mode": "unit_rms_norm", "muon_extra_scale_factor": 1.0},
+            "shape_scale='ratio'",
+        ),
+        (
+            {"layout": "out_in", "per_head": True},
+            f"{VIEWS}=by_role(layout='out_in', per_head=True)",
+        ),
+        (
+            {"per_head": True, "head_dim": 16, "use_muon": True},
+            f"{VIEWS}=by_role(per_head=True, head_dim=16)",
+        ),
+        ({"lr": 0.1, "muon_lr": 0.1}, "learning_rate=0.1"),
+    ],
+)
+def test_a_message_names_each_argument_once(arguments, expected):
+    with_rate = {"learning_rate": 0.1} if "lr" not in arguments else {}
+    message = message_of(TypeError, lambda: muon(**with_rate, **arguments))
+    (ways,) = re.findall("pass ([^;]*)", message)
+    assert ways == expected
+    eval(f"muon(**{with_rate}, {ways})")
+
+
+def test_a_scale_by_shape_has_its_factor_in_the_learning_rate():
+    arguments = {"scale_mode": "unit_rms_norm", "extra_scale_factor": 0.2}
+    message = message_of(TypeError, lambda: muon(0.1, **arguments))
+    assert "pass shape_scale='ratio'; shape_scale has no factor: multiply" in message
+    assert "learning_rate by 0.2 and divide weight_decay by it" in message
+
+
+def test_betas_and_orders_of_adamw_by_position():
+    for args, expected in [
+        ((0.1, (0.9, 0.99), 1e-8, 0.1), "adam_b1=0.9, adam_b2=0.99, adam_eps=1e-08, weight_"),
+        (
+            (0.1, 0.9, 0.99, 1e-8, 0.0, jnp.bfloat16, 1e-4),
+            "adam_b1=0.9, adam_b2=0.99, adam_eps=1e-08, adam_eps_root=0.0, mu_dtype=jnp.bfloat16,"
+            " weight_decay=0.0001",
+        ),
+    ]:
+        message = message_of(ValueError, functools.partial(muon, *args))
+        assert f"as the second argument of muon: pass {expected}" in message
+    for name, expected in [("b2", "adam_b2=0.9"), ("muon_beta2", "normuon_b2=0.9")]:
+        message = message_of(TypeError, functools.partial(scale_by_muon, **{name: 0.9}))
+        assert f"muon takes {expected}" in message

@@ -383,6 +383,14 @@ def test_shape_scale(shape_scale, shape, factor):
             r"shape_scale='ratio' and consistent_rms=0.2.*or consistent_rms=None to have",
         ),
         (
+            lambda: muon(0.1, preset="moonlight", shape_scale="clipped_ratio"),
+            r"has no effect beside consistent_rms=0.2, which preset='moonlight' sets: pass consis",
+        ),
+        (
+            lambda: muon(0.1, preset="megatron", shape_scale="clipped_ratio"),
+            r"has no effect beside consistent_rms=1.0, which preset='megatron' sets: pass consis",
+        ),
+        (
             lambda: muon(0.1, weight_decay_form="l2", cautious_weight_decay=True),
             r"cautious_weight_decay compares.*'l2'.*pass another form, such as 'decoupled'",
         ),
@@ -543,3 +551,14 @@ def test_small_and_zero_gradients_under_a_least_norm(dtype):
         ordinary, _ = optimizer.update(gradients, state, params)
         small, _ = optimizer.update({"w": 2.0**-40 * gradients["w"]}, state, params)
         chex.assert_trees_all_close(small, ordinary, rtol=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["moonlight", "megatron", "gram", "kimi_k3"])
+def test_a_scale_by_shape_beside_a_preset_that_has_another(preset):
+    optimizer = muon(0.1, preset=preset, shape_scale="clipped_ratio", consistent_rms=None)
+    params = {"w": tree(0)["wide"]}
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    arguments = dict(PRESETS[preset]) | {"consistent_rms": None}
+    same = muon(0.1, **arguments)
+    expected, _ = same.update(params, same.init(params), params)
+    chex.assert_trees_all_equal(updates, expected)

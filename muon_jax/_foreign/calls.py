@@ -13,6 +13,9 @@ import numpy as np
 from muon_jax._foreign.ways import (
     BY_NAME,
     arguments_of_way,
+    each_once,
+    factor_beside_shape,
+    is_betas,
     is_by_role,
     is_number,
     is_pair,
@@ -89,11 +92,13 @@ def check_order(
             raise TypeError(f"{name} must not be {what}: pass {way}")
     rate = given.get("learning_rate")
     if _is_params(rate):
-        ways = [f"learning_rate={written(value)}" for value in args[1:2]]
-        ways += ways_by_kind(args[2:], parameters)
+        values = args[2:] if args[1:2] == (None,) else args[1:]  # Dion's mesh may be None
+        ways = [f"learning_rate={written(value)}" for value in values[:1]]
+        ways += ways_by_kind(values[1:], parameters)
         ways += _passed({k: v for k, v in kwargs.items() if v is not rate}, parameters)
         if not any(way.startswith("learning_rate") for way in ways):
             ways = ["0.02", *ways]
+        ways = each_once(ways)
         raise TypeError(
             f"{function} takes no parameters, got {_kind(rate)} as learning_rate: call optimizer ="
             f" {function}({', '.join(ways)}), and then optimizer.init(params)"
@@ -102,7 +107,8 @@ def check_order(
     if isinstance(coeffs, str) and coeffs in ("simple", "quintic"):
         way = BY_NAME["coefficient_type"].by_value[coeffs]
         raise ValueError(f"ns_coeffs has another name for {coeffs!r}: pass {way}")
-    if "ns_coeffs" in given and (coeffs is None or isinstance(coeffs, bool) or is_number(coeffs)):
+    is_wrong = coeffs is None or isinstance(coeffs, bool) or is_number(coeffs) or is_betas(coeffs)
+    if "ns_coeffs" in given and is_wrong:
         values, where = [coeffs], ""
         if "ns_coeffs" in [*by_position][: len(args)]:
             place = [*by_position].index("ns_coeffs")
@@ -166,7 +172,12 @@ def _advice(function: str, unknown: Mapping[str, Any], parameters: Sequence[str]
         else:
             choices = [f"{way} for {key!r}" for key, way in row.by_value.items()]
             others.append(f"in its place {', '.join(choices)}")
-    found = [f"pass {', '.join(passed)}"] if passed else []
+    found = [f"pass {', '.join(each_once(passed))}"] if passed else []
+    if factor := factor_beside_shape(passed):
+        others.append(
+            f"shape_scale has no factor: multiply learning_rate by {factor} and divide weight_decay"
+            " by it"
+        )
     found += dict.fromkeys(elsewhere + others + [text for text in near if text])
     return f": {'; '.join(found)}" if found else ""
 

@@ -95,9 +95,9 @@ FOREIGN: tuple[Foreign, ...] = (
             "adam_beta_2": "Keras",
             "adam_beta2": f"{_MEGATRON}, {_HUGGING_FACE}",
         },
-        ("b2={}", "adam_b2={}"),
+        ("adam_b2={}", "b2={}"),
     ),
-    Foreign({"muon_beta2": f"NorMuon of {_DION}"}, ("b2={}", "normuon_b2={}")),
+    Foreign({"muon_beta2": f"NorMuon of {_DION}"}, ("normuon_b2={}", "b2={}")),
     Foreign(
         {
             "betas": f"{_TORCH}'s AdamW, {_DION}",

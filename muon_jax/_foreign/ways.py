@@ -20,6 +20,19 @@ _OURS = {
     for way in row.ways
     if re.fullmatch(r"\w+=\{\}", way)
 }
+# The arguments of `optax.adamw` after the learning rate, in its order.
+_ORDER_OF_ADAMW = (
+    "adam_b1",
+    "adam_b2",
+    "adam_eps",
+    "adam_eps_root",
+    "mu_dtype",
+    "weight_decay",
+    "weight_decay_mask",
+)
+# The scale by the longer side, which has a factor.
+_FACTOR, _NO_FACTOR = re.compile(r"consistent_rms=([\d.e-]+)$"), "consistent_rms=1.0"
+_BY_ROLE = re.compile(r"(\w+)=by_role(?:\((.*)\))?$")
 # The words in names that say whose an argument is.
 _ADAM, _MUON = {"adam", "adamw", "aux"}, {"muon", "matrix", "hidden"}
 
@@ -69,25 +82,56 @@ def arguments_of_way(way: str) -> set[str]:
     return {*re.findall(r"(\w+)=", re.sub(r"\(.*\)", "", way))}
 
 
-def ways_by_kind(values: Sequence[Any], parameters: Sequence[str]) -> list[str]:
+def ways_by_kind(values: Any, parameters: Sequence[str]) -> list[str]:
     """Returns what numbers in the order of another optimizer are, by their kind and size."""
     kinds: list[tuple[str, Any]] = []
+    if values and is_betas(values[0]):  # torch.optim.AdamW's betas, eps and weight_decay
+        values = [*values[0], *values[1:2], None, None, *values[2:3]]
     for value in values:
-        if isinstance(value, bool):
+        if _is_triple(value):
+            kinds.append(("ns_coeffs", value))
+        elif isinstance(value, bool):
             kinds.append(("nesterov", value))
         elif is_integer(value) and value > 1:
             kinds.append(("ns_steps", value))
         elif is_number(value):
             small = "eps" if 0 < value < 1e-4 else "weight_decay"
             kinds.append(("beta" if value >= 0.5 else small, value))
-    if [name for name, _ in kinds].count("beta") == 2:  # optax.adamw's order
-        of_adam = iter(("adam_b1", "adam_b2"))
-        renamed = {"eps": "adam_eps"}
-        kinds = [
-            (next(of_adam) if name == "beta" else renamed.get(name, name), value)
-            for name, value in kinds
-        ]
+    if [name for name, _ in kinds[:2]] == ["beta", "beta"]:
+        kinds = [*zip(_ORDER_OF_ADAMW, values, strict=False)]
+        kinds = [(name, value) for name, value in kinds if value is not None]
     return [f"{name}={written(value)}" for name, value in kinds if name in parameters]
+
+
+def each_once(ways: Sequence[str]) -> list[str]:
+    """Returns the ways with one for each argument, the first, and the arguments of one `by_role`.
+
+    A factor of the scale comes in place of 1, and it is no way where a scale by shape, which has no
+    factor, is another: see `factor_beside_shape`.
+    """
+    of_by_role = [match for way in ways if (match := _BY_ROLE.match(way))]
+    if len(of_by_role) > 1:
+        inner = ", ".join(each_once([match[2] for match in of_by_role if match[2]]))
+        called = f"{of_by_role[0][1]}=by_role{f'({inner})' * bool(inner)}"
+        ways = [*(way for way in ways if not _BY_ROLE.match(way)), called]
+    parts = [part for way in ways for part in ([way] if "(" in way else way.split(", "))]
+    has_shape = any(part.startswith("shape_scale=") for part in parts)
+    has_factor = any(_FACTOR.match(part) and part != _NO_FACTOR for part in parts)
+    found: list[str] = []
+    passed: set[str] = set()
+    for part in parts:
+        is_idle = has_shape and _FACTOR.match(part) or has_factor and part == _NO_FACTOR
+        if not (is_idle or part in found or arguments_of_way(part) & passed):
+            found.append(part)
+            passed |= arguments_of_way(part)
+    return found
+
+
+def factor_beside_shape(ways: Sequence[str]) -> str:
+    """Returns the factor of the scale where a scale by shape is a way, too; "" for none or 1."""
+    has_shape = any(way.startswith("shape_scale=") for way in ways)
+    factors = [match[1] for way in ways if (match := _FACTOR.match(way)) and way != _NO_FACTOR]
+    return factors[0] if has_shape and factors else ""
 
 
 def is_number(value: Any) -> bool:
@@ -99,6 +143,16 @@ def is_number(value: Any) -> bool:
 def is_pair(value: Any) -> TypeGuard[Sequence[Any]]:
     """Returns whether `value` is a tuple or a list of two numbers."""
     return isinstance(value, tuple | list) and len(value) == 2 and all(map(is_number, value))
+
+
+def _is_triple(value: Any) -> bool:
+    """Whether `value` is coefficients (a, b, c)."""
+    return isinstance(value, tuple | list) and len(value) == 3 and all(map(is_number, value))
+
+
+def is_betas(value: Any) -> bool:
+    """Returns whether `value` is a pair of decay rates."""
+    return is_pair(value) and all(0 <= each < 1 for each in value)
 
 
 def is_by_role(value: Any) -> bool:

@@ -134,6 +134,7 @@ def by_role(
     """
     if head_dim is not None and not per_head:
         raise ValueError(f"head_dim={head_dim} needs per_head=True: pass both, or neither")
+    rules = rules and dict(rules)  # which the caller may change later
     if params is _LATER:
         given = {"rules": rules, "layout": layout, "per_head": per_head, "head_dim": head_dim}
         given = {name: value for name, value in given.items() if value not in _DEFAULTS}

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from optax.contrib import MuonDimensionNumbers
 
@@ -20,6 +20,7 @@ from muon_jax._matrices.roles import (
     Found,
     bias_beside,
     head_above,
+    is_block,
     is_inside,
     module_of,
     parent_of,
@@ -137,6 +138,7 @@ class _Beside:
         shapes = {module: of_one.shape for module, of_one in zip(modules, found, strict=True)}
         self._vectors = {module: shape for module, shape in shapes.items() if len(shape) < 2}
         self._shapes = {module: shape for module, shape in shapes.items() if len(shape) > 1}
+        self._root = _network_of(self._shapes)
         self._sequences = defaultdict(list)
         self._count_below = Counter(
             above.removesuffix("/") for module in self._shapes for above in parents_of(module)
@@ -186,7 +188,7 @@ class _Beside:
         else:
             roles = ("matrix", "experts") if rank == 2 else ("convolution",)
             says_so = layer.role not in roles or module in self._residual
-        if says_so or is_inside(self._place_of(module)):
+        if says_so or is_inside(self._place_of(module).removeprefix(self._root)):
             return True
         out = layer.shape[-1]
         # Which of up and down is the first, their names do not say.
@@ -339,6 +341,19 @@ class _Beside:
         later = [shape for of_other, shape, _ in sequence if of_other > number]
         is_first = later and later[0][:-1] == sequence[0][1][:-1]  # of another network, perhaps
         return [] if is_first else later[:1]
+
+
+def _network_of(modules: Collection[str]) -> str:
+    """The path that a whole network is below; "" without one.
+
+    Its name, such as `embedder` or `ffn`, says nothing about a place in the network. A numbered
+    block and an attention are parts of one.
+    """
+    roots = {module.partition("/")[0] for module in modules}
+    (root, *others) = roots or {""}
+    is_part = is_block(root) or re.search("att|mha", root)
+    is_network = not others and len(modules) > 1 and not is_part
+    return f"{root}/" if is_network and is_inside(f"{root}/layer") else ""
 
 
 def _counts_of_experts(modules: Sequence[str]) -> dict[str, set[int]]:

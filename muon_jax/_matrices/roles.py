@@ -253,7 +253,7 @@ def is_inside(name: str) -> bool:
 LAYER_NAME = re.compile(rf"{_OF_MLP}|{_LAYER}|lin|layers?|trunk|torso|\d+")
 # A layer that is alone in a numbered block, so that the last block may be the output head.
 ALONE_IN_BLOCK = re.compile(
-    rf"((?:.*/)?{_BLOCK})/(?:dense|linear|lin|fc|layer|proj|w|\w*conv\w*)(?:_?\d+)?$"
+    rf"((?:.*/)?{_BLOCK})/(?:dense|linear|lin|fc|layer|proj|w|out(?:put)?|\w*conv\w*)(?:_?\d+)?$"
 )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._checks import checks_arguments
@@ -78,7 +79,7 @@ def _matrices_of(params: Any, given: dict[str, Any]) -> tuple[Any, Any]:
     """The views and the parameters that are exchanged: others, and empty ones, are masked."""
     leaves, treedef = jax.tree.flatten(params)
     views = views_of_muon(given, params)
-    full = [None if 0 in p.shape else view for p, view in zip(leaves, views, strict=True)]
+    full = [None if 0 in np.shape(p) else view for p, view in zip(leaves, views, strict=True)]
     return treedef.unflatten(views), matrices_of_muon(params, full)
 
 

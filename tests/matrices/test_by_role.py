@@ -480,6 +480,8 @@ def test_by_role_takes_its_arguments_before_the_parameters():
     found = bound(tree)
     assert found == by_role(tree, rules, "out_in") == pickle.loads(pickle.dumps(bound))(tree)
     assert by_role()(tree | {"mlp": {}}) == by_role(tree | {"mlp": {}})
+    rules["embed"] = MuonDimensionNumbers(-2, -1)  # a later change of the caller's own dict
+    assert bound(tree) == found and "embed" not in repr(bound)
     for arguments, message in (
         ({"layout": "oi"}, "layout must be one of"),
         ({"head_dim": 4}, "head_dim=4 needs per_head=True"),

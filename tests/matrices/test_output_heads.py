@@ -238,6 +238,39 @@ TREES = {
     ),
     "lin and dense": (mlp("lin{}/kernel", (8, 16, 16, 4)), "lin2", "lin[01]"),
     "projection": ({"encoder/kernel": (8, 16), "projection/kernel": (16, 4)}, "projection", "^$"),
+    "a whole network below `embedder`": (
+        mlp("embedder/fc{}/kernel", (8, 64, 64, 128), start=1),
+        "fc3",
+        "fc[12]",
+    ),
+    "a whole network below `ffn`": (mlp("ffn/dense{}/kernel", (8, 64, 10)), "dense1", "dense0"),
+    "a whole network below `transform`": (
+        {
+            "transform/blocks_0/up/kernel": (64, 256),
+            "transform/blocks_0/down/kernel": (256, 64),
+            "transform/dense/kernel": (64, 100),
+        },
+        "dense",
+        "blocks_0",
+    ),
+    "a last stage with an output": (
+        {
+            "stage_1/block_0/up/kernel": (64, 256),
+            "stage_1/block_0/down/kernel": (256, 64),
+            "stage_2/out/kernel": (64, 10),
+        },
+        "stage_2",
+        "block_0",
+    ),
+    "a last layer with an output": (
+        {
+            "layers_0/attn/q/kernel": (64, 64),
+            "layers_0/attn/out/kernel": (64, 64),
+            "layers_1/output/kernel": (64, 10),
+        },
+        "layers_1",
+        "attn",
+    ),
     "mixture density": ({"hidden/kernel": (1, 20), "z_mu/kernel": (20, 5)}, "z_mu", "^$"),
 }
 

@@ -91,3 +91,12 @@ def test_shards_are_refused():
     run = jax.shard_map(explained, mesh=mesh, in_specs=spec, out_specs=spec)
     with pytest.raises(ValueError, match="got shards: call it outside of shard_map"):
         run(jnp.ones((64, 64)))
+
+
+def test_numbers_of_python_are_parameters(capsys):
+    """`init` takes them, for AdamW."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    result = explain({"temperature": 1.0, "kernel": jnp.ones((8, 8))}, mesh=mesh)
+    (group,) = result.groups
+    assert group.count == 1
+    capsys.readouterr()
