@@ -161,7 +161,8 @@ def test_an_optimizer_goes_on_after_a_round_trip():
 @pytest.mark.parametrize("views", [None, by_role])
 def test_what_an_optimizer_has_seen_of_shardings_goes_along(views):
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
-    params = {"layer": {"up": jnp.ones((8, 16)), "bias": jnp.ones(16)}}
+    mlp = {"up": jnp.ones((8, 16)), "down": jnp.ones((16, 8)), "bias": jnp.ones(16)}
+    params = {"block_0": {"mlp": mlp}}
     params = jax.device_put(params, NamedSharding(mesh, PartitionSpec("x")))
     optimizer = muon(0.02, muon_weight_dimension_numbers=views)
     _, state = optimizer.update(params, optimizer.init(params), params)
