@@ -14,6 +14,7 @@ import optax
 
 from muon_jax._distributed.sharding import Shardings, whole_tree
 from muon_jax._matrices.views import Views
+from muon_jax._transforms.quantized import shapes_of_momenta, with_quantized
 from muon_jax._tree_checks import check_gradients, check_state, check_update
 from muon_jax._trees import any_missing, fill_missing, is_box, is_missing
 
@@ -143,12 +144,13 @@ def _is_node(node: Any) -> bool:
 def _zeros(present: Present, like: Any, state: Any) -> Any:
     """Zeros like the parameters, in the dtypes that these and their momenta promote to."""
     nodes = jax.tree.leaves(state, is_leaf=_is_node)
-    momenta = [node.mu for node in nodes if _is_node(node) and hasattr(node, "mu")]
+    of_nodes = (node.mu for node in nodes if _is_node(node) and hasattr(node, "mu"))
+    momenta = [shapes_of_momenta(with_quantized(mu)) for mu in of_nodes]
 
     def zeros(keep: Any, *subtrees: Any) -> Any:
         if _all(keep):
             return subtrees[0]
-        dtypes = [jnp.result_type(x) for x in jax.tree.leaves(subtrees)]
+        dtypes = [x.dtype for x in jax.tree.leaves(subtrees)]
         dtype = functools.reduce(jnp.promote_types, dtypes)
         return jax.tree.map(lambda x: jnp.zeros_like(x, dtype), subtrees[0])
 

@@ -34,7 +34,7 @@ def parameters(layout, kind):
     mesh = jax.make_mesh((*sizes.values(),), (*sizes,), (kind,) * len(sizes))
     keys = jax.random.split(jax.random.key(0), 5)
     whole = {name: jax.random.normal(keys[i], (16, 32)) for i, name in enumerate("abcd")}
-    whole["experts"] = jax.random.normal(keys[4], (16, 64, 128))
+    whole["experts"] = jax.random.normal(keys[4], (16, 256, 128))
     specs = dict.fromkeys("abcd", spec) | {"experts": of_experts}
     return {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in whole.items()}, sizes
 
