@@ -87,7 +87,8 @@ def test_layers_that_lie_apart_have_the_loss_of_stacked_ones(gpt):
 
 @pytest.mark.parametrize("line", [ADAMW, ROUTED, UNTUNED])
 def test_the_rest_has_adamw_s_rate(line):
-    params = {"embedding": jnp.ones((4, 3)), "h_0": {"up": jnp.ones((3, 4)), "down": jnp.ones((4, 3))}}
+    mlp = {"up": jnp.ones((3, 4)), "down": jnp.ones((4, 3))}
+    params = {"embedding": jnp.ones((4, 3)), "h_0": mlp}
     optimizer, expected = optimizer_of(line, 0.3, 0.01), optimizer_of(ADAMW, 0.01, 0.01)
     if line == ADAMW:
         optimizer = optimizer_of(ADAMW, 0.01, 0.5)
