@@ -81,7 +81,7 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
         optimizer = optax.adamw(schedule, b2=0.95, weight_decay=decay, mask=stacks)
     else:
         head_width = options.width // options.heads
-        per_head = functools.partial(by_role, per_head=True, head_dim=head_width)
+        per_head = by_role(per_head=True, head_dim=head_width)
         names = ("preset", "ns_coeffs", "mu_dtype", "block_period")
         chosen = {name: getattr(options, name) for name in names}
         scale = {"weight_decay": decay, "consistent_rms": 0.2}

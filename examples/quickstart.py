@@ -8,6 +8,7 @@ The three epochs are few on purpose: after a dozen, AdamW has caught up.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -109,7 +110,7 @@ def make_optimizer(name: str, learning_rate: optax.Schedule) -> optax.GradientTr
         weight_decay=WEIGHT_DECAY,
         adam_weight_decay=WEIGHT_DECAY,
         muon_weight_dimension_numbers=hidden_matrices,
-        consistent_rms=0.2,  # updates as large as AdamW's, so that one learning rate suits both
+        consistent_rms=0.2,  # updates about as large as AdamW's: begin at AdamW's rate
     )
 
 
@@ -132,18 +133,29 @@ def train_step(model: VisionTransformer, optimizer: nnx.Optimizer, batch: Digits
 def train(
     name: str, learning_rate: float, data: tuple[Digits, Digits], epochs: int, seeds: Sequence[int]
 ) -> Curves:
-    """Trains on the first digits and measures on the second, once for each seed."""
+    """Trains on the first digits and measures on the second, once for each seed.
+
+    Each seed has a bar. All that a run compiles is compiled before the first one starts.
+    """
     digits, held_out = data
     steps = epochs * (len(digits.labels) // BATCH_SIZE)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 10, steps)
     transformation = make_optimizer(name, schedule)
+
+    def start(seed: int) -> tuple[VisionTransformer, nnx.Optimizer]:
+        model = VisionTransformer(nnx.Rngs(seed))
+        return model, nnx.Optimizer(model, transformation, wrt=nnx.Param)
+
+    print(f"{name}: compiling, which takes up to half a minute ...", file=sys.stderr, flush=True)
+    model, optimizer = start(0)
+    train_step(model, optimizer, Digits(digits.images[:BATCH_SIZE], digits.labels[:BATCH_SIZE]))
+    evaluate(model, held_out)
     runs = []
-    with tqdm(total=len(seeds) * steps, desc=f"{name:5}", unit="step") as progress:
-        for seed in seeds:
-            model = VisionTransformer(nnx.Rngs(seed))
-            optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
-            rng = np.random.default_rng(seed)
-            train_losses, evaluations = [], []
+    for seed in seeds:
+        model, optimizer = start(seed)
+        rng = np.random.default_rng(seed)
+        train_losses, evaluations = [], []
+        with tqdm(total=steps, desc=f"{name:5} seed {seed}", unit="step") as progress:
             for _ in range(epochs):
                 for batch in rng.permutation(len(digits.labels)).reshape(-1, BATCH_SIZE):
                     batch = Digits(digits.images[batch], digits.labels[batch])
@@ -152,7 +164,7 @@ def train(
                 evaluations.append([float(value) for value in evaluate(model, held_out)])
                 loss, accuracy = evaluations[-1]
                 progress.set_postfix_str(f"loss {loss:.3f}, accuracy {accuracy:.1%}")
-            runs.append((train_losses, *zip(*evaluations, strict=True)))
+        runs.append((train_losses, *zip(*evaluations, strict=True)))
     return Curves(*map(np.array, zip(*runs, strict=True)))
 
 

@@ -14,6 +14,7 @@ import importlib.metadata
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._by_use.by_use import Routes, by_use
+from muon_jax._distributed.state_shardings import state_shardings
 from muon_jax._hyperp import hyperp_learning_rate
 from muon_jax._matrices.by_role import by_role
 from muon_jax._matrices.views import Split, Unfold
@@ -60,6 +61,7 @@ __all__ = [
     "scale_by_muon",
     "scale_by_normuon",
     "scale_to_param_norm",
+    "state_shardings",
     "with_metrics",
 ]
 

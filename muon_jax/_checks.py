@@ -11,19 +11,24 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAliasType, get_args, get_origin
 
 import jax
 
-from muon_jax._argument_kinds import FloatDType, Number, check_static
+from muon_jax._argument_kinds import CheckedSchedule, FloatDType, Number, check_static
+from muon_jax._foreign.calls import (
+    check_names,
+    check_order,
+    check_positions,
+    way_of_other_form,
+)
 from pallas_kernels._checks import (
     check_array,
     check_flag,
     check_name,
     is_integer,
     shown,
-    suggestion,
 )
 from pallas_kernels._selection import IMPLEMENTATIONS
 
@@ -45,8 +50,8 @@ def _check_pattern(name: str, value: Any) -> None:
         re.compile(value)
     except (TypeError, re.error) as error:
         raise TypeError(
-            f"{name} must be a regular expression, got {value!r} ({error}): pass 'kernel$', for"
-            " example"
+            f"{name} must be a regular expression, got {shown(value)} ({error}): pass 'kernel$',"
+            " for example"
         ) from None
 
 
@@ -155,8 +160,8 @@ def _check_outside(name: str, value: Any) -> None:
         )
 
 
-_RATE, _DECAY, _EPS = Number("[0, inf)", 0.02), Number("[0, inf)", 0.1), Number("[0, inf)", 1e-8)
-_BETA = Number("[0, 1)", 0.95)
+_RATE, _DECAY = Number("[0, inf)", 0.02), Number("[0, inf)", 0.1)
+_EPS, _BETA = Number("[0, inf)", 1e-8, is_exact=True), Number("[0, 1)", 0.95, is_exact=True)
 # What annotations do not say, by the names that arguments have in every function.
 _DECLARED: dict[str, Check] = {
     "learning_rate": _RATE,
@@ -166,8 +171,8 @@ _DECLARED: dict[str, Check] = {
     "beta": _BETA,
     "b2": _BETA,
     "normuon_b2": _BETA,
-    "adam_b1": Number("[0, 1)", 0.9),
-    "adam_b2": Number("[0, 1)", 0.999),
+    "adam_b1": Number("[0, 1)", 0.9, is_exact=True),
+    "adam_b2": Number("[0, 1)", 0.999, is_exact=True),
     "eps": _EPS,
     "adam_eps": _EPS,
     "adam_eps_root": _EPS,
@@ -206,26 +211,46 @@ def checks_arguments[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Returns `function` with a check of each argument that a call gives.
 
     The result raises TypeError for an argument that `function` does not have, and TypeError or
-    ValueError for a value that is not as declared.
+    ValueError for a value that is not as declared. `function` gets each schedule of a number as a
+    `CheckedSchedule`, which checks what it returns.
     """
     signature = inspect.signature(function)
-    checks = _checks_of({p.name: p.annotation for p in signature.parameters.values()})
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    parameters = signature.parameters.values()
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    checks = _checks_of({p.name: p.annotation for p in parameters})
+    takes_any = len(names) < len(parameters)
+    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    called = function.__name__
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        unknown = [name for name in kwargs if name not in signature.parameters]
-        if unknown and not takes_any:
-            raise TypeError(
-                f"{function.__name__} has no argument"
-                f" {unknown[0]!r}{suggestion(unknown[0], signature.parameters)}"
-            )
-        for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
+        check_order(called, args, kwargs, by_position, names)
+        if not takes_more:
+            check_positions(called, args, kwargs, by_position)
+        if not takes_any:
+            check_names(called, kwargs, names)
+        given = signature.bind_partial(*args, **kwargs)
+        for name, value in given.arguments.items():
             if name in checks:
-                checks[name](name, value)
-        return function(*args, **kwargs)
+                _check_or_translate(checks[name], name, value, names)
+            number = _DECLARED.get(name)
+            is_schedule = callable(value) and not isinstance(value, CheckedSchedule)
+            if is_schedule and isinstance(number, Number):
+                given.arguments[name] = CheckedSchedule(name, number, value)
+        return function(*given.args, **given.kwargs)
 
     return wrapper
+
+
+def _check_or_translate(check: Check, name: str, value: Any, names: Sequence[str]) -> None:
+    """Checks a value. Where another optimizer would take it, the error says what to write here."""
+    try:
+        check(name, value)
+    except (TypeError, ValueError) as error:
+        if way := way_of_other_form(name, value, names):
+            error.args = (f"{str(error).partition(', got ')[0]}, got {shown(value)}: pass {way}",)
+        raise
 
 
 def check_fields(instance: Any) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from muon_jax._iteration.iteration import Iteration
 from muon_jax._iteration.recipes import NSCoeffs, canonicalize
 from muon_jax._iteration.steps import Schedule
-from muon_jax._trees import errors_naming, has_masked, path_name
+from muon_jax._trees import check_patterns_decide, errors_naming, has_masked, path_name
 
 # Coefficients for each regular expression of paths, or a function of a path and a shape.
 type CoeffsByPath = Mapping[str, NSCoeffs] | Callable[[str, tuple[int, ...]], NSCoeffs]
@@ -97,7 +97,7 @@ def iterations_by_path(
 
 
 def check_patterns(ns_coeffs: NSCoeffs | CoeffsByPath, labels: Any) -> None:
-    """Raises ValueError where a pattern matches no path of Muon's, although no leaf is masked.
+    """Raises ValueError where a pattern decides no path of Muon's, although no leaf is masked.
 
     Args:
         ns_coeffs: as for `scale_by_muon`.
@@ -107,11 +107,14 @@ def check_patterns(ns_coeffs: NSCoeffs | CoeffsByPath, labels: Any) -> None:
     names = [path_name(path) for path, label in named if label == "muon"]
     patterns = ns_coeffs if isinstance(ns_coeffs, Mapping) else ()
     idle = [p for p in patterns if not any(re.search(p, name) for name in names)]
-    if idle and names and not has_masked(labels):
+    if not names or has_masked(labels):
+        return
+    if idle:
         raise ValueError(
             f"the patterns {idle} of ns_coeffs match none of the {len(names)} parameters that"
             f" Muon has, such as {names[0]!r}: describe(params) prints all paths"
         )
+    check_patterns_decide("ns_coeffs", patterns, names)
 
 
 def map_by_iteration(

@@ -17,11 +17,11 @@ Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
 7.  `"schatten"` takes complex parameters through XXᴴ (optax: XXᵀ).
 8.  The state holds what training changes, `count` and `mu`. optax also keeps the coefficients in
     the state, so a checkpoint does not load under other coefficients.
-9.  Updates have the dtype of the gradients and `mu` keeps its own dtype, whatever is promoted
-    between. In optax a float32 `mu` makes bfloat16 gradients into float32 updates.
-10. Errors name the parameter and say what to do.
-11. None for a gradient counts as zeros. `update` then needs the parameters. optax raises.
-12. Other published Muons have a name, `preset`. The arguments that presets set are there, too.
+9.  Errors name the parameter and say what to do.
+10. A parameter whose gradient is None is skipped, as in torch: its update is zero, and its moments
+    and the parameter itself stay as they are. The count of steps advances for all. `update` then
+    needs the parameters. optax raises.
+11. Other published Muons have a name, `preset`. The arguments that presets set are there, too.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +39,8 @@ from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.recipes import NSCoeffs
 from muon_jax._matrices.shape_factors import ShapeScale
-from muon_jax._matrices.views import Views
+from muon_jax._matrices.view_checks import check_views
+from muon_jax._matrices.views import OF_MUON, Views
 from muon_jax._presets import takes_preset
 from muon_jax._scale_by_muon import scale_by_muon
 from muon_jax._transforms.adam import scale_by_adam
@@ -53,14 +54,9 @@ from muon_jax._transforms.quantized import dtype_of_adam
 from muon_jax._transforms.rates import block_gain
 from muon_jax._transforms.rounding import Rounding
 from muon_jax._transforms.shape_scale import scale_by_shape
+from muon_jax._transforms.skipping import skip_missing
 from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
-from muon_jax._tree_checks import (
-    check_mu_dtype,
-    check_params,
-    check_state,
-    check_update,
-)
-from muon_jax._trees import fill_missing_by_params
+from muon_jax._tree_checks import check_mu_dtype, check_params
 from pallas_kernels._promotion import standard_promotion
 
 
@@ -106,7 +102,7 @@ def muon(
     mu_rounding: Rounding | None = None,
     distributed_gram: bool | None = None,
     exchange_axes: str | tuple[str, ...] | None = None,
-    outside: Outside = ("repeat", "raise"),
+    outside: Outside = ("faster", "raise"),
     bandwidth: Mapping[str, float] | None = None,
     latency: Mapping[str, float] | None = None,
     state_memory_kind: MemoryKind = "device",
@@ -117,7 +113,8 @@ def muon(
 
     The update of a matrix W with learning rate η and weight decay λ is -η(s·O + λW), where O is the
     output of `scale_by_muon` and s depends on the shape alone (`consistent_rms`). The defaults are
-    those of optax; `preset` sets those of another Muon.
+    those of optax; `preset` sets those of another Muon. A parameter whose gradient is None is
+    skipped, see above.
 
     Args:
         learning_rate: η, a number or a schedule.
@@ -145,8 +142,8 @@ def muon(
             callable gets the parameters in `init`, in `update` the gradients, at times with some
             masked (`optax.MaskedNode`): let it decide leaf by leaf.
         consistent_rms: None for `shape_scale`, s = √max(1, fan_out/fan_in); a number r for s =
-            r·√max(fan_in, fan_out). Under r = 0.2 a learning rate suits AdamW, too, whose updates
-            have that root mean square (`Liu et al. <https://arxiv.org/abs/2502.16982>`_).
+            r·√max(fan_in, fan_out). Under r = 0.2 updates are about as large as AdamW's: pass
+            `by_role`, and try a third, one and three times AdamW's learning rate.
         preset: a name in `muon_jax.PRESETS`, whose arguments stand for those that the call leaves
             out: keller, torch, moonlight, optax, dion, gram, levanter, turbo, fused_muon, moe_fp16,
             megatron, nanogpt, kimi_k3, glm5 or muonh. It sets weight decay, not learning rates.
@@ -173,8 +170,9 @@ def muon(
         mu_rounding: of Muon's momentum, `"nearest"`, `"stochastic"` or None, see `scale_by_muon`.
         distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
         exchange_axes: the mesh axes that matrices are exchanged over, see `scale_by_muon`.
-        outside: what happens over other mesh axes, see `scale_by_muon`: `"repeat"`, `"split"` or
-            `"faster"`; `"raise"`, `"gram"` or `"block"`. A block has the s of its own shape.
+        outside: what happens over other mesh axes, see `scale_by_muon`: `"faster"`, `"repeat"` or
+            `"split"` for replicas, which by default share the work if that is faster; `"raise"`,
+            `"gram"` or `"block"` for sharded matrices. A block has the s of its own shape.
         bandwidth: bytes per second of each mesh axis, for the cost model, see `scale_by_muon`.
         latency: seconds that a collective over each mesh axis takes besides, see `scale_by_muon`.
         state_memory_kind: `"device"`, or `"pinned_host"` for large moments, see `scale_by_muon`.
@@ -182,11 +180,14 @@ def muon(
         block_learning_rate: η of such blocks, a number or a schedule; None for `learning_rate`.
 
     Raises:
-        TypeError: there is no such argument, or one has another type, or is a schedule in vain.
+        TypeError: there is no such argument, or one has another type, or is a schedule in vain; or
+            a schedule returns something other than one real number.
         ValueError: an argument is none of the values above or out of range, two of them contradict
             each other, views or gradients do not fit the parameters, the composed schedule is
             unsafe in `ns_dtype`, `adamh` matches no matrix, or `shardings` is missing or wrong. Or
-            a preset came with a value for every argument, as by `optax.inject_hyperparams`.
+            a schedule returns a number out of range, outside of `jit`. Under
+            `optax.inject_hyperparams`, a preset came with a value for every argument, or
+            parameters of 16 bits without `hyperparam_dtype=jnp.float32`.
         NotImplementedError: the named implementation cannot run here; or see `scale_by_normuon`.
 
     References:
@@ -277,6 +278,7 @@ def muon(
             optimizers, lambda params: labels_of(params, views, adamh, ns_coeffs)
         )
 
+    check_views(muon_weight_dimension_numbers, OF_MUON)
     optimizer_of = optimizer_by_tree(with_views, muon_weight_dimension_numbers, shardings)
 
     @standard_promotion()
@@ -285,16 +287,14 @@ def muon(
         check_mu_dtype(params, mu_dtype)
         return optimizer_of(params).init(params)
 
-    @standard_promotion()
     def update_fn(
         updates: optax.Updates,
         state: optax.OptState,
-        params: optax.Params | None = None,
+        params: optax.Params | None,
+        whole: optax.Updates,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        check_update(updates, params)
-        check_state(state, "inner_states")
-        updates = fill_missing_by_params(updates, params)
-        return optimizer_of(updates).update(updates, state, params, **extra_args)
+        return optimizer_of(whole).update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    update = standard_promotion()(skip_missing(update_fn, "inner_states"))
+    return optax.GradientTransformationExtraArgs(init_fn, update)

@@ -1,5 +1,9 @@
 """`newton_schulz`: any stack of matrices orthogonalized."""
 
+import functools
+import re
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -17,7 +21,22 @@ from muon_jax._iteration.recipes import NSCoeffs, canonicalize
 from pallas_kernels._promotion import standard_promotion
 
 
+def _in_words_of_newton_schulz[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Returns `function` with errors that name `dtype` and `method`, as `newton_schulz` does."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except ValueError as error:
+            error.args = (re.sub(r"\bns_(dtype|method)\b", r"\1", str(error)),)
+            raise
+
+    return wrapper
+
+
 @checks_arguments
+@_in_words_of_newton_schulz
 @standard_promotion()
 def newton_schulz(
     x: jax.Array,

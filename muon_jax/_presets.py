@@ -2,10 +2,31 @@
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, cast
+
+import optax
 
 from pallas_kernels._checks import check_name
+
+
+class _ReadOnly(dict[str, Any]):
+    """A dict that refuses changes. Copies, and what unpickles, are dicts of the caller's own."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            "PRESETS is read-only, because muon(preset=...) reads it for every caller: give the"
+            " argument next to the preset, as in muon(0.02, preset='moonlight', weight_decay=0.05),"
+            " or change a copy, as in PRESETS['moonlight'] | {'weight_decay': 0.05}"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    update = setdefault = pop = popitem = clear = cast(Any, _refuse)
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
 
 _KELLER = {
     "momentum": "ema",
@@ -29,12 +50,13 @@ _MOONLIGHT = {
     "adam_weight_decay": 0.1,
 }
 
-# Every preset names `ns_dtype` and `ns_method`, whose defaults are this library's own. Other
-# arguments that a preset leaves out have optax's defaults. The learning rate is the caller's.
+# tests/oracles.py has the file, commit and line of each number. Every preset names `ns_dtype` and
+# `ns_method`, whose defaults are this library's own. Other arguments that a preset leaves out
+# have optax's defaults. The learning rate is the caller's.
 # Differences from all sources:
 # -   Norms are computed in float32. Most sources compute them in the dtype of the iteration.
 # -   A safety factor on the norm is part of the coefficients, and eps is divided by it.
-PRESETS: dict[str, dict[str, Any]] = {
+_ARGUMENTS: dict[str, dict[str, Any]] = {
     # SingleDeviceMuonWithAuxAdam in https://github.com/KellerJordan/Muon/blob/master/muon.py. It
     # scales a convolution by its kernel's height and width, this library by its matrix.
     "keller": _KELLER,
@@ -58,7 +80,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # momentum's own dtype, and its AdamW has Nesterov momentum.
     "optax": {"ns_dtype": None, "ns_method": "standard"},
     # https://github.com/microsoft/dion/blob/main/dion/muon.py: Polar Express without Nesterov
-    # momentum. The scale is not bounded below by 1. The source's safety factor is 1.02.
+    # momentum, the default in 2026. The scale is not bounded below by 1. The source's safety factor
+    # is 1.02.
     "dion": {
         "ns_coeffs": "polar_express_nanogpt",
         "momentum": "heavy_ball",
@@ -102,16 +125,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "adam_nesterov": False,
     },
     # https://github.com/thib-s/flash-newton-schulz (Turbo-Muon): four steps after rows are scaled
-    # by AOL, in Keller Jordan's optimizer. The rows of a square matrix are the source's outputs and
+    # by AOL, with the coefficients of the version of 2025-09-22, which has no optimizer of its own:
+    # the rest is Keller Jordan's. The rows of a square matrix are the source's outputs and
     # this library's inputs, because weights are (in, out) here.
     "turbo": _KELLER | {"ns_coeffs": "aol", "preconditioning": "aol"},
     # https://github.com/StarrickLiu/fused-muon: Moonlight's Muon, with one product X <- BX a step
     # for a rounded B. This library makes every step so. The source scales a convolution by its
     # channels, this library by its matrix.
     "fused_muon": dict(_MOONLIGHT),
-    # A Muon for mixtures of experts, with products in float16. The source rounds X to float16
-    # before it takes the norm, so X can overflow; this library rounds after. The source's AdamW is
-    # not known. The preset has PyTorch's.
+    # optim/muon.py in https://huggingface.co/AlexWortega/moe100m-physics-tinybpe, a Muon for
+    # mixtures of experts, with ns_mode="fp16": products in float16 and coefficients that are all
+    # divided by 1.02. The source rounds X to float16 before it takes the norm, so X can overflow;
+    # this library rounds after. AdamW is torch.optim.AdamW with the class's own betas=(0.9, 0.95),
+    # eps=1e-8 and weight_decay=0.01.
     "moe_fp16": {
         "ns_coeffs": "standard_1.02",
         "momentum": "heavy_ball",
@@ -120,6 +146,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "weight_decay": 0.01,
         "ns_dtype": "float16",
         "ns_method": "standard",
+        "adam_b2": 0.95,
         "adam_eps": 1e-8,
         "adam_nesterov": False,
         "adam_weight_decay": 0.01,
@@ -158,12 +185,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # Kimi K3: the Muon of Algorithm 1 in the report of Kimi K2 (https://arxiv.org/abs/2507.20534),
     # which has no Nesterov momentum. K3 (https://arxiv.org/abs/2607.24653, section 2.5) applies it
-    # head by head: pass muon_weight_dimension_numbers=functools.partial(by_role, per_head=True).
+    # head by head: pass muon_weight_dimension_numbers=by_role(per_head=True).
     # Its weight decay is 0.1. Its QK-Clip is `qk_clip` with a threshold of 100. Neither report
     # states coefficients, eps or dtype, or AdamW's arguments: these are Moonlight's.
     "kimi_k3": _MOONLIGHT | {"nesterov": False},
     # GLM-5 (https://arxiv.org/abs/2602.15763): "Muon Split" orthogonalizes up-projections of latent
-    # attention head by head: pass functools.partial(by_role, per_head=True). Five steps, momentum
+    # attention head by head: pass by_role(per_head=True). Five steps, momentum
     # 0.95, updates of RMS 0.2 and weight decay 0.1 are those of GLM-4.5
     # (https://arxiv.org/abs/2508.06471), where AdamW has embeddings, biases and norms alone, and
     # Muon the output head. All else is not stated, and is Moonlight's.
@@ -185,6 +212,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "adam_nesterov": False,
     },
 }
+PRESETS: dict[str, dict[str, Any]] = _ReadOnly(
+    {name: _ReadOnly(arguments) for name, arguments in _ARGUMENTS.items()}
+)
 
 
 def arguments_of(preset: str | None) -> dict[str, Any]:
@@ -195,14 +225,15 @@ def arguments_of(preset: str | None) -> dict[str, Any]:
     """
     if preset is None:
         return {}
-    check_name("preset", preset, sorted(PRESETS))
-    return PRESETS[preset]
+    check_name("preset", preset, sorted(_ARGUMENTS))
+    return _ARGUMENTS[preset]
 
 
 def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Returns `function` with `preset` setting the arguments that a call leaves out.
 
-    The result raises ValueError if `preset` is no key of PRESETS, or if a call leaves out nothing.
+    The result raises ValueError if `preset` is no key of PRESETS, if a call leaves out nothing, or
+    if it gives a scale by shape alone where the preset has another scale.
     """
     signature = inspect.signature(function)
 
@@ -210,15 +241,70 @@ def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         given = signature.bind(*args, **kwargs).arguments
         preset = given.get("preset")
-        if preset and len(given) == len(signature.parameters):
+        of_preset = arguments_of(preset)
+        if of_preset and len(given) == len(signature.parameters):
             raise ValueError(
                 f"preset={preset!r} came with a value for every argument, so the preset sets none."
                 " optax.inject_hyperparams passes every default: make the preset the defaults, with"
                 f" optax.inject_hyperparams(functools.partial(muon, **muon_jax.PRESETS[{preset!r}]"
                 "))(learning_rate=...)"
             )
-        merged = arguments_of(preset) | given
-        call: Callable[..., R] = function
-        return call(**merged)
+        set_by_preset = {k: v for k, v in of_preset.items() if k not in given}
+        rms = set_by_preset.get("consistent_rms")
+        shape_scale = given.get("shape_scale")
+        # muon itself refuses other scales, and cannot tell the default from what a call gives.
+        if rms is not None and shape_scale == signature.parameters["shape_scale"].default:
+            raise ValueError(
+                f"shape_scale={shape_scale!r} has no effect beside consistent_rms={rms!r}, which"
+                f" preset={preset!r} sets: pass consistent_rms=None as well, or leave out"
+                " shape_scale"
+            )
+        naming = functools.partial(
+            _naming_preset,
+            preset,
+            {k: (value, signature.parameters[k].default) for k, value in set_by_preset.items()},
+        )
+        call: Callable[..., R] = naming(function)
+        made = call(**set_by_preset, **given)
+        if not (set_by_preset and isinstance(made, optax.GradientTransformation)):
+            return made
+        return made._replace(init=naming(made.init), update=naming(made.update))
+
+    return wrapper
+
+
+def _naming_preset[**P, R](
+    preset: str | None,
+    set_by_preset: Mapping[str, tuple[Any, Any]],
+    function: Callable[P, R],
+) -> Callable[P, R]:
+    """Returns `function` with errors that say which of the arguments they name a preset has set.
+
+    Args:
+        preset: its name.
+        set_by_preset: for each argument that it sets, the value and the default of `muon`.
+        function: `muon`, or `init` or `update` of the optimizer.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            message = str(error)
+            # A name of one word, such as momentum, is also an ordinary word.
+            named = {
+                name: values
+                for name, values in set_by_preset.items()
+                if re.search(rf"\b{name}(?!\w){'' if '_' in name else '='}", message)
+            }
+            if named and f"preset={preset!r} sets" not in message:
+                values, defaults = (
+                    ", ".join(f"{name}={pair[i]!r}" for name, pair in named.items()) for i in (0, 1)
+                )
+                error.args = (
+                    f"{message} (preset={preset!r} sets {values}; to undo that, pass {defaults})",
+                )
+            raise
 
     return wrapper

@@ -15,7 +15,7 @@ from muon_jax._distributed.links import Links
 from muon_jax._distributed.map_matrices import map_matrices
 from muon_jax._distributed.on_shards import inner_products
 from muon_jax._distributed.planning import Limits
-from muon_jax._distributed.seen import SeenShardings
+from muon_jax._distributed.seen import SeenShardings, warn_of_other_shardings
 from muon_jax._distributed.sharding import (
     Shardings,
     check_shardings,
@@ -42,15 +42,13 @@ from muon_jax._transforms.quantized import (
     zero_momenta,
 )
 from muon_jax._transforms.rounding import Rounding, check_rounding, random_keys, widen
+from muon_jax._transforms.skipping import settled_views, skip_missing
 from muon_jax._tree_checks import (
     check_floats,
     check_gradients,
     check_mu_dtype,
     check_params,
-    check_state,
-    check_update,
 )
-from muon_jax._trees import any_missing, fill_missing
 from pallas_kernels._promotion import standard_promotion
 
 
@@ -76,7 +74,7 @@ def scale_by_muon(
     mu_rounding: Rounding | None = None,
     distributed_gram: bool | None = None,
     exchange_axes: str | tuple[str, ...] | None = None,
-    outside: Outside = ("repeat", "raise"),
+    outside: Outside = ("faster", "raise"),
     bandwidth: Mapping[str, float] | None = None,
     latency: Mapping[str, float] | None = None,
     state_memory_kind: MemoryKind = "device",
@@ -91,8 +89,9 @@ def scale_by_muon(
         m <- βm + (1 - β)g,
         u = β·m/(1 - βᵗ⁺¹) + (1 - β)·g/(1 - βᵗ) with Nesterov momentum, else m/(1 - βᵗ),
 
-    and the update is `newton_schulz(u)`, close to the nearest orthogonal matrix. A gradient that is
-    None counts as zeros: its momentum decays, and is orthogonalized.
+    and the update is `newton_schulz(u)`, close to the nearest orthogonal matrix. A parameter whose
+    gradient is None is skipped: its update is zero, and its momentum stays as it is. What follows
+    in a chain takes the zeros for an update. `muon` skips the parameter in all that it does.
 
     Args:
         ns_coeffs: coefficients of the Newton–Schulz steps: a triple, a table of triples, or the
@@ -115,7 +114,7 @@ def scale_by_muon(
             `"heavy_ball"` grows to 1/(1 - β) times the gradients. In float16 it overflows where
             gradients exceed 65504·(1 - β), 3275 for β = 0.95. Later updates are then NaN: pass
             `"bfloat16"` there, or another form of `momentum`. `"int8"` keeps momenta of 4096 or
-            more entries as `Quantized`, in 8 bits with a scale for 64 to 128 of them, and others in
+            more entries as `Quantized`, in 8 bits with scales for rows and columns, and others in
             float32. Updates compute in float32.
         nesterov: whether to use Nesterov momentum.
         adaptive: whether to multiply the update o of a parameter by its dual norm ⟨u, o⟩
@@ -156,8 +155,9 @@ def scale_by_muon(
             stay where they are (`distributed_gram`).
         mu_rounding: `"nearest"`, or `"stochastic"` for a momentum of bfloat16 or int8 that is
             computed in float32 and rounded up or down at random, so that small gradients are not
-            lost in it. None is `"stochastic"` for int8, where small entries would otherwise never
-            decay, and `"nearest"` for others.
+            lost in it; int8 does so only where an entry changes by less than half the distance
+            between two codes. None is `"stochastic"` for int8, where small entries would otherwise
+            never decay, and `"nearest"` for others.
         distributed_gram: whether sharded matrices stay in pieces, X = (X₁ X₂ …), while devices sum
             XXᵀ = Σᵢ XᵢXᵢᵀ in place of exchanging X. Matrices in pieces run in the gram form of
             `newton_schulz`. Their results differ from those on one device by the rounding of the
@@ -174,20 +174,22 @@ def scale_by_muon(
             for sharded matrices, or a dict of either by mesh axis. A word that is left out, and an
             axis that a dict leaves out, has the default.
 
-            - Replicas, devices along an axis that does not shard a parameter, `"repeat"` the work.
-              Or they `"split"` the units of parameters of one shape and sharding, and gather the
-              updates in one all-gather over such axes, with the same bits. They also split over
-              axes that are named in `exchange_axes`, where those do not shard the parameter. Or all
-              do what a model of the times finds `"faster"` of the two, for all parameters together.
-            - Matrices that an axis shards `"raise"` an error. Or they stay in pieces by `"gram"`,
-              as under `distributed_gram=True`: XXᵀ is summed over all axes that shard X. Its rows
-              are the side that no axis outside shards; without such axes, the shorter side. Or they
-              are orthogonalized `"block"` by block: what devices with equal coordinates
-              along such axes have of a matrix is a matrix of its own.
+            - Replicas are devices along an axis that does not shard a parameter, whether or not
+              `exchange_axes` names it. They `"repeat"` the work; or they `"split"` it, each taking
+              its share of the parameters of one shape and sharding, and gather the updates in one
+              all-gather, with the same bits. By default they do what a model of the times finds
+              `"faster"` for all parameters together. `"faster"` always repeats the work under
+              `vmap`, in derivatives, and in a `shard_map` whose replicas may have gradients of
+              their own: with `check_vma=False`, or where JAX knows that a gradient varies.
+            - Matrices that an axis shards `"raise"` an error, the default. Or they stay in pieces
+              by `"gram"`, as under `distributed_gram=True`: XXᵀ is summed over all axes that shard
+              X. Its rows are the side that no axis outside shards; without such axes, the shorter
+              side. Or they are orthogonalized `"block"` by block: what devices with equal
+              coordinates along such axes have of a matrix is a matrix of its own.
         bandwidth: bytes per second that each device sends over a mesh axis, by its name, such as
             `{"data": 50e9, "tensor": 450e9}`: for the model of the times by which
             `distributed_gram=None` and `outside="faster"` choose. It changes results by that choice
-            alone. An axis that is left out has what was measured on NVLink.
+            alone. An axis that is left out has what was measured on NVLink, on any platform.
         latency: seconds that a collective over a mesh axis takes besides, by its name.
         state_memory_kind: `"device"`, or `"pinned_host"` to keep momenta of 65,536 or more entries
             in the memory of the host, and AdamW's moments in that of `muon`. Updates stream them:
@@ -251,23 +253,19 @@ def scale_by_muon(
         if not is_in_shard_map():  # where arrays are shards
             check_views_fit(weight_dimension_numbers, params)
             iterations_of(params)  # raises where coefficients do not fit
+        warn_of_other_shardings(params, shardings)
         seen.see(params)
-        mu = zero_momenta(params, mu_dtype, shardings)
+        mu = zero_momenta(params, mu_dtype, shardings, weight_dimension_numbers)
         return place_state(MuonState(jnp.zeros([], jnp.int32), mu), state_memory_kind)
 
-    @standard_promotion()
     def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None
+        updates: optax.Updates, state: Any, params: optax.Params | None, whole: optax.Updates
     ) -> tuple[optax.Updates, MuonState]:
-        check_update(updates, params)
-        check_state(state, "mu")
+        del params
         given, state = state.mu, state._replace(mu=with_quantized(state.mu))
-        of_state = shapes_of_momenta(state.mu) if is_int8(mu_dtype) else state.mu
-        check_gradients(updates, of_state, "the state")
+        shapes = shapes_of_momenta(state.mu)
+        check_gradients(updates, shapes if is_int8(mu_dtype) else state.mu, "the state")
         check_memory(state, state_memory_kind)
-        if any_missing(updates):
-            like = map_momenta(dequantize, state.mu) if params is None else params
-            updates = fill_missing(updates, like)
         if is_int8(mu_dtype):
             check_stored(state.mu, whole_tree(updates, shardings))
         elif rounding == "stochastic":
@@ -283,15 +281,24 @@ def scale_by_muon(
         if rounding == "stochastic":
             keys = random_keys(updates, count, shardings)
         u, mu = map_leaf_by_leaf(update_leaf, state.mu, updates, keys, are_read_again=True)
-        seen.see(u)
-        known = seen.known(u, shardings)
+        every = u if whole is updates else whole
+        seen.see(every)
+        known = seen.known(every, shardings)
         iterations = iterations_of(whole_tree(u, shardings))
         step = block_step(block_period, block_gain, state.count)
-        orthogonal = map_matrices(iterations, weight_dimension_numbers, u, known, limits, step)
+        views = settled_views(weight_dimension_numbers, whole, updates, shardings)
+        orthogonal = map_matrices(iterations, views, u, known, limits, step)
         if adaptive:
             dual_norms = inner_products(u, orthogonal, shardings)
             orthogonal = jax.tree.map(jnp.multiply, dual_norms, orthogonal)
-        orthogonal = jax.tree.map(lambda o, g: o.astype(g.dtype), orthogonal, updates)
+
+        def cast(o: jax.Array, g: jax.Array, m: jax.ShapeDtypeStruct) -> jax.Array:
+            return o.astype(jnp.result_type(g.dtype, m.dtype, beta, eps))  # as in optax
+
+        orthogonal = jax.tree.map(cast, orthogonal, updates, shapes)
         return orthogonal, MuonState(count, in_form_of(mu, given))
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    update = standard_promotion()(
+        skip_missing(update_fn, "mu", lambda s: map_momenta(dequantize, with_quantized(s.mu)))
+    )
+    return optax.GradientTransformation(init_fn, update)

@@ -7,13 +7,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from muon_jax._foreign.calls import is_transformation
+
 type Path = tuple[Any, ...]
 
+# What is often passed in the place of parameters, by an attribute, and what to pass.
+_NO_PARAMS = {
+    "opt_state": "the parameters alone, such as train_state.params",
+    "inner_states": "the parameters, not the state",
+    "init_with_output": "params = model.init(key, x)['params']",
+    "named_parameters": "a tree of JAX's arrays, such as a dict of them",
+}
 
-def check_params(params: Any) -> None:
-    """Raises TypeError where there is no tree, or a leaf is no array, shape of one, or number."""
+
+def check_params(params: Any, call: str = "optimizer.init(params)") -> None:
+    """Raises TypeError where there is no tree, or a leaf is no array, shape of one, or number.
+
+    Args:
+        params: what a function got for parameters.
+        call: the right call of the function, for errors.
+    """
     if params is None:
-        raise TypeError("params must be a tree of arrays or of their shapes, got None")
+        raise TypeError(
+            f"params must be a tree of arrays or of their shapes, got None: call {call}"
+        )
+    wrong = [what for attribute, what in _NO_PARAMS.items() if hasattr(params, attribute)]
+    if is_transformation(params):
+        wrong = ["the parameters, not an optimizer"]
+    elif jax.tree_util.all_leaves([params]) and not _is_array(params):
+        wrong = wrong or ["a tree of arrays, such as a dict of them"]
+    elif _has_untrained(params):
+        wrong = ["params = nnx.state(model, nnx.Param)"]
+    if wrong:
+        raise TypeError(
+            f"params must be a tree of arrays or of their shapes, got a {type(params).__name__}:"
+            f" call {call} with {wrong[0]}"
+        )
     for path, leaf in jax.tree.leaves_with_path(params):
         if not _is_array(leaf):
             raise TypeError(
@@ -21,6 +50,15 @@ def check_params(params: Any) -> None:
                 " it out. eqx.filter(model, eqx.is_array) does so for a module of Equinox,"
                 " nnx.state(model, nnx.Param) for one of nnx"
             )
+
+
+def _has_untrained(params: Any) -> bool:
+    """Whether `params` is a module of nnx with variables that are not trained."""
+    if not any(c.__module__.startswith("flax.nnx") for c in type(params).__mro__):
+        return False
+    variables = jax.tree.leaves(params, is_leaf=lambda node: hasattr(node, "get_metadata"))
+    names = {c.__name__ for variable in variables for c in type(variable).__mro__}
+    return hasattr(params, "sow") and bool(names & {"BatchStat", "RngState", "Cache"})
 
 
 def check_floats(params: Any) -> None:
@@ -56,12 +94,22 @@ def check_mu_dtype(params: Any, mu_dtype: jax.typing.DTypeLike | None) -> None:
             )
 
 
-def check_state(state: Any, field: str) -> None:
-    """Raises TypeError where `state` lacks the field that the state of a transformation has."""
+def check_state(updates: Any, state: Any, params: Any, field: str) -> None:
+    """Raises TypeError where `state` lacks the field that the state of a transformation has.
+
+    Args:
+        updates: the first argument of `update`, where the state may be by mistake.
+        state: the second one.
+        params: the third one, where the state may be, too.
+        field: the name of the field.
+    """
     if not hasattr(state, field):
+        places = {"first": updates, "third": params}
+        found = [place for place, value in places.items() if hasattr(value, field)]
+        where = f", and the state as the {found[0]} argument" if found else ""
         raise TypeError(
             f"state must be what init returned, with the field {field!r}, got a"
-            f" {type(state).__name__}: call update(updates, state, params) with state ="
+            f" {type(state).__name__}{where}: call update(updates, state, params) with state ="
             " optimizer.init(params)"
         )
 
@@ -85,8 +133,8 @@ def check_update(gradients: Any, params: Any) -> None:
         dtype = _dtype(gradient)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
-                f"{name} must have a float dtype, got {dtype}: pass None, which counts as zeros,"
-                " where there is no gradient"
+                f"{name} must have a float dtype, got {dtype}: pass None where there is no"
+                " gradient, and the parameter is skipped"
             )
         _check_bits(name, dtype)
     if params is not None:
@@ -99,7 +147,7 @@ def check_gradients(gradients: Any, like: Any, owner: str) -> None:
     It also raises where a gradient is complex and its parameter is real.
 
     Args:
-        gradients: arrays. None stands for zeros of all that is below it.
+        gradients: arrays. None stands for all that is below it.
         like: the parameters, or their momenta.
         owner: what `like` is, for errors.
     """

@@ -1,7 +1,8 @@
 """Trees of parameters: their paths, prefixes of them, and leaves that are missing."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -110,35 +111,43 @@ def broadcast_prefix[Node, Found](
     return found
 
 
+def check_patterns_decide(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Raises ValueError where patterns that are before one take all paths that it matches.
+
+    Args:
+        argument: what has the patterns, for errors.
+        patterns: regular expressions, of which the first that matches a path decides.
+        names: the paths. A pattern that matches none of them passes.
+    """
+    patterns = [*patterns]
+    matching = {p: [name for name in names if re.search(p, name)] for p in patterns}
+    first = {name: p for p in reversed(patterns) for name in matching[p]}
+    for pattern, matched in matching.items():
+        takers = [p for p in patterns if p in {first[name] for name in matched}]
+        if not takers or pattern in takers:
+            continue
+        left = {first[name] for name in names if name in first and name not in matched}
+        mend = f"put {pattern!r} first, or " if left >= {*takers} else ""
+        raise ValueError(
+            f"{argument}[{pattern!r}] never decides: {', '.join(map(repr, takers))} before it"
+            f" already {'match' if len(takers) > 1 else 'matches'} all that it matches, such as"
+            f" {matched[0]!r}: {mend}leave it out"
+        )
+
+
+def is_missing(node: Any) -> bool:
+    """Returns whether a node of a tree of gradients is None, for a parameter without gradient."""
+    return node is None
+
+
 def any_missing(updates: optax.Updates) -> bool:
     """Returns whether there is None in the place of a gradient."""
-    return any(g is None for g in jax.tree.leaves(updates, is_leaf=lambda g: g is None))
+    return any(map(is_missing, jax.tree.leaves(updates, is_leaf=is_missing)))
 
 
-def fill_missing(updates: optax.Updates, like: Any) -> optax.Updates:
-    """Returns `updates` with zeros in the place of None, shaped as the leaves of `like`."""
-    return jax.tree.map(
-        lambda g, p: optax.tree.zeros_like(p) if g is None else g,
-        updates,
-        like,
-        is_leaf=lambda g: g is None,
-    )
-
-
-def fill_missing_by_params(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
-    """Returns `updates` with zeros in the place of None.
-
-    Raises:
-        ValueError: an update is None, and there are no parameters to tell its shape.
-    """
-    if not any_missing(updates):
-        return updates
-    if params is None:
-        raise ValueError(
-            "None in the place of a gradient needs the parameters, for its shape: call"
-            " update(updates, state, params)"
-        )
-    return fill_missing(updates, params)
+def fill_missing(updates: optax.Updates, values: Any) -> optax.Updates:
+    """Returns `updates` with what `values` has in the places of None."""
+    return jax.tree.map(lambda g, v: v if g is None else g, updates, values, is_leaf=is_missing)
 
 
 def with_arrays(params: Any) -> Any:

@@ -57,9 +57,9 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def suggestion(value: Any, names: Collection[str]) -> str:
+def suggestion(value: Any, names: Collection[str], cutoff: float = 0.6) -> str:
     """Returns the nearest of the names as a question, or nothing where none is near."""
-    near = difflib.get_close_matches(str(value), names, 1)
+    near = difflib.get_close_matches(str(value), names, 1, cutoff)
     return f": did you mean {near[0]!r}?" if near else ""
 
 

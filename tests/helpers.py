@@ -83,8 +83,8 @@ def flat(tree: Any) -> dict[str, Any]:
 
 def pasted(message: str, **names: Any) -> Any:
     """The call that an error for unknown roles says to pass."""
-    (call,) = re.findall(r"pass (functools\.partial\(by_role.*\)), with None", message)
-    return eval(call, {**vars(muon_jax), "functools": functools, **names})
+    (call,) = re.findall(r"pass (by_role\(.*\)), with None", message)
+    return eval(call, {**vars(muon_jax), **names})
 
 
 def count_of_programs(jitted: Any) -> int:

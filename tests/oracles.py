@@ -63,6 +63,11 @@ def heavy_ball(state, g, beta=0.95):
     return state["m"]
 
 
+# https://github.com/KellerJordan/Muon/blob/857d1adc15/muon.py
+# coefficients 16 `a, b, c = (3.4445, -4.7750,  2.0315)`; eps 22 `X.norm(...) + 1e-7`; beta, steps,
+# Nesterov 34 `beta=0.95, ns_steps=5, nesterov=True`; form 35-36 `lerp_`; scale 40
+# `max(1, grad.size(-2) / grad.size(-1))**0.5`; decay 239 `weight_decay", 0`, decoupled 268.
+# Adam: 244 `betas", (0.9, 0.95)`; 245 `eps", 1e-10`, after the bias correction 135; decay 246 `0`.
 def keller(w, g, state, t, lr):
     m = ema(state, g)
     u = 0.05 * g + 0.95 * m
@@ -70,6 +75,14 @@ def keller(w, g, state, t, lr):
     return w - lr * math.sqrt(max(1, w.shape[0] / w.shape[1])) * o
 
 
+# https://github.com/pytorch/pytorch/blob/098e03f91d/torch/optim/_muon.py
+# eps 25 `EPS = 1e-7`, as least norm 64 `.clamp(min=eps)`; coefficients 26-28; steps 29
+# `DEFAULT_NS_STEPS = 5`; scale 91 `math.sqrt(max(1, A / B))`; in `Muon.__init__` 104
+# `weight_decay: float = 0.1`, 105 `momentum: float = 0.95`, 106 `nesterov: bool = True`; form in
+# `_single_tensor_muon` `buf.lerp_(grad, 1 - momentum)`, decay `param.mul_(1 - lr * weight_decay)`.
+# AdamW: https://github.com/pytorch/pytorch/blob/002d2f0bb4/torch/optim/adamw.py
+# 18 `betas: Tuple[float, float] = (0.9, 0.999)`; 19 `eps: float = 1e-8`; 20
+# `weight_decay: float = 1e-2`.
 def torch(w, g, state, t, lr):
     m = ema(state, g)
     u = 0.05 * g + 0.95 * m
@@ -77,6 +90,11 @@ def torch(w, g, state, t, lr):
     return w * (1 - lr * 0.1) - lr * math.sqrt(max(1, w.shape[0] / w.shape[1])) * o
 
 
+# https://github.com/MoonshotAI/Moonlight/blob/c2ad5b20c6/examples/toy_train.py
+# coefficients 60; eps 65 `X.norm() + 1e-7`; decay of both sides 109 `wd=0.1`, 200, 236; beta 111
+# `momentum=0.95`; Nesterov 112 `nesterov=True`; steps 113 `ns_steps=5`; scale 146
+# `0.2 * math.sqrt(max(A, B))`; form 189-191 `buf.mul_(momentum).add_(g)`.
+# AdamW: 115 `adamw_betas=(0.9, 0.95)`; 116 `adamw_eps=1e-8`, before the bias correction 231-235.
 def moonlight(w, g, state, t, lr):
     m = heavy_ball(state, g)
     u = g + 0.95 * m
@@ -84,6 +102,11 @@ def moonlight(w, g, state, t, lr):
     return w * (1 - lr * 0.1) - lr * 0.2 * math.sqrt(max(w.shape)) * o
 
 
+# https://github.com/StarrickLiu/fused-muon/blob/740a4d7625/muon_fused/
+# optimizer.py: decay of both sides 55 `wd: float = 0.1`; beta 56 `momentum: float = 0.95`; Nesterov
+# 57 `True`, 147; steps 58 `ns_steps: int = 5`; scale 83 `0.2 * math.sqrt(max(A, B))`.
+# ns_step.py: coefficients 39; eps 45 `X.norm() + 1e-7`.
+# AdamW: 59 `adamw_betas = (0.9, 0.95)`; 60 `adamw_eps = 1e-8`, before the bias correction 193.
 def fused_muon(w, g, state, t, lr):
     def iterate(x):
         x = x / (np.linalg.norm(x) + 1e-7)
@@ -96,6 +119,11 @@ def fused_muon(w, g, state, t, lr):
     return w * (1 - lr * 0.1) - lr * 0.2 * math.sqrt(max(w.shape)) * on_wide(iterate, u)
 
 
+# optax 0.2.8, optax/contrib/_muon.py: coefficients 42; in `muon` steps 531 `ns_steps = 5`; beta 532
+# `0.95`; eps 533 `1e-8`, added 340; decay 534 `0.0`, after the scale 712; Nesterov 540 `True`, with
+# the bias corrections of 489-495; scale 145 `sqrt(maximum(1, fan_out / fan_in))`.
+# AdamW: 545 `adam_b1 = 0.9`; 546 `adam_b2 = 0.999`; 547 `adam_eps_root = 0.0`; 548
+# `adam_weight_decay = 0.0`; 719 `eps=eps`, so 1e-8; 723 `nesterov=nesterov`, so True.
 def optax(w, g, state, t, lr):
     m = ema(state, g)
     u = 0.95 * m / (1 - 0.95 ** (t + 1)) + 0.05 * g / (1 - 0.95**t)
@@ -103,6 +131,13 @@ def optax(w, g, state, t, lr):
     return w - lr * math.sqrt(max(1, w.shape[0] / w.shape[1])) * o
 
 
+# https://github.com/microsoft/dion/blob/0a059a4542/dion/
+# muon.py: beta 66 `mu: float = 0.95`; decay of both sides 68 `weight_decay = 0.01`; eps of both 70
+# `epsilon: float = 1e-8`; Nesterov 71 `False`; scale 72 `"spectral_norm"`, megabatch_base.py 1002
+# `math.sqrt(fan_out / fan_in)`; 76 `use_polar_express: bool = True`; form 299-300; decoupled 343.
+# polar_express.py: coefficients 10-16; norm 35 `X.norm(...) * 1.02 + epsilon`.
+# An earlier version (0c205499) iterated with QUINTIC and without the factor 1.02.
+# AdamW: muon.py 67 `betas = (0.9, 0.95)`; scalar_opts.py 43 eps after the bias correction; 60.
 def dion(w, g, state, t, lr):
     u = heavy_ball(state, g)
     x = u / (1.02 * np.linalg.norm(u) + 1e-8)
@@ -116,6 +151,15 @@ def dion(w, g, state, t, lr):
     return w * (1 - lr * 0.01) - lr * math.sqrt(w.shape[0] / w.shape[1]) * x
 
 
+# https://github.com/Dao-AILab/gram-newton-schulz/blob/f08f25e1b2/
+# gram_newton_schulz/muon/muon.py: decay 81 `weight_decay: float = 0.1`; beta 82 `0.95`; Nesterov 83
+# `True`; scale 84 `"rms_norm"`, muon_utils/muon_opt_utils.py 13 `0.2 * sqrt(max(fan_out, fan_in))`;
+# eps 89 `ns_epsilon: float = 1e-7`; 92 `gram_newton_schulz_num_restarts: int = 1`.
+# gram_newton_schulz/coefficients.py 18-27, the class's default, divided by 24 `1.05`; (the example
+# passes YOU_COEFFICIENTS instead). gram_newton_schulz/gram_newton_schulz.py: norm in float32 101,
+# float16 102, gram form unless square 104. muon_opt_utils.py: form 43-48; decoupled 73.
+# AdamW: example.py 139-143 `AdamW(..., betas=(0.9, 0.95), weight_decay=0.1)`; eps is PyTorch's
+# 1e-8.
 def gram(w, g, state, t, lr):
     def iterate(x):
         x = x / (np.linalg.norm(x) + 1e-7)
@@ -135,6 +179,13 @@ def gram(w, g, state, t, lr):
     return w * (1 - lr * 0.1) - lr * 0.2 * math.sqrt(max(w.shape)) * on_wide(iterate, u)
 
 
+# https://github.com/marin-community/marin/blob/0ac1c9bd89/lib/levanter/src/levanter/optim/muon.py
+# `MuonConfig`, 37-45: `momentum: float = 0.95`, `nesterov: bool = True`, `backend_steps: int = 5`,
+# `weight_decay: float = 0.0`, `muon_epsilon: float = 1e-8`; 50 `coefficient_type = "quintic"`;
+# `scale_with_muon`: form `momentum * m + g`, scale `sqrt(maximum(1, shape[0] / shape[1]))`. util.py
+# at 054a715f: `NEWTON_SCHULZ_COEFFICIENTS["quintic"]`, `X /= norm(X) + eps`.
+# Adam: `adam_weight_decay: Optional[float] = None`, so weight_decay's 0; `beta1: float = 0.9`,
+# `beta2: float = 0.95`, `epsilon: float = 1e-8`.
 def levanter(w, g, state, t, lr):
     m = heavy_ball(state, g)
     u = g + 0.95 * m
@@ -142,6 +193,12 @@ def levanter(w, g, state, t, lr):
     return w - lr * math.sqrt(max(1, w.shape[0] / w.shape[1])) * o
 
 
+# https://github.com/thib-s/flash-newton-schulz/blob/cdb03db0e6/newton_schulz_triton.py
+# eps 549 `epsilon: float = 1e-7`, as least row sum 579-581; four steps with the coefficients
+# 555-558.
+# (A later version, 145260f4, takes the last four of QUINTIC.) The file has no optimizer, and none
+# is
+# stated: all else, AdamW too, is Keller Jordan's, see `keller`.
 def turbo(w, g, state, t, lr):
     """AOL tells rows from columns: of a square matrix the rows are inputs in JAX, outputs there."""
 
@@ -155,6 +212,17 @@ def turbo(w, g, state, t, lr):
     return w - lr * math.sqrt(max(1, w.shape[0] / w.shape[1])) * o
 
 
+# https://huggingface.co/AlexWortega/moe100m-physics-tinybpe/resolve/main/optim/muon.py
+# 58 `safety: float = 1.02`; float16 62; eps 65 `X.float().norm() + 1e-7`; 67-69 `a = 3.4445 /
+# safety`,
+# `b = -4.7750 / safety`, `c = 2.0315 / safety`; `Muon.__init__`: 173 `momentum: float = 0.95`; 174
+# `ns_mode: str = "fp32"`, where the preset is "fp16"; 175 `ns_iters: int = 5`; 176
+# `weight_decay: float = 0.01`; 180 `nesterov: bool = True`. `_step_eager`:
+# `buf.mul_(self.momentum).add_(g)`,
+# `p.mul_(1.0 - self.lr * self.weight_decay)`, `scale = 0.2 * math.sqrt(max(rows, cols))`.
+# AdamW: torch.optim.AdamW with 177 `betas: Tuple[float, float] = (0.9, 0.95)`, 178 `eps: float =
+# 1e-8`
+# and the weight_decay of 176.
 def moe_fp16(w, g, state, t, lr):
     triples = [(a / 1.02, b / 1.02, c / 1.02) for a, b, c in SIMPLE]
     m = heavy_ball(state, g)
@@ -163,6 +231,18 @@ def moe_fp16(w, g, state, t, lr):
     return w * (1 - lr * 0.01) - lr * 0.2 * math.sqrt(max(w.shape)) * o
 
 
+# https://github.com/NVIDIA-NeMo/Emerging-Optimizers/blob/fd77292671/emerging_optimizers/
+# orthogonalized_optimizers/
+# muon.py: beta 80 `momentum: float = 0.95`; decay 81 `weight_decay: float = 0.01`; Nesterov 83
+# `False`; 86 `"quintic"`; steps 87 `5`; 88 `"spectral"`, 210 `max(size_out, size_in) ** 0.5`; 89
+# `extra_scale_factor: float = 1.0`. orthogonalized_optimizer.py: decay first 185; form 193 `lerp_`.
+# muon_utils.py: coefficients 35-44; eps 154 `eps: float = 1e-15`, as least norm 216
+# `normalize(...)`.
+# AdamW:
+# https://github.com/NVIDIA/Megatron-LM/blob/0075637cdb/megatron/core/optimizer/optimizer_config.py
+# `adam_beta1: float = 0.9`, `adam_beta2: float = 0.999`, `adam_eps: float = 1e-08`,
+# `weight_decay: float = 0.01`, `decoupled_weight_decay: bool = True`; its muon_* agree with the
+# above.
 def megatron(w, g, state, t, lr):
     w = w - lr * 0.01 * w
     u = ema(state, g)
@@ -170,6 +250,13 @@ def megatron(w, g, state, t, lr):
     return w - lr * math.sqrt(max(w.shape)) * o
 
 
+# https://github.com/KellerJordan/modded-nanogpt/blob/f411b3d346/train_gpt.py
+# coefficients 168-174; form 191 `lerp_`; norm 198 `X.norm(...) * (1 + 2e-2) + 1e-6`; scale 510
+# `max(1.0, shape[-2] / shape[-1]) ** 0.5`; decay 878 `wd * lr`, times lr again where 929
+# `(grad * p_precise) >= 0`; the shorter axis 888; least variance 943 `clamp_min(1e-10)`; beta 2073
+# `momentum=0.95`, its schedule 1995; b2 2074 `beta2=0.9`; decay 2075 `weight_decay=1.2`.
+# Adam: betas by parameter, 2035 `"adam_betas": [0.9,  0.95]`; 2067 `eps=1e-10`, before the bias
+# correction; 2068 `weight_decay=0.005`, times 845 `lr * lr`, where 862 `(update * p_slice) > 0`.
 def nanogpt(w, g, state, t, lr):
     m = ema(state, g)
     u = 0.05 * g + 0.95 * m
@@ -184,6 +271,14 @@ def nanogpt(w, g, state, t, lr):
     return w - w * (n * w >= 0) * (1.2 * lr) * (lr_mul * lr) - n * (lr_mul * lr)
 
 
+# https://arxiv.org/abs/2507.20534, Algorithm 1: `M_t = mu M_{t-1} + G_t`,
+# `O_t = NewtonSchulz(M_t) sqrt(max(n, m)) 0.2`, `W_t = W_{t-1} - eta (O_t + lambda W_{t-1})`, so no
+# Nesterov. The formulas were checked against a restatement of the algorithm, not against the PDF,
+# and lines of the report (weight decay 0.1) are still to be added. The rest is not stated, and is
+# Moonlight's: beta, coefficients, eps and AdamW.
+# GLM-5 (https://arxiv.org/abs/2602.15763) has the numbers of GLM-4.5
+# (https://arxiv.org/abs/2508.06471): five steps, momentum 0.95, an update RMS of 0.2, weight decay
+# 0.1, as first recorded here; lines of the reports are still to be added. The rest is `moonlight`.
 def kimi_k3(w, g, state, t, lr):
     u = heavy_ball(state, g)
     o = on_wide(lambda x: newton_schulz(x / (np.linalg.norm(x) + 1e-7), SIMPLE), u)
@@ -196,6 +291,13 @@ def on_sphere(w, u, lr):
     return moved / max(np.linalg.norm(moved), 1e-10) * np.linalg.norm(w)
 
 
+# https://github.com/marin-community/marin/blob/186618b3c2/experiments/grug/moe_hero_ep/optimizer.py
+# `GrugMoeMuonHConfig`: `momentum: float = 0.95`, `nesterov: bool = True`, `backend_steps: int = 5`,
+# `muon_epsilon: float = 1e-8`, `coefficient_type = "quintic"`, no weight decay;
+# `_scale_invariant_hyperball_updates`: `maximum(update_norm, 1e-10)`, `maximum(new_param_norm,
+# 1e-10)`.
+# grugmuon_hero.py at 13ab69e9: form `momentum * m + g`; `norm + eps`; `sqrt(maximum(1, out / in))`.
+# Adam and AdamH: `beta1: float = 0.9`, `beta2: float = 0.95`, `epsilon: float = 1e-8`, no decay.
 def muonh(w, g, state, t, lr):
     u = g + 0.95 * heavy_ball(state, g)
     o = on_wide(lambda x: newton_schulz(x / (np.linalg.norm(x) + 1e-8), QUINTIC), u)
@@ -222,19 +324,22 @@ def adamw(b2, eps, weight_decay, nesterov=False):
     return step
 
 
-def adamw_of_moonlight(w, g, state, t, lr):
-    """eps is added before the bias correction."""
+def adamw_of_moonlight(w, g, state, t, lr, late=False):
+    """eps is added before the bias correction; late: after it, where muon_jax adds it."""
     state["m"] = 0.9 * state.get("m", 0) + 0.1 * g
     state["v"] = 0.95 * state.get("v", 0) + 0.05 * g**2
     scale = (1 - 0.9**t) / math.sqrt(1 - 0.95**t)
-    return w * (1 - lr * 0.1) - lr / scale * state["m"] / (1e-8 + np.sqrt(state["v"]))
+    eps = 1e-8 * (math.sqrt(1 - 0.95**t) if late else 1)
+    return w * (1 - lr * 0.1) - lr / scale * state["m"] / (eps + np.sqrt(state["v"]))
 
 
-def adam_of_nanogpt(w, g, state, t, lr):
+def adam_of_nanogpt(w, g, state, t, lr, late=False):
+    """eps is added before the bias correction; late: after it, where muon_jax adds it."""
     state["m"] = 0.9 * state.get("m", 0) + 0.1 * g
     state["v"] = 0.95 * state.get("v", 0) + 0.05 * g**2
     step_size = lr * math.sqrt(1 - 0.95**t) / (1 - 0.9**t)
-    update = step_size * state["m"] / (np.sqrt(state["v"]) + 1e-10)
+    eps = 1e-10 * (math.sqrt(1 - 0.95**t) if late else 1)
+    update = step_size * state["m"] / (np.sqrt(state["v"]) + eps)
     return w - update - w * (update * w > 0) * lr * lr * 0.005
 
 
@@ -248,7 +353,7 @@ SYSTEMS = {
     "levanter": (levanter, adamw(0.95, 1e-8, 0.0)),
     "turbo": (turbo, adamw(0.95, 1e-10, 0.0)),
     "fused_muon": (fused_muon, adamw_of_moonlight),
-    "moe_fp16": (moe_fp16, adamw(0.999, 1e-8, 0.01)),
+    "moe_fp16": (moe_fp16, adamw(0.95, 1e-8, 0.01)),
     "megatron": (megatron, adamw(0.999, 1e-8, 0.01)),
     "nanogpt": (nanogpt, adam_of_nanogpt),
     "kimi_k3": (kimi_k3, adamw_of_moonlight),

@@ -223,7 +223,6 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             Type,
             "muon has no argument 'weight_decy': did you mean 'we",
         ),
-        (lambda: by_role(per_head=True), Type, r"by_role\(\) missing 1 required .*'params'"),
         (lambda: unsupported_reason("tritn", MATRIX), Value, "did you mean 'triton'"),
         (of_muon(mu_dtype="float23"), Value, "got 'float23': did you mean 'float32'"),
         (of_muon(mu_dtype="auto"), Value, "mu_dtype must be the name of a float dtype"),
@@ -402,7 +401,7 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             r"at \['w'\] the gradients have float32\[2, 6\], the parameters float32\[4, 6\]",
         ),
         (
-            lambda: updated({"w": MATRIX, "v": MATRIX}, {"w": MATRIX}, scale_by_normuon()),
+            lambda: updated({"w": MATRIX, "v": MATRIX}, {"w": MATRIX}, scale_by_normuon(), False),
             Value,
             "the updates must have the matrices of the state, 1, got 2",
         ),
@@ -471,7 +470,7 @@ def test_dimension_numbers_of_other_packages_are_taken(numbers):
     [
         with_metrics(muon(0.1)),
         muon(0.1, muon_weight_dimension_numbers={"w": MuonDimensionNumbers(), "b": None}),
-        muon(0.1, muon_weight_dimension_numbers=functools.partial(by_role, rules=RULES)),
+        muon(0.1, muon_weight_dimension_numbers=by_role(rules=RULES)),
         muon(0.1, weight_decay=0.1, weight_decay_mask={"w": True, "b": False}),
     ],
 )

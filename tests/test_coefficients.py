@@ -1,6 +1,7 @@
 """Coefficients by path: each matrix has those of its path, whatever is grouped and exchanged."""
 
 import functools
+import re
 
 import chex
 import helpers
@@ -65,11 +66,13 @@ def test_each_matrix_has_the_coefficients_of_its_path(ns_coeffs):
 
 def test_matrices_with_other_coefficients_are_other_groups():
     params = layers() | {"bias": np.zeros(3, "f")}
-    described = describe(params, ns_coeffs=BY_PATH | {"layers/1": (3.0, -3.0, 1.0)})
+    described = describe(params, ns_coeffs=BY_PATH)
     found = [(group.shape, group.coefficients) for group in described.groups]
-    # The first pattern that matches decides, and `.*` came before the third.
     assert found == [((2, 8, 16), "standard"), ((2, 8, 16), "2 triples")]
     assert [p.groups for p in described.parameters] == [(), (0,), (0,), (1,), (1,)]
+    # The first pattern that matches decides, and `.*` comes before the third.
+    with pytest.raises(ValueError, match=r"ns_coeffs\['layers/1'\] never decides: '.*' before it"):
+        describe(params, ns_coeffs=BY_PATH | {"layers/1": (3.0, -3.0, 1.0)})
     by_shape = {"layers/1": (3.0, -3.0, 1.0)} | BY_PATH
     assert "(3, -3, 1)" in [g.coefficients for g in describe(params, ns_coeffs=by_shape).groups]
 
@@ -101,7 +104,7 @@ def test_owners_share_all_matrices_in_one_exchange(kind):
 def test_owners_of_the_second_coefficients_come_after_those_of_the_first():
     """Four matrices on four devices: each device has one."""
     grads = layers()
-    iterations = iterations_of_muon(all_arguments({"ns_coeffs": BY_PATH}), grads)
+    iterations = iterations_of_muon(all_arguments("explain", {"ns_coeffs": BY_PATH}, grads), grads)
     units = units_of(None, grads, iterations)
     plan = make_plan(units, [PartitionSpec("x")] * 4, {"x": 4}, Limits(), iterations.distinct)
     assert [(c.first, c.count) for c in plan.buckets[0].chunks] == [(0, 2), (2, 2)]
@@ -229,3 +232,34 @@ def test_schedules_by_path_are_checked_like_any():
             scale_by_muon(ns_coeffs, ns_dtype="float8_e4m3fn").init(layers())
         with pytest.raises(TypeError, match="of one matrix must be .*: pass coefficients by path"):
             newton_schulz(jnp.eye(4), ns_coeffs)
+
+
+def test_patterns_that_never_decide_raise():
+    kernels = {name: np.ones((4, 8), "f") for name in ("q", "k", "up", "down")}
+    params = {"layers": [kernels], "head": np.ones((8, 3), "f"), "bias": np.ones(3, "f")}
+    views = {"layers": MATRICES, "head": None, "bias": None}
+    of_muon = {"muon_weight_dimension_numbers": views}
+    rest = {".*": "standard"}
+    for shadowed, mend in (
+        ({"layers": "dion", "layers/0/up": "balanced"}, "put 'layers/0/up' first, or leave it out"),
+        ({"[qk]$": "dion", "q": "balanced", **rest}, "put 'q' first"),
+        ({"q": "dion", "k": "dion", "^layers/0/[qk]$": "balanced", **rest}, "'q', 'k' before it"),
+        ({"up|down": "dion", "(up|down)$": "balanced", **rest}, r"'layers/0/down': leave it out"),
+    ):
+        pattern = re.escape([p for p in shadowed if p != ".*"][-1])
+        message = rf"ns_coeffs\['{pattern}'\] never decides: .*{mend}"
+        for use in (
+            muon(0.1, shadowed, **of_muon).init,
+            lambda p, c=shadowed: describe(p, ns_coeffs=c, **of_muon),
+        ):
+            with pytest.raises(ValueError, match=message):
+                use(params)
+        with pytest.raises(ValueError, match=message):
+            scale_by_muon(shadowed).init(params["layers"] and {"layers": params["layers"]})
+    # A path that AdamW has lets no pattern decide.
+    with pytest.raises(
+        ValueError, match=r"\['head'\] of ns_coeffs match none of the 4 .* Muon has"
+    ):
+        muon(0.1, {"head": "dion", **rest}, **of_muon).init(params)
+    masked = {**params, "layers": [{**kernels, "up": optax.MaskedNode()}]}
+    muon(0.1, {"q|down": "dion", "q|up": "balanced", **rest}).init(masked)

@@ -33,5 +33,5 @@ def test_the_wheel_leaves_documents_and_results_out():
 
 def test_the_extra_holds_what_the_benchmarks_need():
     packages = PROJECT["project"]["optional-dependencies"]["benchmarks"]
-    needed = ["matplotlib", "scipy", "tokenizers", "tqdm"]
+    needed = ["matplotlib", "scikit-learn", "scipy", "tokenizers", "tqdm"]
     assert [package.split()[0] for package in packages] == needed

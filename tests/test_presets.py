@@ -15,7 +15,7 @@ import oracles
 import pytest
 
 import muon_jax
-from muon_jax import PRESETS, MuonDimensionNumbers, MuonState, muon, scale_by_muon
+from muon_jax import PRESETS, MuonDimensionNumbers, MuonState, _presets, muon, scale_by_muon
 from muon_jax._presets import takes_preset
 from muon_jax._transforms.shape_scale import scale_by_shape
 
@@ -245,7 +245,7 @@ def test_four_steps_are_those_of_pytorch_on_this_gpu(variant, kwargs):
 
 
 def test_arguments_of_the_call_win_over_those_of_the_preset(monkeypatch):
-    monkeypatch.setitem(PRESETS, "mine", {"eps": 2, "nesterov": False})
+    monkeypatch.setitem(_presets._ARGUMENTS, "mine", {"eps": 2, "nesterov": False})
 
     @takes_preset
     def function(learning_rate, eps=1, *, nesterov=True, preset=None):
@@ -255,7 +255,7 @@ def test_arguments_of_the_call_win_over_those_of_the_preset(monkeypatch):
     assert function(0, preset="mine") == (0, 2, False, "mine")
     assert function(0, 5, preset="mine") == (0, 5, False, "mine")
     assert function(learning_rate=0, nesterov=True, preset="mine") == (0, 2, True, "mine")
-    assert PRESETS["mine"] == {"eps": 2, "nesterov": False}
+    assert _presets._ARGUMENTS["mine"] == {"eps": 2, "nesterov": False}
 
 
 def test_presets_under_inject_hyperparams():
@@ -376,11 +376,19 @@ def test_shape_scale(shape_scale, shape, factor):
         (lambda: muon(0.1, weight_decay_form="l1"), r"weight_decay_form must be.*got 'l1'"),
         (
             lambda: muon(0.1, preset="muonh", shape_scale="ratio"),
-            r"fixed_norms=True makes steps relative.*leave out .* shape_scale='ratio'",
+            r"fixed_norms=True makes .*leave out shape_scale='ratio' \(preset='muonh'",
         ),
         (
             lambda: muon(0.1, preset="moonlight", shape_scale="ratio"),
-            r"shape_scale='ratio' and consistent_rms=0.2.*leave one",
+            r"shape_scale='ratio' and consistent_rms=0.2.*or consistent_rms=None to have",
+        ),
+        (
+            lambda: muon(0.1, preset="moonlight", shape_scale="clipped_ratio"),
+            r"has no effect beside consistent_rms=0.2, which preset='moonlight' sets: pass consis",
+        ),
+        (
+            lambda: muon(0.1, preset="megatron", shape_scale="clipped_ratio"),
+            r"has no effect beside consistent_rms=1.0, which preset='megatron' sets: pass consis",
         ),
         (
             lambda: muon(0.1, weight_decay_form="l2", cautious_weight_decay=True),
@@ -440,7 +448,7 @@ def test_training_goes_on_after_conversion_as_it_would_have():
 
 
 @pytest.mark.parametrize("form", ["bias_corrected", "ema", "heavy_ball"])
-def test_a_missing_gradient_is_zeros(form):
+def test_a_missing_gradient_skips_its_parameter(form):
     params = {"a": tree(0)["wide"], "b": {"c": tree(1)["wide"], "d": tree(0)["bias"]}}
     optimizers = [
         muon(0.1, momentum=form, weight_decay_form="l2", **DECAY),
@@ -449,21 +457,18 @@ def test_a_missing_gradient_is_zeros(form):
         ),
     ]
     for optimizer in optimizers:
-        first, state = optimizer.update(params, optimizer.init(params), params)
+        _, state = optimizer.update(params, optimizer.init(params), params)
+        full, _ = optimizer.update(params, state, params)
         for c, d in ((None, None), (None, params["b"]["d"]), (params["b"]["c"], None)):
-            missing = {"a": params["a"], "b": {"c": c, "d": d}}
-            zeros = jax.tree.map(
-                lambda g, p: jnp.zeros_like(p) if g is None else g,
-                missing,
-                params,
-                is_leaf=lambda g: g is None,
-            )
-            ours = optimizer.update(missing, state, params)
-            expected = optimizer.update(zeros, state, params)
-            chex.assert_trees_all_equal(ours, expected)
+            updates, _ = optimizer.update({"a": params["a"], "b": {"c": c, "d": d}}, state, params)
+            expected = {
+                "c": full["b"]["c"] if d is None and c is not None else 0 * full["b"]["c"],
+                "d": full["b"]["d"] if c is None and d is not None else 0 * full["b"]["d"],
+            }
+            chex.assert_trees_all_equal(updates, {"a": full["a"], "b": expected})
         updates, _ = optimizer.update({"a": params["a"], "b": None}, state, params)
         chex.assert_trees_all_equal_structs(updates, params)
-        assert np.all(updates["b"]["c"] != 0)  # of the momentum, which decays
+        assert not np.any(updates["b"]["c"])
 
 
 VECTOR = muon_jax.Unfold(0, (1, -1))
@@ -546,3 +551,14 @@ def test_small_and_zero_gradients_under_a_least_norm(dtype):
         ordinary, _ = optimizer.update(gradients, state, params)
         small, _ = optimizer.update({"w": 2.0**-40 * gradients["w"]}, state, params)
         chex.assert_trees_all_close(small, ordinary, rtol=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["moonlight", "megatron", "gram", "kimi_k3"])
+def test_a_scale_by_shape_beside_a_preset_that_has_another(preset):
+    optimizer = muon(0.1, preset=preset, shape_scale="clipped_ratio", consistent_rms=None)
+    params = {"w": tree(0)["wide"]}
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    arguments = dict(PRESETS[preset]) | {"consistent_rms": None}
+    same = muon(0.1, **arguments)
+    expected, _ = same.update(params, same.init(params), params)
+    chex.assert_trees_all_equal(updates, expected)

@@ -25,7 +25,7 @@ from muon_jax._matrices.unknown_roles import (
 )
 from muon_jax._matrices.views import ViewTree
 from muon_jax._tree_checks import check_params
-from muon_jax._trees import path_name
+from muon_jax._trees import check_patterns_decide, path_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,26 +180,23 @@ def by_use(
 
 def _ruled(found: Sequence[Routed], rules: Rules) -> list[Routed]:
     """The routes, of which those that a rule matches are decided by the first such rule."""
-    ruled, used = [], set()
-    for routed in found:
+    paths = [routed.path for routed in found]
+    idle = [rule for rule in rules if not any(re.search(rule, path) for path in paths)]
+    if idle:
+        raise ValueError(
+            f"the rules {idle} match none of the {len(paths)} paths, such as {paths[0]!r}: print"
+            " what by_use returns without them for all paths"
+        )
+    check_patterns_decide("rules", rules, paths)
+
+    def ruled(routed: Routed) -> Routed:
         rule = next((rule for rule in rules if re.search(rule, routed.path)), None)
-        used.add(rule)
-        if rule is not None:
-            reason = f"the rule {rule!r} matches; without it: {routed.role}"
-            routed = routed._replace(role="rule", view=rules[rule], reason=reason)
-        ruled.append(routed)
-    for rule in rules:
-        if rule not in used:
-            matched = [r.path for r in found if re.search(rule, r.path)]
-            why = (
-                f"matches none of the {len(found)} paths, such as {found[0].path!r}"
-                if not matched
-                else f"is behind rules that match all of its paths, such as {matched[0]!r}"
-            )
-            raise ValueError(
-                f"the rule {rule!r} decides nothing: it {why}. Leave it out, or put it first"
-            )
-    return ruled
+        if rule is None:
+            return routed
+        reason = f"the rule {rule!r} matches; without it: {routed.role}"
+        return routed._replace(role="rule", view=rules[rule], reason=reason)
+
+    return [*map(ruled, found)]
 
 
 def _proposing(routed: Routed, view: str, reason: str = "") -> UnknownParameter:

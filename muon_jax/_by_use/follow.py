@@ -193,6 +193,12 @@ class Follower(ProductRecord):
                     found, hidden=found.hidden | hidden_axes(name, xs, pieces)
                 )
             found = dataclasses.replace(found, modulated=modulated, beside_inputs=beside)
+            of_products = [x for x in xs if x.frontier]
+            is_scaled = name in ("mul", "div", "neg", "select_n") and len(of_products) == 1
+            if is_scaled and not any(x.is_data for x in xs if not x.frontier) or name in RELAYOUTS:
+                found = dataclasses.replace(
+                    found, linear=frozenset().union(*(x.linear for x in of_products))
+                )
             return dataclasses.replace(found, **flags)
         is_reduction = name.startswith(REDUCTIONS) and "axes" in params
         is_sum = name == "reduce_sum" and any(len(source_axes(p)) > 1 for p in pieces[0])

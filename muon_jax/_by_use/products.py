@@ -94,7 +94,8 @@ class ProductRecord(Record):
             self.note_taken(other, contract[1 - i], batch[1 - i], meets)
         if any(x.is_weight for x in xs):
             products = frozenset(piece.source for piece in found)
-            return Value(frozenset(found), False, products, xs[0].is_data or xs[1].is_data)
+            is_data = xs[0].is_data or xs[1].is_data
+            return Value(frozenset(found), False, products, is_data, linear=products)
         return self._dot_of_activations(xs, contract, batch, free, in_output)
 
     def _weights_of_product(
@@ -196,4 +197,5 @@ class ProductRecord(Record):
                 if with_groups := grouped(piece, in_lhs, groups):
                     self.note_batched(piece, with_groups.axes[-1])
         self.note_taken(x, (in_lhs,), ())
-        return Value(frozenset(found), False, frozenset(p.source for p in found), x.is_data)
+        products = frozenset(p.source for p in found)
+        return Value(frozenset(found), False, products, x.is_data, linear=products)

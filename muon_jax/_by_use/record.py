@@ -51,7 +51,8 @@ class Record:
             number of entries of that operand.
         uses: for each parameter what else is done with it: "lookup", "matrices chosen by data",
             "vector", "with data", "depthwise", "modulated", or "opaque …".
-        followed: products whose outputs another product with a parameter takes.
+        followed: for products the parameters whose products take their outputs.
+        followed_by_linear: those of them with linear operations alone between.
         contracted: products whose outputs are contracted with another activation.
         chosen: pairs of a product, and of how its output chooses: "sort" or "softmax".
         taken: for each axis of a parameter, the sets of indices that later products take.
@@ -71,6 +72,7 @@ class Record:
         self.seen: dict[int, tuple[bool, int]] = {}
         self.uses: defaultdict[int, set[str]] = defaultdict(set)
         self.followed: defaultdict[int, set[int]] = defaultdict(set)
+        self.followed_by_linear: defaultdict[int, set[int]] = defaultdict(set)
         self.contracted: set[int] = set()
         self.chosen: set[tuple[int, str]] = set()
         self.taken: defaultdict[tuple[int, int], set[frozenset[Any]]] = defaultdict(set)
@@ -164,6 +166,8 @@ class Record:
         for before in other.frontier:
             if before >= 0:
                 self.followed[before].add(product.leaf)
+        for before in other.linear:
+            self.followed_by_linear[before].add(product.leaf)
         self.beside_inputs |= other.beside_inputs
         if not self.passes_to_come:
             is_first, most = self.seen.get(j, (True, 0))

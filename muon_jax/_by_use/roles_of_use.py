@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from muon_jax._by_use.pieces import Shape
+from muon_jax._by_use.pieces import Shape, size_of
 from muon_jax._by_use.record import Record, WeightProduct
 from muon_jax._by_use.values import Value, as_activation
 from muon_jax._by_use.views_of_use import Digit, labels_of_parts, view_of_use
@@ -70,6 +70,23 @@ class Roles:
         self._latents, self._factors = self._latents_and_factors()
         self._experts = self._axes_of_experts()
 
+    def _low_rank_pairs(self) -> set[frozenset[int]]:
+        """Parameters of which one takes the outputs of the other alone, as in LoRA beside a kernel.
+
+        Only linear operations are between, so that both are factors of a matrix of lower rank, at
+        most half of what it could be.
+        """
+        seen, found = self._seen, set()
+        for j, product in enumerate(seen.products):
+            after = seen.followed.get(j, set())
+            if len(after) != 1 or after != seen.followed_by_linear.get(j) or product.leaf in after:
+                continue
+            kept = [size_of(seen.products[k].kept) for k in self._products_of[next(iter(after))]]
+            rank = size_of(product.kept)
+            if kept and 2 * rank <= min(size_of(product.contracted), *kept):
+                found.add(frozenset((product.leaf, *after)))
+        return found
+
     def _latents_and_factors(self) -> tuple[set[int], set[int]]:
         """Parameters that are multiplied with parameters.
 
@@ -79,7 +96,7 @@ class Roles:
         def meets_data(leaf: int) -> bool:
             return "with data" in self._seen.uses[leaf]
 
-        pairs = self._seen.factors
+        pairs = self._seen.factors | self._low_rank_pairs()
         latents = {
             a
             for pair in pairs

@@ -39,6 +39,7 @@ class Value:
         repeats: the axes that a broadcast has just made.
         hidden: products, and axes of their weights, of which a relayout took entries that pieces
             cannot show.
+        linear: the products that it comes from by linear operations alone.
         choosers: products whose outputs were sorted, or compared for the largest, to make it.
     """
 
@@ -53,6 +54,7 @@ class Value:
     beside_inputs: frozenset[int] = frozenset()
     repeats: frozenset[int] = frozenset()
     hidden: frozenset[tuple[int, Any]] = frozenset()
+    linear: frozenset[int] = frozenset()
     choosers: frozenset[int] = frozenset()
 
     def with_pieces(self, pieces: Iterable[Piece | None]) -> "Value":

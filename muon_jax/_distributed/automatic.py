@@ -3,10 +3,13 @@
 The plan is made when the compiler asks how to partition the operation (`custom_partitioning`).
 """
 
+import contextlib
+import functools
 import itertools
 import math
+import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,51 +61,94 @@ def run_when_partitioned(
         arrays: of the iteration.
         settings: what else decides what is compiled, beside the library and JAX's settings.
     """
+    if of_stacks is not None:  # the mesh is known, and has several devices
+        _check_cache()
     precision = jax.config.jax_default_matmul_precision
     digest = np.uint32(zlib.crc32(repr((sources.digest(), precision, settings)).encode()))
-    mapped = _with_vmap(_operation(planned, unsharded), by_xla, of_stacks)
-    run = jax.custom_jvp(lambda leaves, arrays: mapped(leaves, arrays, digest))
-    run.defjvp(lambda primals, tangents: jax.jvp(by_xla, primals, tangents))
+    raised: list[Exception] = []
+    operation = _operation(planned, unsharded, raised)
+
+    def partitioned(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return operation(leaves, arrays, digest)
+
+    run = with_rules(partitioned, by_xla, of_stacks, is_sequential=True)
     # Within `jit`, for the digest to be a constant of the program where an update is not jitted.
-    return jax.jit(run)(leaves, arrays)
+    try:
+        return jax.jit(run)(leaves, arrays)
+    except jax.errors.JaxRuntimeError:  # from the compiler, where no other `jit` is around
+        if raised:
+            raise raised[0] from None
+        raise
 
 
-def _with_vmap(
-    operation: Callable[..., list[jax.Array]], by_xla: Planned, of_stacks: Planned | None
-) -> Callable[..., list[jax.Array]]:
-    """The operation with the rule for `vmap` of `run_when_partitioned`."""
-    run = jax.custom_batching.custom_vmap(operation)
+def _check_cache() -> None:
+    """Warns if JAX's persistent cache is on, but never finds programs with such an operation."""
+    config = jax.config
+    is_on = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
+    if is_on and not config.jax_remove_custom_partitioning_ptr_from_cache_key:
+        _warn_of_cache()
 
-    @run.def_vmap
+
+@functools.cache
+def _warn_of_cache() -> None:
+    """Warns once in a process."""
+    warnings.warn(
+        "JAX's persistent compilation cache is on, but it never finds the programs that update"
+        " parameters on automatic mesh axes, because their keys contain a memory address. Add"
+        " jax.config.update('jax_remove_custom_partitioning_ptr_from_cache_key', True)",
+        stacklevel=3,
+    )
+
+
+def with_rules(
+    run: Planned, by_xla: Planned, of_stacks: Planned | None, *, is_sequential: bool = False
+) -> Planned:
+    """Returns `run` with rules for `vmap` and derivatives, which its exchanges do not have.
+
+    Args:
+        run: computes the results.
+        by_xla: computes the same, and takes derivatives; also mapped where `of_stacks` does not.
+        of_stacks: runs on leaves with one more axis in front; None where no mesh is known.
+        is_sequential: whether it runs once for each of mapped arrays.
+    """
+    mapped = jax.custom_batching.custom_vmap(run)
+
+    @mapped.def_vmap
     def _(
         axis_size: int,
         in_batched: Sequence[Any],
         leaves: Sequence[jax.Array],
         arrays: Sequence[jax.Array],
-        digest: jax.Array,
     ) -> tuple[list[jax.Array], list[bool]]:
-        mapped_leaves, mapped_arrays, _ = in_batched
-        in_axes = jax.tree.map(lambda mapped: 0 if mapped else None, tuple(in_batched))
-        if of_stacks is None:
-            results = jax.vmap(by_xla, in_axes[:2])(leaves, arrays)
+        mapped_leaves, mapped_arrays = in_batched
+        in_axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, tuple(in_batched))
+        if of_stacks is None or (any(mapped_arrays) and not is_sequential):
+            results = jax.vmap(by_xla, in_axes)(leaves, arrays)
         elif any(mapped_arrays):
-            sequential = jax.custom_batching.sequential_vmap(operation)
-            results = jax.vmap(sequential, in_axes)(leaves, arrays, digest)
+            sequential = jax.custom_batching.sequential_vmap(run)
+            results = jax.vmap(sequential, in_axes)(leaves, arrays)
         else:
             stacks = [
-                x if mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
-                for x, mapped in zip(leaves, mapped_leaves, strict=True)
+                x if is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+                for x, is_mapped in zip(leaves, mapped_leaves, strict=True)
             ]
             results = of_stacks(stacks, arrays)
         return results, [True] * len(results)
 
-    return run
+    with_derivative = jax.custom_jvp(lambda leaves, arrays: mapped(leaves, arrays))
+    with_derivative.defjvp(lambda primals, tangents: jax.jvp(by_xla, primals, tangents))
+    return with_derivative
 
 
 def _operation(
-    planned: Callable[[Sequence[PartitionSpec], Mapping[str, int]], Planned], unsharded: Planned
+    planned: Callable[[Sequence[PartitionSpec], Mapping[str, int]], Planned],
+    unsharded: Planned,
+    raised: list[Exception],
 ) -> Callable[..., list[jax.Array]]:
-    """The operation `(leaves, arrays, digest) -> results` that the compiler partitions."""
+    """The operation `(leaves, arrays, digest) -> results` that the compiler partitions.
+
+    The compiler raises errors of its own, so `raised` gets ours.
+    """
 
     @custom_partitioning
     def operation(
@@ -114,9 +160,12 @@ def _operation(
     def partition(mesh: jax.sharding.Mesh, operands: Any, results: Any) -> tuple[Any, ...]:
         del results
         leaves, arrays, _ = operands
-        shardings = [NamedSharding(mesh, _even_spec(x, mesh)) for x in leaves]
-        replicated = NamedSharding(mesh, PartitionSpec())
-        run = planned([s.spec for s in shardings], mesh.shape)
+        if mesh.size > 1:
+            _check_cache()
+        with _kept_in(raised):
+            shardings = [NamedSharding(mesh, _even_spec(x, mesh)) for x in leaves]
+            replicated = NamedSharding(mesh, PartitionSpec())
+            run = planned([s.spec for s in shardings], mesh.shape)
 
         @standard_promotion()  # XLA traces this long after `update` has returned
         def of_shards(
@@ -124,7 +173,10 @@ def _operation(
         ) -> list[jax.Array]:
             in_force = jax.sharding.get_abstract_mesh()  # its explicit axes would be in all types
             types = dict.fromkeys(in_force.axis_names, AxisType.Auto)
-            with jax.sharding.use_abstract_mesh(in_force.update_axis_types(types)):
+            with (
+                _kept_in(raised),
+                jax.sharding.use_abstract_mesh(in_force.update_axis_types(types)),
+            ):
                 return run(leaves, arrays)
 
         return mesh, of_shards, shardings, (shardings, [replicated] * len(arrays), replicated)
@@ -138,6 +190,16 @@ def _operation(
 
     operation.def_partition(partition, sharding_rule=rule)
     return operation
+
+
+@contextlib.contextmanager
+def _kept_in(raised: list[Exception]) -> Iterator[None]:
+    """Adds the error to the list that leaves the block, if any."""
+    try:
+        yield
+    except Exception as error:
+        raised.append(error)
+        raise
 
 
 def _even_spec(x: Any, mesh: jax.sharding.Mesh) -> PartitionSpec:

@@ -1,7 +1,7 @@
 """Over which mesh axes matrices are exchanged, and what happens over the others."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from muon_jax._checks import OUTSIDE, words_of
@@ -19,10 +19,12 @@ class Choice(NamedTuple):
         replicas: whether devices that have equal matrices repeat or split the work, or do what a
             model of the times finds faster.
         sharded: what becomes of matrices that the axis shards; None where they are exchanged.
+        is_modeled: whether a model of the times chose `replicas`.
     """
 
-    replicas: Literal["repeat", "split", "faster"] = "repeat"
+    replicas: Literal["repeat", "split", "faster"] = "faster"
     sharded: Literal["raise", "gram", "block"] | None = "raise"
+    is_modeled: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +95,25 @@ class ExchangeAxes:
         """Returns the same with this word in place of `"faster"`."""
 
         def of_choice(choice: Choice) -> Choice:
-            return choice._replace(replicas=word) if choice.replicas == "faster" else choice
+            if choice.replicas != "faster":
+                return choice
+            return choice._replace(replicas=word, is_modeled=True)
 
+        return self._map(of_choice)
+
+    def repeated(self) -> "ExchangeAxes":
+        """Returns the same with `"repeat"` for all axes."""
+        return self._map(lambda choice: choice._replace(replicas="repeat"))
+
+    def _map(self, of_choice: Callable[[Choice], Choice]) -> "ExchangeAxes":
         named = tuple((axis, of_choice(choice)) for axis, choice in self.named)
         return dataclasses.replace(self, named=named, others=of_choice(self.others))
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether no choice is left to the model of the times."""
+        choices = (self.others, *dict(self.named).values())
+        return all(choice.replicas != "faster" for choice in choices)
 
     def may_cut_blocks(self, mesh: Mapping[str, int]) -> bool:
         """Returns whether matrices may be blocks on the mesh; on one without axes, on any mesh."""

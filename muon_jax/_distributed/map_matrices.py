@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._coefficients import Iterations, map_by_iteration
-from muon_jax._distributed.automatic import Planned, run_when_partitioned
+from muon_jax._distributed.automatic import Planned, run_when_partitioned, with_rules
 from muon_jax._distributed.block_steps import BlockStep, limits_of_blocks, run_either
 from muon_jax._distributed.devices import asks_how_to_partition, platform_of, traced_for
 from muon_jax._distributed.exchange import run_plan
@@ -23,6 +23,7 @@ from muon_jax._distributed.sharding import (
     Mesh,
     Placed,
     Shardings,
+    axes_of_spec,
     locate,
     meshes_of,
     shardings_of_leaves,
@@ -122,6 +123,8 @@ def _map_leaves(
         place = _stated_alone(place, shardings)
         if place.kind != AxisType.Explicit:
             _check_needs_no_sharding(place, limits, step)
+    if place.kind == AxisType.Auto:  # before the compiler asks, which buries what is raised there
+        limits.check_names(place.mesh.shape)
     if place.kind is None and _may_be_sharded(place.mesh, leaves):
         place = place._replace(kind=AxisType.Auto)
     if place.kind is None:
@@ -167,7 +170,7 @@ def _stated_alone(place: Placed, shardings: Shardings) -> Placed:
 def _check_needs_no_sharding(place: Placed, limits: Limits, step: BlockStep | None) -> None:
     """Raises ValueError where the caller's arguments need shardings that nobody knows."""
     argument = None
-    if limits.exchange_axes != ExchangeAxes():
+    if limits.exchange_axes not in (ExchangeAxes(), ExchangeAxes().repeated()):
         argument = "exchange_axes= or outside="
     elif step:
         argument = "block_period="
@@ -223,12 +226,20 @@ def _map_sharded(
     units = units_of(views, place.whole, iterations)
     arrays, bind = _arrays_of((iterations.distinct, step))
 
-    def planned(specs: Sequence[PartitionSpec], mesh: Mapping[str, int]) -> Planned:
+    def repeating(exchange_axes: ExchangeAxes) -> Limits:
+        return limits._replace(exchange_axes=exchange_axes)
+
+    unless_stated = repeating(limits.exchange_axes.decided("repeat"))
+    repeat = repeating(limits.exchange_axes.repeated())
+
+    def planned(
+        specs: Sequence[PartitionSpec], mesh: Mapping[str, int], within: Limits = limits
+    ) -> Planned:
         def plan_of(limits: Limits) -> Plan:
             return make_plan(units, specs, mesh, limits, iterations.distinct)
 
-        whole = plan_of(limits)
-        blocks = plan_of(limits_of_blocks(limits)) if step else whole
+        whole = plan_of(within)
+        blocks = plan_of(limits_of_blocks(within)) if step else whole
 
         def run(shards: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
             distinct, step = bind(arrays)
@@ -238,17 +249,45 @@ def _map_sharded(
 
         return run
 
+    def splits(within: Limits) -> bool:
+        plan = make_plan(units, place.specs, place.mesh.shape, within, iterations.distinct)
+        return bool(plan.shares)
+
+    def of_stacks(stacks: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        views = [stacked_view(unit.view) for unit in units]
+        distinct, step = bind(arrays)
+        bound = dataclasses.replace(iterations, distinct=distinct)
+        return map_matrices(bound, lambda _: views, [*stacks], None, unless_stated, step)
+
     if place.kind == AxisType.Manual:
         units = [_varying_like(unit, x) for unit, x in zip(units, leaves, strict=True)]
-        return planned(place.specs, place.mesh.shape)(leaves, arrays)
+        within = unless_stated if _replicas_may_differ(units, place) else limits
+        run = planned(place.specs, place.mesh.shape, within)
+        if splits(within):
+            run = with_rules(run, planned(place.specs, place.mesh.shape, repeat), None)
+        return run(leaves, arrays)
     if place.kind == AxisType.Explicit:
-        run = jax.shard_map(
-            planned(place.specs, place.mesh.shape),
-            mesh=place.mesh,
-            in_specs=(place.specs, PartitionSpec()),
-            out_specs=place.specs,
-            check_vma=False,
-        )
+
+        def on_shards(within: Limits) -> Planned:
+            def run(shards: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+                # From a shard_map, `vmap` takes explicit axes that shard what it maps.
+                types = jax.sharding.get_abstract_mesh().axis_types
+                own = within if {*types} == {AxisType.Manual} else repeat
+                return planned(place.specs, place.mesh.shape, own)(shards, arrays)
+
+            return jax.shard_map(
+                run,
+                mesh=place.mesh,
+                in_specs=(place.specs, PartitionSpec()),
+                out_specs=place.specs,
+                check_vma=False,
+            )
+
+        run, types = on_shards(limits), {*place.mesh.axis_types}
+        is_typed = types == {AxisType.Explicit}
+        if is_typed or splits(limits):
+            is_known = is_typed or (types == {AxisType.Auto} and asks_how_to_partition(place.mesh))
+            run = with_rules(run, on_shards(repeat), of_stacks if is_known else None)
         return jax.jit(run)(leaves, arrays)
 
     if not asks_how_to_partition(place.mesh):
@@ -270,15 +309,21 @@ def _map_sharded(
             )
         return unsharded(leaves, arrays)
 
-    def of_stacks(stacks: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        views = [stacked_view(unit.view) for unit in units]
-        distinct, step = bind(arrays)
-        bound = dataclasses.replace(iterations, distinct=distinct)
-        return map_matrices(bound, lambda _: views, [*stacks], None, limits, step)
-
     settings = repr((bind([None] * len(arrays)), units, limits))
     mapped = None if place.mesh.empty else of_stacks
     return run_when_partitioned(planned, unsharded, by_xla, mapped, leaves, arrays, settings)
+
+
+def _replicas_may_differ(units: Sequence[Leaf], place: Placed) -> bool:
+    """Whether replicas in the caller's shard_map may have values of their own, such as gradients.
+
+    Under `check_vma=False` JAX does not know it.
+    """
+    sharded = [name for name, size in place.mesh.shape.items() if size > 1]
+    if not jax.typeof(jax.lax.axis_index(sharded[0])).manual_axis_type.varying:
+        return True
+    pairs = zip(units, place.specs, strict=True)
+    return any(unit.varying.intersection(sharded) - {*axes_of_spec(spec)} for unit, spec in pairs)
 
 
 def _varying_like(unit: Leaf, x: jax.Array) -> Leaf:

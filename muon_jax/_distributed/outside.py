@@ -61,7 +61,8 @@ def placed_within(
     leaf = placed(leaf, spec, mesh, blocks)
     idle = [axis for axis, size in mesh.items() if size > 1 and axis not in axes_of_spec(spec)]
     split = tuple((axis, mesh[axis]) for axis in idle if choices[axis].replicas == "split")
-    leaf = dataclasses.replace(leaf, split=split, is_replicated=len(split) < len(idle))
+    stated = [axis for axis, _ in split if not choices[axis].is_modeled]
+    leaf = dataclasses.replace(leaf, split=split, is_replicated=len(stated) < len(idle))
     outside = {axis: choices[axis].sharded for axis in sum(leaf.axes, ())}
     with errors_naming(leaf.name, leaf.parameter_shape):
         for axis, choice in outside.items():

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf
 from muon_jax._iteration.normalization import largest_entries, powers_of_two
@@ -45,7 +46,9 @@ def pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
     num_slots, block = sum(chunk.slots for chunk in bucket.chunks), _largest_block(bucket)
     is_scaled = bucket.dtype == jnp.float16
     tail = num_slots + -num_slots % 128 if is_scaled else 0  # of exponents; aligns the next row
-    packed = jax.lax.empty((bucket.owners, (end + tail) // block, block), bucket.dtype)
+    shape = (bucket.owners, (end + tail) // block, block)
+    whole = _on_mesh_of(shards[bucket.chunks[0].parts[0][0].index])
+    packed = jax.lax.empty(shape, bucket.dtype, out_sharding=whole)
     exponent_column = end
     for column, size, chunk in zip(columns, elements, bucket.chunks, strict=False):
         parts = [
@@ -69,6 +72,12 @@ def pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
         for begin, units in zip(begins, parts, strict=True):
             packed = write_units(packed, chunk, column, begin, units)
     return packed.reshape(bucket.owners, -1, *_minor(bucket))
+
+
+def _on_mesh_of(x: jax.Array) -> NamedSharding | None:
+    """The sharding of whole arrays in types: explicit axes that `vmap` maps over are on a mesh."""
+    mesh = jax.typeof(x).sharding.mesh
+    return None if mesh.empty else NamedSharding(mesh, PartitionSpec())
 
 
 def _largest_block(bucket: Bucket) -> int:

@@ -50,7 +50,8 @@ class Leaf:
         iteration: the index of their iteration.
         split: names and sizes of the mesh axes over which replicas split the units, in the mesh's
             order.
-        is_replicated: whether several devices have the same shard, and repeat the work.
+        is_replicated: whether several devices have the same shard, and repeat the work unless a
+            model of the times finds it faster to split it.
         blocks: the mesh axes that cut each matrix in blocks, which are the leaf's matrices: its
             shapes are those of blocks.
         gains: what the result of each stack is multiplied by; none where all are 1.

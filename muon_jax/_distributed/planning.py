@@ -122,8 +122,8 @@ def make_plan(
     | True               | it can                                                           |
     | None               | it can, no device has a replica, and a model finds it faster     |
 
-    Where replicas shall do what is faster, it is the faster of the plans in which all of them
-    repeat the work, and split it.
+    Where replicas do what is faster, this makes two plans, in which all of them repeat the work or
+    split it, and returns the faster. Both keep the same matrices in pieces.
 
     Args:
         units: the parameters.
@@ -148,7 +148,7 @@ def make_plan(
             and _is_faster_in_pieces(bucket, limits.links)
         )
 
-    if limits.exchange_axes != limits.exchange_axes.decided("repeat"):
+    if not limits.exchange_axes.is_decided:
         words = map(limits.exchange_axes.decided, ("repeat", "split"))
         stated = (limits._replace(exchange_axes=exchange_axes) for exchange_axes in words)
         plans = [make_plan(units, specs, mesh, each, iterations) for each in stated]

@@ -4,6 +4,7 @@ Arrays outside `jit` say how they are sharded. Where the compiler cannot tell, a
 them to be sharded alike in `jit`. Were they not, XLA would move them, and results be the same.
 """
 
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,45 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._distributed.devices import asks_how_to_partition
-from muon_jax._distributed.sharding import Shardings, mesh_of, meshes_of
+from muon_jax._distributed.sharding import (
+    Shardings,
+    mesh_axes_by_dim,
+    mesh_of,
+    meshes_of,
+    shardings_of_leaves,
+    spec_of,
+)
+
+
+def warn_of_other_shardings(tree: Any, stated: Shardings) -> None:
+    """Warns if an array is sharded over other mesh axes than `shardings=` says.
+
+    It ignores traced arrays and mesh axes of one device.
+    """
+    leaves = jax.tree.leaves_with_path(tree)
+    if stated is None or any(isinstance(x, Tracer) for _, x in leaves):
+        return
+    for (path, x), sharding in zip(leaves, shardings_of_leaves(stated, tree), strict=True):
+        own, spec = getattr(x, "sharding", None), spec_of(sharding)
+        if not isinstance(own, NamedSharding) or len(own.device_set) == 1:
+            continue
+        if {*own.mesh.axis_types} == {AxisType.Explicit}:  # `update` raises
+            continue
+        sizes = dict(own.mesh.shape)
+        try:
+            by_dim = [mesh_axes_by_dim(each, x.ndim, sizes) for each in (own.spec, spec)]
+        except ValueError:  # from `update`, or of another mesh than the array's
+            continue
+        seen, said = ([[a for a in dim if sizes[a] > 1] for dim in dims] for dims in by_dim)
+        if seen != said:
+            warnings.warn(
+                f"shardings= says {spec} for the parameter {jax.tree_util.keystr(path)}, but the"
+                f" array is sharded as {own.spec}. Each update would move it from one to the other,"
+                " and gather it on all devices along mesh axes that shardings= leaves out. Leave"
+                f" out shardings=, or pass {own.spec}",
+                stacklevel=4,
+            )
+            return
 
 
 class _Seen(NamedTuple):

@@ -87,6 +87,44 @@ def mesh_axes_by_dim(
     return _padded(spec, ndim)
 
 
+def spec_that_fits(
+    spec: PartitionSpec, mesh: Mapping[str, int], whole: tuple[int, ...], shape: tuple[int, ...]
+) -> PartitionSpec:
+    """Returns the spec of a parameter for an array that belongs to it and has another shape.
+
+    Args:
+        spec: of the parameter.
+        mesh: the sizes of the mesh axes.
+        whole: the shape of the parameter.
+        shape: the shape of the array. An axis of another size keeps its mesh axes if they divide
+            that size. An array of another rank is on each device whole.
+
+    Raises:
+        ValueError: as `mesh_axes_by_dim`.
+    """
+    by_dim = mesh_axes_by_dim(spec, len(whole), mesh)
+    if shape == whole:
+        return spec
+    if len(shape) != len(whole):
+        return PartitionSpec()
+    entries = (*spec, *[None] * (len(whole) - len(spec)))
+    of_dims = zip(entries, by_dim, whole, shape, strict=True)
+    return PartitionSpec(
+        *(
+            entry if n == of_whole or n % math.prod(mesh[name] for name in names) == 0 else None
+            for entry, names, of_whole, n in of_dims
+        )
+    )
+
+
+def sharding_that_fits(
+    sharding: NamedSharding, whole: tuple[int, ...], shape: tuple[int, ...]
+) -> NamedSharding:
+    """Returns the sharding with `spec_that_fits`."""
+    spec = spec_that_fits(sharding.spec, sharding.mesh.shape, whole, shape)
+    return sharding.update(spec=spec)
+
+
 def locate(tree: Any, shardings: Shardings) -> Placed:
     """Returns where the leaves of `tree` are, arrays that are traced or not.
 

@@ -65,7 +65,9 @@ def fastest_form(
         if isinstance(form, Form):
             offered.append(form)
         elif method:
-            raise ValueError(f"method='gram' is not offered here: {form}. Pass method='standard'")
+            raise ValueError(
+                f"ns_method='gram' is not offered here: {form}. Pass ns_method='standard'"
+            )
     return min(offered, key=lambda form: form.products.microseconds(wide_shape))
 
 
@@ -166,10 +168,7 @@ def _products_dtype(
             "float16 or 32 bits or more" if diverging == "bfloat16" else f"{least} bits or more"
         )
         reason = ", or rounding makes these coefficients diverge" * bool(diverging)
-        raise ValueError(
-            f"dtype must have {needed}{reason}, got {dtype}: pass dtype='auto'"
-            " (ns_dtype='auto' to muon)"
-        )
+        raise ValueError(f"ns_dtype must have {needed}{reason}, got {dtype}: pass ns_dtype='auto'")
     if jnp.issubdtype(in_dtype, jnp.complexfloating):
         dtype = jnp.promote_types(dtype, jnp.complex64)
     return dtype

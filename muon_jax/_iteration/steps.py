@@ -141,6 +141,6 @@ class Schedule:
             raise ValueError(
                 f"ns_coeffs={self.name!r} is unsafe in {name}: its rounding can make singular"
                 " values exceed 1.5. It needs float16 or bfloat16, or 32 bits or more: pass"
-                " dtype='auto' (ns_dtype='auto' to muon)"
+                " ns_dtype='auto'"
             )
         return self.bfloat16_steps if name == "bfloat16" else self.steps

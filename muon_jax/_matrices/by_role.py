@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,9 @@ from muon_jax._checks import checks_arguments
 from muon_jax._matrices.evidence import without_contradictions
 from muon_jax._matrices.heads import without_unconfirmed_heads
 from muon_jax._matrices.layouts import Layout, Shape, relabelled
-from muon_jax._matrices.neighbours import told_by_neighbours
+from muon_jax._matrices.neighbours import told_by_neighbours, without_possible_heads
 from muon_jax._matrices.per_head import NO_WIDTH, with_matrix_per_head
-from muon_jax._matrices.roles import Found, NamedShape, look_up
+from muon_jax._matrices.roles import Found, NamedShape, is_block, look_up
 from muon_jax._matrices.shapes import ALTERNATING, UNKNOWN, Unknown
 from muon_jax._matrices.stacked_layers import Layers, layers_of
 from muon_jax._matrices.unknown_roles import (
@@ -29,7 +30,7 @@ from muon_jax._matrices.unknown_roles import (
 )
 from muon_jax._matrices.views import Split, Unfold, View, ViewTree
 from muon_jax._tree_checks import check_params
-from muon_jax._trees import has_masked, path_name
+from muon_jax._trees import check_patterns_decide, has_masked, path_name
 
 type Rules = Mapping[str, View | None]
 
@@ -48,9 +49,21 @@ _ALTERNATING: dict[tuple[int, ...], str] = {
 }
 
 
+class _WithArguments(functools.partial):
+    """`by_role` with its arguments but the parameters, which prints as the call that made it."""
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.keywords.items())
+        return f"by_role({given})"
+
+
+_LATER: Any = inspect.Parameter.empty  # the optimizer passes the parameters
+_DEFAULTS = (None, "in_out", False)
+
+
 @checks_arguments
 def by_role(
-    params: Any,
+    params: Any = _LATER,
     rules: Rules | None = None,
     layout: Layout = "in_out",
     per_head: bool = False,
@@ -58,12 +71,13 @@ def by_role(
 ) -> ViewTree:
     """Returns the view of each parameter by what it is for; None leaves it to AdamW.
 
-    Pass the function itself to the optimizer: `muon(…, muon_weight_dimension_numbers=by_role)`. To
-    add arguments, pass `functools.partial(by_role, rules={…}, layout="out_in")`. The path and the
-    shape of a parameter, and those of the parameters beside it, tell what it is for:
+    Pass the function itself to the optimizer: `muon(…, muon_weight_dimension_numbers=by_role)`.
+    With arguments but no `params` it returns a function of the parameters, which has these
+    arguments: `muon(…, muon_weight_dimension_numbers=by_role(rules={…}, layout="out_in"))`. The
+    path and the shape of a parameter, and those of the parameters beside it, tell what it is for:
 
     -   AdamW has vectors, biases and norms, also those of stacked layers. A kernel with one output
-        is a vector.
+        is a vector, and so is a convolution `(*window, in, 1)`.
     -   AdamW has embeddings, tables of positions, tokens, output heads of one layer, routers, smear
         gates and depthwise filters. It also has a convolution of one channel, which has the shape
         of a depthwise filter.
@@ -74,8 +88,10 @@ def by_role(
         Gemma's einsums are matrices by their equations.
     -   `qkv` of width 3·in, `kv` and `gate_up` are split into equal parts, one matrix each.
     -   Experts `(experts, in, out)` are one matrix each.
-    -   Numbered layers, such as `Dense_0`, are matrices where the next one, or an output head,
-        takes their result.
+    -   A layer in a numbered block, a stack, an attention, a feed-forward module or experts is
+        hidden. Elsewhere the output head may have any name: `Dense_2`, `hidden_2`, `w3`, `conv_out`
+        and `mlp/w2` may be the last layer. Such a layer is a matrix where the next one, or an
+        output head, takes its result. Otherwise it raises.
     -   Stacked layers are one matrix each. A stack is below a name such as `layers` that no number
         follows, and all its parameters have as many layers along their first axis. Layers may be
         along axis 1, where biases or norms of shape (width, layers) show this. Norms also show
@@ -83,7 +99,7 @@ def by_role(
 
     Args:
         params: parameters of Flax (linen, boxed or not, or nnx) or in any other tree; arrays, or
-            shapes of them.
+            shapes of them. Without them, the result is a function that takes them.
         rules: a view, or None for AdamW, for each regular expression. Expressions are searched for
             in paths such as `"layers/0/mlp/up/kernel"`. The first that matches decides, before all
             of the above.
@@ -105,7 +121,8 @@ def by_role(
         ValueError: nothing above knows a parameter of that path and shape.
         ValueError: a parameter is in the order of the other layout. Biases, windows, the width of
             the embedding, and the widths of an MLP's `weight` show this.
-        ValueError: a rule matches no path, in a tree without `optax.MaskedNode`.
+        ValueError: a rule matches no path, or rules before it take all paths that it matches, in a
+            tree without `optax.MaskedNode`.
         ValueError: `per_head` finds no projection to heads, in such a tree, or nothing tells the
             heads of one.
         ValueError: `head_dim` is given without `per_head`; a norm of q tells another width; or no
@@ -115,22 +132,29 @@ def by_role(
         ValueError: there is no such layout.
         TypeError: `params` has leaves that are no arrays, as modules of Equinox have.
     """
+    if head_dim is not None and not per_head:
+        raise ValueError(f"head_dim={head_dim} needs per_head=True: pass both, or neither")
+    rules = rules and dict(rules)  # which the caller may change later
+    if params is _LATER:
+        given = {"rules": rules, "layout": layout, "per_head": per_head, "head_dim": head_dim}
+        given = {name: value for name, value in given.items() if value not in _DEFAULTS}
+        return _WithArguments(by_role, **given)
     named, treedef = named_shapes(params), jax.tree.structure(params)
     if named and jax.tree_util.treedef_is_leaf(treedef):
         raise ValueError(
             f"by_role needs a tree of parameters, got one array of shape {named[0][1]}: pass"
             " static_args='muon_weight_dimension_numbers' to optax.inject_hyperparams"
         )
-    if head_dim is not None and not per_head:
-        raise ValueError(f"head_dim={head_dim} needs per_head=True: pass both, or neither")
     head_dim = None if head_dim is None else int(head_dim)  # 128.0 is an integer, too
     rules = rules or {}
     idle = [rule for rule in rules if not any(re.search(rule, name) for name, _ in named)]
-    if idle and named and not has_masked(params):
-        raise ValueError(
-            f"the rules {idle} match none of the {len(named)} paths, such as {named[0][0]!r}:"
-            " describe(params) prints all paths"
-        )
+    if named and not has_masked(params):
+        if idle:
+            raise ValueError(
+                f"the rules {idle} match none of the {len(named)} paths, such as {named[0][0]!r}:"
+                " describe(params) prints all paths"
+            )
+        check_patterns_decide("rules", rules, [name for name, _ in named])
     found = routes(named, rules, layout, per_head, head_dim)
     unknown = [
         UnknownParameter(name, shape, route.view)
@@ -140,7 +164,7 @@ def by_role(
     known = [
         name
         for (name, _), route in zip(named, found, strict=True)
-        if not isinstance(route.view, Unknown) and route.role != "rule"
+        if not isinstance(route.view, Unknown) and not any(re.search(rule, name) for rule in rules)
     ]
 
     def views_by_path(**arguments: Any) -> dict[str, View | None | Unknown]:
@@ -211,7 +235,7 @@ def named_shapes(params: Any) -> list[NamedShape]:
 
 def routes(
     named: Sequence[NamedShape],
-    rules: Rules,
+    rules: Rules | None,
     layout: Layout = "in_out",
     per_head: bool = False,
     head_dim: int | None = None,
@@ -229,9 +253,10 @@ def routes(
     found = without_unconfirmed_heads(names, layers, found)
     found = told_by_neighbours(names, found)
     found = without_contradictions(below_root, layers, found, layout)
+    found = without_possible_heads(names, layers, found)
     if per_head:
         found = with_matrix_per_head(names, found, head_dim)
-    by_rule = [_route_by_rule(name, rules) for name, _ in named]
+    by_rule = [_route_by_rule(name, rules or {}) for name, _ in named]
     return [claimed or _route(of_one) for claimed, of_one in zip(by_rule, found, strict=True)]
 
 
@@ -241,7 +266,9 @@ def _without_root(named: Sequence[NamedShape]) -> Sequence[NamedShape]:
     Flax numbers that module, as in `ResNet_0`. Its name says nothing about a place in the network.
     """
     roots = {name.partition("/")[0] for name, _ in named}
-    if len(named) > 1 and len(roots) == 1 and re.search(r"_\d+$", next(iter(roots))):
+    (root, *others) = roots or {""}
+    is_module = re.search(r"_\d+$", root) and not is_block(root)  # a class has a capital
+    if len(named) > 1 and not others and is_module:
         return [(name.partition("/")[2], shape) for name, shape in named]
     return named
 
@@ -249,7 +276,8 @@ def _without_root(named: Sequence[NamedShape]) -> Sequence[NamedShape]:
 def _route_by_rule(name: str, rules: Rules) -> Route | None:
     """The route that the first matching rule gives to a parameter."""
     return next(
-        (Route("rule", view) for rule, view in rules.items() if re.search(rule, name)), None
+        (Route(f"rule {rule!r}", view) for rule, view in rules.items() if re.search(rule, name)),
+        None,
     )
 
 
@@ -261,6 +289,9 @@ def _found(name: str, shape: Shape, layers: Layers, layout: Layout) -> Found:
     if not layers.is_known:
         return Found("unknown", UNKNOWN, shape, axes)
     of_one = look_up(name, layers.of_one(shape), layers.of_one(axes), layout)
+    if isinstance(of_one.view, MuonDimensionNumbers):
+        is_vector = 1 in (_size(of_one.shape, group) for group in of_one.view)
+        return Found("vector", None, of_one.shape, of_one.axes) if is_vector else of_one
     if not isinstance(of_one.view, Unknown):
         return of_one
     # Each layer has a vector, or a kernel has one output.
@@ -269,6 +300,11 @@ def _found(name: str, shape: Shape, layers: Layers, layout: Layout) -> Found:
     if is_vector or rank > 1 and of_one.shape[-1] == 1 and size == max(of_one.shape):
         return Found("vector", None, of_one.shape, of_one.axes)
     return of_one
+
+
+def _size(shape: Shape, axes: int | Sequence[int]) -> int:
+    """The number of rows, or of columns, that these axes have."""
+    return math.prod(shape[axis] for axis in ([axes] if isinstance(axes, int) else axes))
 
 
 def _route(of_one: Found) -> Route:

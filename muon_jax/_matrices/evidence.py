@@ -65,7 +65,9 @@ def without_contradictions(
 
     def checked(name: str, of_parameter: Layers, of_one: Found) -> Found:
         is_einsum = of_one.role.startswith("einsum")
-        if of_one.view is None or len(of_one.shape) < 2 or is_einsum or not of_parameter.is_known:
+        # A window at the end may be of one element, and look like one output.
+        is_left = of_one.view is None and (of_one.role != "convolution" or of_one.shape[-1] > 1)
+        if is_left or len(of_one.shape) < 2 or is_einsum or not of_parameter.is_known:
             return of_one
         reason = _reason(name, of_one, shapes, layout, widths)
         return of_one._replace(view=Unknown(reason, is_of_layout=True)) if reason else of_one

@@ -3,29 +3,34 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._matrices.layouts import Shape, relabelled
 from muon_jax._matrices.roles import (
+    ALONE_IN_BLOCK,
     FROM_HEADS,
     FUSED_GATE,
     FUSED_KV,
+    FUSED_QKV,
     GATING_EINSUM,
-    NUMBERED,
+    LAYER_NAME,
     TO_HEADS,
-    UNNAMED,
     Found,
     bias_beside,
     head_above,
+    is_block,
+    is_inside,
     module_of,
     parent_of,
     parents_of,
+    plain,
     stem_and_number,
     width_of_embedding,
 )
 from muon_jax._matrices.shapes import UNKNOWN, VIEW_TO_HEADS, Unknown
+from muon_jax._matrices.stacked_layers import Layers
 from muon_jax._matrices.views import MATRICES, Split, Unfold
 
 # Names of the second layer of an MLP, by those of the first.
@@ -41,16 +46,16 @@ _SECOND = {
 # Names of the layer that takes the input of a recurrent cell, by those of the one for its state.
 _OF_INPUT = {r"(?<![^/])(dense_|w_)h$": r"\1i", r"(?<![^/])h(?=(2?h)$)": "i"}
 _OF_INPUT_AND_STATE = re.compile(r"(^|/)lstm(_\d+)?/linear$")
+# Projections of attention under names that output heads do not have.
+_OF_ATTENTION = re.compile(r"w_?(q|kv?|v)|(w?_?(q|kv?|v)_)(b_?)?(proj)?|query|key|k|attn_out")
+_QUERY_OR_KEY = re.compile(r"w_?[qk]|[qk]_proj|query|key|k")
+_OF_OUTPUT = re.compile(r"out|final|last|rgb|recon|pred|logit|head|post|transpose|deconv")
 _GATES = ("gate", "gate_proj", "w_gate", "wg", "w3")
 
 
 def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Found]:
     """Returns what is found, where the parameters beside each have told what they can.
 
-    -   A numbered layer, such as `Dense_0`, is hidden if the next number, or the output head beside
-        it, takes its result.
-    -   `w_in` and `w_out` may be the first and the last layer. They are hidden beside an embedding
-        or an output head of the width that `w_in` takes and `w_out` gives.
     -   `(n, in, hidden)` and `(n, hidden, in)` of one MLP are n experts, or n layers.
     -   The first layer of an MLP may be twice or three times as wide as what the second takes. Then
         it is of several matrices, and only a rule can say how they lie. `(in, 2, hidden)` says so.
@@ -87,15 +92,36 @@ def told_by_neighbours(names: Sequence[str], found: Sequence[Found]) -> list[Fou
             return of_one._replace(view=Unknown("which may be learned vectors"))
         if of_one.role == TO_HEADS and beside.makes_gate(module, of_one.shape):
             return of_one._replace(view=_query_and_gate(of_one))
-        if of_one.role not in (NUMBERED, UNNAMED, "matrix") or rank != 2:
-            return of_one
-        if parts := beside.parts.get(module):
+        if of_one.role == "matrix" and rank == 2 and (parts := beside.parts.get(module)):
             return of_one._replace(view=_fused(of_one, *parts))
-        if is_unknown and beside.take_result(module, of_one):
-            return of_one._replace(role="matrix", view=MATRICES)
         return of_one
 
     return [told(name, of_one) for name, of_one in zip(names, found, strict=True)]
+
+
+def without_possible_heads(
+    names: Sequence[str], layers: Sequence[Layers], found: Sequence[Found]
+) -> list[Found]:
+    """Returns what is found, with no view for parameters that may be output heads.
+
+    A layer may be the output head, whatever its name, unless it is in a stack, a numbered block, an
+    attention, or experts. It is hidden where another layer takes its result:
+
+    -   the next number, as of `Dense_0`, the second layer of its MLP, or the output head beside it
+        has as many rows as it has columns;
+    -   `w_in` and `w_out` are beside an embedding or an output head of the width that `w_in` takes
+        and `w_out` gives;
+    -   of a convolution, convolutions in blocks take the channels, or a layer that is flattened to.
+    """
+    beside = _Beside(names, found)
+    return [
+        of_one
+        if isinstance(of_one.view, Unknown | None)
+        or of_parameter.axes
+        or beside.is_hidden(name, of_one)
+        else of_one._replace(view=UNKNOWN)
+        for name, of_parameter, of_one in zip(names, layers, found, strict=True)
+    ]
 
 
 class _Beside:
@@ -112,18 +138,27 @@ class _Beside:
         shapes = {module: of_one.shape for module, of_one in zip(modules, found, strict=True)}
         self._vectors = {module: shape for module, shape in shapes.items() if len(shape) < 2}
         self._shapes = {module: shape for module, shape in shapes.items() if len(shape) > 1}
+        self._root = _network_of(self._shapes)
         self._sequences = defaultdict(list)
+        self._count_below = Counter(
+            above.removesuffix("/") for module in self._shapes for above in parents_of(module)
+        )
         for module, shape in self._shapes.items():
-            stem, number = stem_and_number(module)
+            stem, number = stem_and_number(self._place_of(module))
             self._sequences[stem].append((number, shape, module))
         self._ends = defaultdict(set)  # the widths behind embeddings and before heads, by modules
         self._heads = defaultdict(set)  # the latter, by modules right above
         self._arrays_to_heads = defaultdict(set)  # arrays that make heads, by modules right above
         self._layers_of_heads = Counter()  # the matrices of output heads, by their paths
+        self._attentions = set()  # modules right above queries, keys, or fused q, k and v
         self._taken = defaultdict(set)  # what projections from heads take, by modules right above
         self.experts, self.parts, self.gates_on_axis, self._residual = set(), {}, set(), set()
         for name, module, of_one in zip(names, modules, found, strict=True):
             self._read_role(module, of_one)
+            last = plain(module.removeprefix(parent_of(module)))
+            is_named = of_one.role == TO_HEADS and _QUERY_OR_KEY.fullmatch(last)
+            if is_named or of_one.role in (FUSED_QKV, FUSED_KV):
+                self._attentions.add(parent_of(module))
             if of_one.role in (TO_HEADS, FUSED_KV) and name == module:
                 self._arrays_to_heads[parent_of(name)].add(name)
         for module, shape in self._shapes.items():
@@ -140,13 +175,50 @@ class _Beside:
                 for parent in parents_of(module)[-2:]:
                     self._counts[parent].add(of_one.shape[0])
 
-    def take_result(self, module: str, layer: Found) -> bool:
-        """Whether another layer takes the result of this one, as only hidden layers have it."""
-        out = layer.shape[1]
-        takers = self._next_by_number(module)
-        is_hidden = any(taker[0] == out for taker in takers) or module in self._residual
-        before_head = layer.role == NUMBERED and out in self._heads[parent_of(module)]
-        return 1 not in layer.shape and (is_hidden or before_head)
+    def is_hidden(self, name: str, layer: Found) -> bool:
+        """Whether a parameter is no output head, whose name may be that of any layer."""
+        module = module_of(name)
+        parent = parent_of(module)
+        last = plain(module.removeprefix(parent))
+        rank = len(layer.shape)
+        if layer.role in (TO_HEADS, FROM_HEADS):
+            says_so = rank > 2 or _OF_ATTENTION.fullmatch(last) or parent in self._attentions
+        elif layer.role == FUSED_GATE and re.fullmatch(r"w\d+", last):  # the twelfth, perhaps
+            return is_inside(module)
+        else:
+            roles = ("matrix", "experts") if rank == 2 else ("convolution",)
+            says_so = layer.role not in roles or module in self._residual
+        if says_so or is_inside(self._place_of(module).removeprefix(self._root)):
+            return True
+        out = layer.shape[-1]
+        # Which of up and down is the first, their names do not say.
+        seconds = () if "up" in last else map(self._shapes.__getitem__, self._seconds(module))
+        if any(taker[-2:-1] == (out,) for taker in (*self._next_by_number(module), *seconds)):
+            return True
+        if _OF_OUTPUT.search(last):
+            return False
+        before_head = out in self._heads[parent] and LAYER_NAME.fullmatch(last)
+        return bool(before_head) or rank > 2 and self._takes_channels(parent, out)
+
+    def _takes_channels(self, parent: str, out: int) -> bool:
+        """Whether a convolution in a block takes so many channels, or a layer that is flattened to.
+
+        Images and latents have few channels, which the first and the last layers have in common.
+        """
+        below = [(name, shape) for name, shape in self._shapes.items() if name.startswith(parent)]
+        if any(len(s) > 2 and s[-2] == out and is_inside(name) for name, s in below):
+            return True
+        is_decoder = re.search(r"decod|generat", parent)
+        return (
+            not is_decoder
+            and out > 4
+            and any(len(shape) == 2 and shape[0] % out == 0 for _, shape in below)
+        )
+
+    def _place_of(self, module: str) -> str:
+        """The path of a module, or of the numbered block that it is alone in."""
+        block = ALONE_IN_BLOCK.match(module)
+        return block[1] if block and self._count_below[block[1]] == 1 else module
 
     def has_bias_array(self, module: str) -> bool:
         """Whether the bias of an array is an array of its own, such as `gate_up_proj_bias`."""
@@ -222,7 +294,7 @@ class _Beside:
         if len(shape) == 3 and shape[1:] == (2, *taker[:1]) and taker[1:] == shape[:1]:
             self.gates_on_axis.add(module)
         is_closed = len(shape) == 2 and taker == shape[::-1]
-        if is_closed and shape[0] in self._ends[parent]:
+        if is_closed and any(shape[0] in self._ends[above] for above in parents_of(module)):
             self._residual |= {module, second}
         self._read_fused(module, shape, taker)
 
@@ -264,9 +336,24 @@ class _Beside:
 
     def _next_by_number(self, module: str) -> list[Shape]:
         """The shape with the next number after that of a module, if there is one."""
-        stem, number = stem_and_number(module)
-        later = [member for member in self._sequences[stem] if member[0] > number]
-        return [min(later)[1]] if later else []
+        stem, number = stem_and_number(self._place_of(module))
+        sequence = sorted(self._sequences[stem])
+        later = [shape for of_other, shape, _ in sequence if of_other > number]
+        is_first = later and later[0][:-1] == sequence[0][1][:-1]  # of another network, perhaps
+        return [] if is_first else later[:1]
+
+
+def _network_of(modules: Collection[str]) -> str:
+    """The path that a whole network is below; "" without one.
+
+    Its name, such as `embedder` or `ffn`, says nothing about a place in the network. A numbered
+    block and an attention are parts of one.
+    """
+    roots = {module.partition("/")[0] for module in modules}
+    (root, *others) = roots or {""}
+    is_part = is_block(root) or re.search("att|mha", root)
+    is_network = not others and len(modules) > 1 and not is_part
+    return f"{root}/" if is_network and is_inside(f"{root}/layer") else ""
 
 
 def _counts_of_experts(modules: Sequence[str]) -> dict[str, set[int]]:

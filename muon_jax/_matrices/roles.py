@@ -87,13 +87,8 @@ def _whole_names(pattern: str) -> re.Pattern[str]:
 
 CONTAINER = r"(?:layers|blocks|stages|stack|h|\w*scan\w*)"
 LEAF = "kernel|weights?|w"
-# Networks. A layer right below one of these names may be the last layer.
-_MODEL = (
-    r"(\w*(model|module|net|network|cnn)|mlp|backbone|actor|critic|policy|generator|discriminator"
-    "|decoder|transformer)"
-)
-# Layers that are hidden wherever they are.
-_HIDDEN = r"(w_)?(up|down)(_proj)?|c_(fc|proj)|mlp\w*|fc_in|hidden\w*|w[io123]"
+# Layers of MLPs.
+_OF_MLP = r"(w_)?(up|down)(_proj)?|c_(fc|proj)|mlp\w*|fc_in|hidden\w*|w[io]?\d*"
 # Layers, hidden or not.
 _LAYER = r"dense|linear|fc\w*|(\w+_)?proj\w*|mlp\w*|\w*conv\w*"
 _HEAD = (
@@ -120,9 +115,6 @@ FROM_HEADS = "projection from heads"
 EINSUM_TO_HEADS, EINSUM_FROM_HEADS = "einsum to heads", "einsum from heads"
 FUSED_QKV, FUSED_KV, FUSED_GATE = "fused qkv", "fused kv", "fused gate and up"
 _HEADS_FIRST = MuonDimensionNumbers(-2, (-3, -1))  # (…, heads, in, dim)
-# A hidden layer or the output head, or of an unknown name. What takes its result may tell.
-NUMBERED, UNNAMED = "layer", "unnamed layer"
-
 _LAST = "(?=$)"  # at the end of a path
 _END = rf"(?=(/({LEAF}))?$)"  # at the end of a path, or before the name of an array there
 _NEAR = "(?=(/[^/]+)?$)"  # at the end of a path, or before any one name there
@@ -176,7 +168,7 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     # (experts, n) may be a vector for each expert, or the matrix of one.
     (
         "experts",
-        rf"\w*experts?{_ALONE}/(?!({LEAF}|{_HIDDEN})$)[^/]+{_LAST}",
+        rf"\w*experts?{_ALONE}/(?!({LEAF}|{_OF_MLP})$)[^/]+{_LAST}",
         by_rank(rank_3=MATRICES),
     ),
     (
@@ -196,12 +188,6 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
         by_rank(rank_3=_HEADS_FIRST, rank_4=_HEADS_FIRST),
     ),
     (EINSUM_FROM_HEADS, r"(attn_vec|o)_einsum", by_rank(rank_3=VIEW_FROM_HEADS)),
-    (
-        NUMBERED,
-        rf"^(({_MODEL}|\w*cell)/)*((dense|linear|fc|layer|out|output)"
-        rf"(_out|_proj|_projection)?\d*|({CONTAINER}/)*\d+)/({LEAF})",
-        nothing_known,
-    ),
     (FUSED_QKV, r"\w*query_key_value\w*", alternating_qkv),
     (FUSED_QKV, _NAMES_OF_QKV, fused_qkv),
     ("input projection", "in_proj", input_projection),
@@ -213,7 +199,7 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     ),
     (
         TO_HEADS,
-        r"w?[qkv]|(q|k|v)_proj|query|key|value|w?(q|kv?|v)_b(_proj)?",
+        rf"w?[qkv]|(q|k|v)_proj|query|key|value(?=(/({LEAF}))?$)|w?(q|kv?|v)_b(_proj)?",
         by_rank(
             rank_2=MATRICES, rank_3=VIEW_TO_HEADS, rank_4=MuonDimensionNumbers(-4, (-3, -2, -1))
         ),
@@ -227,9 +213,47 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     ),
     (FROM_HEADS, rf"\w*att\w*/c_proj{_END}", by_rank(NEXT_ROW, rank_3=VIEW_FROM_HEADS)),
     ("gate", r"\w*gate|wg", gate),
-    ("matrix", rf"({_HIDDEN}){_END}", by_rank(rank_2=MATRICES)),
-    (UNNAMED, rf"^({_MODEL}/)*[^/]+{_END}", nothing_known),
+    ("matrix", rf"({_OF_MLP}){_END}", by_rank(rank_2=MATRICES)),
     ("matrix", rf".*/({LEAF})|\w*proj|fc\w*|w_\w+|linear{_LAST}", by_rank(rank_2=MATRICES)),
+)
+
+# Places where no output head can be: numbered blocks, and modules that a network has inside.
+_BLOCK = (
+    rf"(?!(?:final|last|out(?:put)?|head|top)_)(?:{CONTAINER}|\w*(?:layer|block|stage)s?)"
+    r"(?:_?\d+|/(?:\w+_)?\d+)"
+)
+_INSIDE = re.compile(
+    rf"(?:^|/)(?:{_BLOCK}|(?:\w*att(?:n|ention)?|mha|\w*experts?|(?:\w+_)?moe(?:_?(?:block|layer|mlp))?"
+    r"|(?:\w+_)?(?:ff|ffn|ffw)|\w*feed_?forward|\w*embed(?:der|dings?)?|transform)(?:_\d+)?)(?:/|$)"
+)
+# Layers that take an input or a state to gates, in a cell or wherever they are.
+_OF_CELL = re.compile(
+    r"(?:^|/)\w*(?:cell|lstm|gru)(?:_\d+)?/(?:[hi][a-z]|w_[hi]|(?:dense|linear)_[hi])$|(?:^|/)[hi]2h$"
+)
+# The first layer of a network, attention's projections.
+_FIRST_OF_ALL = re.compile(r"(?:^|_)(?:init|stem|root|patch\w*)(?:_|$)|conv_in$|\w*embed\w*$")
+
+
+def is_block(module: str) -> bool:
+    """Whether a name, in lower case, is that of a numbered block."""
+    return re.fullmatch(_BLOCK, module) is not None
+
+
+def is_inside(name: str) -> bool:
+    """Whether a parameter of this path, in lower case, is where no output head can be."""
+    module = module_of(name)
+    above = re.sub(rf"(?:^|/)(?:{CONTAINER}/)*\d+$", "", module)
+    above = parent_of(module) if above == module else f"{above}/"
+    last = module.removeprefix(parent_of(module))
+    says_so = _INSIDE.search(above) or _OF_CELL.search(module) or _FIRST_OF_ALL.search(last)
+    return says_so is not None
+
+
+# Names that layers have, hidden or not. Others may be those of embeddings.
+LAYER_NAME = re.compile(rf"{_OF_MLP}|{_LAYER}|lin|layers?|trunk|torso|\d+")
+# A layer that is alone in a numbered block, so that the last block may be the output head.
+ALONE_IN_BLOCK = re.compile(
+    rf"((?:.*/)?{_BLOCK})/(?:dense|linear|lin|fc|layer|proj|w|out(?:put)?|\w*conv\w*)(?:_?\d+)?$"
 )
 
 

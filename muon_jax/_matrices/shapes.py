@@ -123,14 +123,14 @@ def convolution(shape: Shape) -> View | None | Unknown:
     rank = len(shape)
     if rank < 3:
         return UNKNOWN
-    if shape[-2] == 1 and shape[-1] > 1:
-        return None  # a vector for each output: the convolution is depthwise, or of one channel
+    if 1 in shape[-2:]:
+        return None  # a vector: of one output, or one for each output of a depthwise convolution
     return MuonDimensionNumbers(tuple(range(-rank, -1)), -1)
 
 
 def pointwise(shape: Shape) -> View | None | Unknown:
     """(1, …, 1, in, out), or (in, out) without the window."""
-    return MATRICES if len(shape) == 2 else convolution(shape)
+    return by_rank(rank_2=MATRICES)(shape) if len(shape) == 2 else convolution(shape)
 
 
 def input_projection(shape: Shape) -> View | Unknown:

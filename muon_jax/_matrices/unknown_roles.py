@@ -93,12 +93,12 @@ def call_of_by_role(
         f"{literal(group.pattern)}: {group.members[0].unknown.proposal}" for group in groups
     ]
     given = [
-        f", {name}={value!r}"
+        f"{name}={value!r}"
         for name, value in arguments.items()
         if value not in ("in_out", False, None)
     ]
-    of_rules = f", rules={{{', '.join(entries)}}}" if entries else ""
-    return f"functools.partial(by_role{''.join(given)}{of_rules})"
+    given += [f"rules={{{', '.join(entries)}}}"] * bool(entries)
+    return f"by_role({', '.join(given)})"
 
 
 def literal(pattern: str) -> str:

@@ -5,15 +5,15 @@ from typing import Any
 import jax
 
 from muon_jax._matrices.matrix_values import values_per_matrix
-from muon_jax._matrices.views import Views, as_view, is_view, views_of_leaves
+from muon_jax._matrices.views import OF_PARTS, Views, as_view, is_view, views_of_leaves
 from muon_jax._trees import errors_naming, is_function
 
 
-def check_views(views: Views) -> None:
+def check_views(views: Views, argument: str = OF_PARTS) -> None:
     """Raises ValueError where a leaf of a tree of views is no view. A callable makes its later."""
     if not is_function(views):
         for path, node in jax.tree.leaves_with_path(views, is_leaf=is_view):
-            as_view(path, node)
+            as_view(argument, path, node)
 
 
 def check_views_fit(views: Views, tree: Any) -> None:

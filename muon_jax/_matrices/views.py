@@ -13,6 +13,7 @@ Views nest:
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -127,6 +128,10 @@ type ViewTree = Any
 type Views = ViewTree | Callable[[Any], ViewTree] | None
 
 
+# What `muon` calls the argument, and what its parts call it.
+OF_MUON, OF_PARTS = "muon_weight_dimension_numbers", "weight_dimension_numbers"
+
+
 def is_view(node: Any) -> bool:
     """Returns whether `node` is a leaf of a tree of views, which is a view or None."""
     return node is None or isinstance(node, Split | Unfold) or are_dimension_numbers(node)
@@ -180,7 +185,7 @@ def assigned_views(views: Views, params: Any) -> list[View | None]:
     if views is None:
         ranks = map(np.ndim, jax.tree.leaves(params))
         return [MuonDimensionNumbers() if rank == 2 else None for rank in ranks]
-    return _view_of_each_leaf(views, params)
+    return _view_of_each_leaf(views, params, OF_MUON)
 
 
 def views_of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
@@ -196,7 +201,7 @@ def views_of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
     """
     found = []
     leaves = jax.tree.leaves_with_path(tree)
-    for (path, leaf), view in zip(leaves, _view_of_each_leaf(views, tree), strict=True):
+    for (path, leaf), view in zip(leaves, _view_of_each_leaf(views, tree, OF_PARTS), strict=True):
         name = jax.tree_util.keystr(path)
         if view is None and leaf.ndim != 2:
             raise ValueError(
@@ -257,12 +262,19 @@ def batch_axes(view: View, ndim: int) -> tuple[int, ...]:
     return matrix_axes(ndim, view).batch
 
 
-def _view_of_each_leaf(views: ViewTree | Callable[[Any], ViewTree], tree: Any) -> list[View | None]:
-    return broadcast_prefix("weight_dimension_numbers", as_view, views, tree, is_view)
+def _view_of_each_leaf(
+    views: ViewTree | Callable[[Any], ViewTree], tree: Any, argument: str
+) -> list[View | None]:
+    return broadcast_prefix(argument, functools.partial(as_view, argument), views, tree, is_view)
 
 
-def as_view(path: tuple[Any, ...], node: Any) -> View | None:
+def as_view(argument: str, path: tuple[Any, ...], node: Any) -> View | None:
     """Returns the view or None that `node` is.
+
+    Args:
+        argument: the name of the tree that `node` is in, for errors.
+        path: of `node` in that tree.
+        node: a leaf of that tree.
 
     Raises:
         ValueError: `node` is neither.
@@ -270,7 +282,7 @@ def as_view(path: tuple[Any, ...], node: Any) -> View | None:
     if is_view(node):
         return with_own_numbers(node)
     raise ValueError(
-        f"weight_dimension_numbers{jax.tree_util.keystr(path)} must be MuonDimensionNumbers, Split,"
+        f"{argument}{jax.tree_util.keystr(path)} must be MuonDimensionNumbers, Split,"
         f" Unfold or None, got {node!r}: pass MuonDimensionNumbers(-2, -1) for matrices in the last"
         " two axes, None for AdamW"
     )

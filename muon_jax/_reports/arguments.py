@@ -5,24 +5,41 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from muon_jax._coefficients import Iterations, check_patterns, iterations_by_path
+from muon_jax._foreign.calls import check_names
 from muon_jax._matrices.views import View, assigned_views
 from muon_jax._muon import muon
 from muon_jax._presets import arguments_of
+from muon_jax._tree_checks import check_params
 
 
-def all_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+def all_arguments(report: str, given: Mapping[str, Any], params: Any) -> dict[str, Any]:
     """Returns the arguments of `muon`: these, the arguments of their preset, and defaults.
 
+    Args:
+        report: the function that got them, for errors.
+        given: the arguments. The learning rate may be missing.
+        params: the parameters.
+
     Raises:
-        TypeError: `muon` has no such argument.
-        ValueError: there is no such preset, or `muon` refuses an argument.
+        TypeError: `muon` has no such argument, or its `init` refuses the parameters.
+        ValueError: there is no such preset, or `muon` refuses an argument or, in `init`, the
+            parameters.
     """
-    muon(0.0, **given)
-    given = {**arguments_of(given.get("preset")), **given}
-    call = inspect.signature(muon).bind(0.0, **given)
+    signature = inspect.signature(muon)
+    check_names(report, given, [*signature.parameters])
+    given = {"learning_rate": 0.0, **given}
+    muon(**given)
+    check_params(params, f"{report}(params)")
+    # A report is about any devices, so its arrays need not be in the memory of these.
+    optimizer = muon(**given | {"state_memory_kind": "device", "shardings": None})
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params)
+    jax.eval_shape(optimizer.init, shapes)
+    call = signature.bind(**{**arguments_of(given.get("preset")), **given})
     call.apply_defaults()
     return call.arguments
 

@@ -9,9 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from muon_jax._by_use.by_use import Routes
+from muon_jax._checks import checks_arguments
 from muon_jax._iteration.grouping import groups
 from muon_jax._iteration.iteration import Iteration
 from muon_jax._matrices.by_role import by_role, named_shapes, routes
+from muon_jax._matrices.roles import NamedShape
 from muon_jax._matrices.views import View, shapes_of_stacks
 from muon_jax._reports.arguments import (
     all_arguments,
@@ -35,7 +38,8 @@ class DescribedParameter:
     Attributes:
         path: its names, joined by slashes.
         shape: its own.
-        role: what `by_role` takes it for; "unknown" where nothing tells.
+        role: what `by_use` saw it used for, and why; or what `by_role` takes it for, "unknown" if
+            nothing tells, or the rule that decides.
         optimizer: "muon", "adamw" or "adamh".
         matrices: the shapes `(batch, rows, cols)` of its stacks of matrices.
         groups: for each of these, which group it is orthogonalized in.
@@ -110,6 +114,7 @@ class Description:
         )
 
 
+@checks_arguments
 @standard_promotion()
 def describe(params: Any, **arguments: Any) -> Description:
     """Prints and returns which parameters `muon` takes for matrices, and what it does with them.
@@ -119,16 +124,17 @@ def describe(params: Any, **arguments: Any) -> Description:
 
     Args:
         params: the parameters, or shapes of them.
-        **arguments: those of `muon`, without the learning rate. Arguments that do not concern the
-            matrices are ignored.
+        **arguments: those of `muon`, by name. You can pass all arguments of your optimizer:
+            `describe` ignores those that do not concern the matrices, such as `learning_rate`,
+            which you can also leave out.
 
     Raises:
-        TypeError: `muon` has no such argument, or `params` has leaves that are no arrays.
-        ValueError: as `muon`, and `by_role` where it is used.
+        TypeError: `muon` has no such argument, or its `init` refuses the parameters.
+        ValueError: as `muon` and its `init`, and `by_role` where it is used.
         NotImplementedError: the named implementation cannot run here.
     """
+    given = all_arguments("describe", arguments, params)
     named = named_shapes(params)
-    given = all_arguments(arguments)
     leaves = jax.tree.leaves_with_path(params)
     views = views_of_muon(given, params)
     iterations = iterations_of_muon(given, matrices_of_muon(params, views))
@@ -146,17 +152,17 @@ def describe(params: Any, **arguments: Any) -> Description:
         DescribedParameter(
             path=name,
             shape=shape,
-            role=route.role,
+            role=role,
             optimizer=_optimizer_of(path, x, view, given["adamh"]),
             matrices=tuple(stack.shape for stack in own),
             groups=tuple(group_of[next(positions)] for _ in own),
         )
-        for (name, shape), (path, x), view, own, route in zip(
+        for (name, shape), (path, x), view, own, role in zip(
             named,
             leaves,
             views,
             stacks,
-            routes(named, {}, **_arguments_of_by_role(given)),
+            _roles(named, given),
             strict=True,
         )
     ]
@@ -188,12 +194,14 @@ def _grouped(
     return found
 
 
-def _arguments_of_by_role(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that `by_role` is told, but the rules."""
+def _roles(named: Sequence[NamedShape], given: dict[str, Any]) -> list[str]:
+    """What each parameter is for: as `by_use` saw it, or else as `by_role` says."""
     views = given["muon_weight_dimension_numbers"]
-    if not isinstance(views, functools.partial) or views.func is not by_role:
-        return {}
-    return {name: value for name, value in views.keywords.items() if name != "rules"}
+    if isinstance(views, Routes):
+        return [f"{views[name].role}: {views[name].reason}" for name, _ in named]
+    is_by_role = isinstance(views, functools.partial) and views.func is by_role
+    arguments = {"rules": None, **(views.keywords if is_by_role else {})}
+    return [route.role for route in routes(named, **arguments)]
 
 
 def _momentum_of(x: Any, given: dict[str, Any]) -> jax.ShapeDtypeStruct:

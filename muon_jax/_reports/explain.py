@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from muon_jax._checks import checks_arguments
 from muon_jax._distributed.block_steps import limits_of_blocks
 from muon_jax._distributed.exchange_axes import ExchangeAxes
 from muon_jax._distributed.links import Links
@@ -26,10 +28,10 @@ from muon_jax._reports.arguments import (
     views_of_muon,
 )
 from muon_jax._reports.explanation import Explanation, explained
-from muon_jax._tree_checks import check_params
 from pallas_kernels._promotion import standard_promotion
 
 
+@checks_arguments
 @standard_promotion()
 def explain(
     params: Any, shardings: Shardings = None, mesh: Mesh | None = None, **arguments: Any
@@ -40,18 +42,18 @@ def explain(
         params: arrays, or shapes (`jax.ShapeDtypeStruct`), of the dtype of the momentum.
         shardings: as for `muon`; None for the shardings that the arrays have.
         mesh: None for the mesh of the shardings, or of `jax.set_mesh`.
-        **arguments: those of `muon`, without the learning rate. Arguments that do not concern the
-            matrices are ignored.
+        **arguments: those of `muon`, by name. You can pass all arguments of your optimizer:
+            `explain` ignores those that do not concern the matrices, such as `learning_rate`,
+            which you can also leave out.
 
     Raises:
-        TypeError: `muon` has no such argument, or `params` is None.
-        ValueError: an argument is wrong; a sharding or the mesh is missing; parameters are on
-            several meshes; or the call is in a shard_map.
+        TypeError: `muon` has no such argument, or its `init` refuses the parameters.
+        ValueError: an argument is wrong; `init` refuses the parameters; a sharding or the mesh is
+            missing; parameters are on several meshes; or the call is in a shard_map.
     """
-    check_params(params)
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh | None):
         raise TypeError(f"mesh must be a Mesh or None, got {mesh!r}: pass that of the shardings")
-    given = all_arguments(arguments)
+    given = all_arguments("explain", arguments, params)
     views, matrices = _matrices_of(params, given)
     placed = _stated_shardings(matrices) if shardings is None else None
     placed = placed or shardings_of_leaves(shardings, matrices)
@@ -77,7 +79,7 @@ def _matrices_of(params: Any, given: dict[str, Any]) -> tuple[Any, Any]:
     """The views and the parameters that are exchanged: others, and empty ones, are masked."""
     leaves, treedef = jax.tree.flatten(params)
     views = views_of_muon(given, params)
-    full = [None if 0 in p.shape else view for p, view in zip(leaves, views, strict=True)]
+    full = [None if 0 in np.shape(p) else view for p, view in zip(leaves, views, strict=True)]
     return treedef.unflatten(views), matrices_of_muon(params, full)
 
 

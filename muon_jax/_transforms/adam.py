@@ -54,8 +54,7 @@ def scale_by_adam(
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, Any]:
-        del params
-        check_state(state, "mu")
+        check_state(updates, state, params, "mu")
         check_gradients(updates, state.mu, "the state")
         check_memory(state, memory_kind)
         count = jnp.asarray(optax.safe_increment(state.count))

@@ -26,6 +26,7 @@ from muon_jax._matrices.views import Views
 from muon_jax._numerics import norm_of_any_size, wide
 from muon_jax._transforms.momentum import MuonState
 from muon_jax._transforms.quantized import dequantize, map_momenta, with_quantized
+from muon_jax._transforms.skipping import Present
 from muon_jax._transforms.spectra import (
     grams_of,
     orthogonality_residual,
@@ -82,6 +83,8 @@ def with_metrics(
     The residual costs a product OOᵀ in float32, and the share 16 products of that with a vector.
     Nothing waits for the host. `metrics` finds the values in a state.
 
+    Matrices whose gradient is None are left out. The metrics of a shape are 0 where all are.
+
     Args:
         transform: a transformation with one `MuonState` in its state.
         weight_dimension_numbers: as for `scale_by_muon`.
@@ -114,9 +117,10 @@ def with_metrics(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MetricsState]:
-        check_state(state, "inner")
+        check_state(updates, state, params, "inner")
         new_updates, inner = wrapped.update(updates, state.inner, params, **extra_args)
-        return new_updates, MetricsState(inner, measure(updates, new_updates, inner))
+        none = {name: jnp.zeros([], jnp.float32) for name in state.metrics}
+        return new_updates, MetricsState(inner, none | measure(updates, new_updates, inner))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -160,7 +164,9 @@ def _measure_update(
             " transformation: wrap one scale_by_muon, or one chain or muon that holds it"
         )
     mu = map_momenta(dequantize, with_quantized(found[0].mu))
-    gradients, updates = (_masked_like(mu, tree) for tree in (gradients, updates))
+    filled = fill_missing(gradients, mu)
+    mu = Present(gradients, mu).mask(mu)
+    gradients, updates = (_masked_like(mu, tree) for tree in (filled, updates))
     _check_meshes(jax.tree.leaves(gradients))
     placed = locate(gradients, shardings)
     _check_unsharded(gradients, placed.whole)
@@ -234,15 +240,15 @@ def _nodes_of_type[T](state: optax.OptState, node_type: type[T]) -> list[T]:
 
 
 def _masked_like(mu: optax.Updates, tree: optax.Updates) -> optax.Updates:
-    """`tree` with zeros for None, and a masked node wherever `mu` has one.
+    """`tree` with a masked node wherever `mu` has one.
 
-    `mu` has masked nodes in the places of parameters that other optimizers update.
+    `mu` has masked nodes in the places of parameters that other optimizers update, and of
+    parameters that this update skips.
     """
 
     def is_masked(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
 
-    tree = fill_missing(tree, mu)
     return jax.tree.map(lambda m, x: m if is_masked(m) else x, mu, tree, is_leaf=is_masked)
 
 

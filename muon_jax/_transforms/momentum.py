@@ -13,10 +13,13 @@ from muon_jax._distributed.sharding import Shardings, whole_tree
 from muon_jax._transforms.on_host import map_where_it_is
 from muon_jax._transforms.quantized import (
     Quantized,
+    boxed_momenta,
     cast_mu,
+    dequantize,
     dtype_of_adam,
     map_momenta,
     shapes_of_momenta,
+    store,
     with_quantized,
 )
 from muon_jax._tree_checks import check_mu_dtype
@@ -107,10 +110,11 @@ def convert_momentum(
 
         def scale(m: Any) -> Any:
             if isinstance(m, Quantized):
-                return m._replace(scales=m.scales * factor)
+                return store(dequantize(m) * factor, m, None)
             return (m * factor).astype(m.dtype)
 
-        return node._replace(mu=map_momenta(functools.partial(map_where_it_is, scale), mu))
+        mu = map_momenta(functools.partial(map_where_it_is, scale), mu)
+        return node._replace(mu=boxed_momenta(mu))
 
     state = jax.tree.map(convert_node, state, is_leaf=lambda node: isinstance(node, MuonState))
     if not found:
@@ -149,7 +153,8 @@ def cast_momentum(state: Any, mu_dtype: jax.typing.DTypeLike, shardings: Shardin
         check_mu_dtype(shapes, mu_dtype)
         of_adam = dtype_of_adam(mu_dtype) or mu_dtype
         dtype = mu_dtype if isinstance(node, MuonState) else of_adam
-        return node._replace(mu=cast_mu(mu, dtype, whole_tree(shapes, shardings)))
+        mu = cast_mu(mu, dtype, whole_tree(shapes, shardings))
+        return node._replace(mu=boxed_momenta(mu))
 
     state = jax.tree.map(cast_node, state, is_leaf=lambda node: isinstance(node, nodes))
     if not found:

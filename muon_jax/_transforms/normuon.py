@@ -13,7 +13,8 @@ from muon_jax._distributed.sharding import Shardings, check_shardings
 from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, root, wide
-from muon_jax._tree_checks import check_params, check_state
+from muon_jax._transforms.skipping import settled_views, skip_missing
+from muon_jax._tree_checks import check_params
 from muon_jax._trees import in_box_of, is_box, with_arrays
 from pallas_kernels._promotion import standard_promotion
 
@@ -126,13 +127,12 @@ def scale_by_normuon(
         scaled = wide(o.array) * (over(norm, normalized) / denominator)
         return scaled.astype(o.array.dtype), moment.astype(jnp.float32)
 
-    @standard_promotion()
     def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None
+        updates: optax.Updates, state: Any, params: optax.Params | None, whole: optax.Updates
     ) -> tuple[optax.Updates, NorMuonState]:
         del params
-        check_state(state, "nu")
-        matrices, unflatten = matrices_of_tree(weight_dimension_numbers, updates, shardings)
+        views = settled_views(weight_dimension_numbers, whole, updates, shardings)
+        matrices, unflatten = matrices_of_tree(views, updates, shardings)
         moments, treedef = jax.tree.flatten(state.nu)
         every = [*itertools.chain(*matrices)]
         if len(moments) != len(every):
@@ -143,4 +143,5 @@ def scale_by_normuon(
         pairs = [normalize_neurons(*pair) for pair in zip(every, moments, strict=True)]
         return unflatten(o for o, _ in pairs), NorMuonState(treedef.unflatten(v for _, v in pairs))
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    update = standard_promotion()(skip_missing(update_fn, "nu"))
+    return optax.GradientTransformation(init_fn, update)

@@ -14,7 +14,7 @@ from muon_jax._matrices.shape_factors import ShapeScale
 from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, wide
-from muon_jax._tree_checks import check_gradients
+from muon_jax._transforms.skipping import settled_views, skip_missing
 from pallas_kernels._promotion import standard_promotion
 
 
@@ -94,10 +94,12 @@ def keep_param_norm(
 
 def check_no_scale(consistent_rms: float | jax.Array | None, shape_scale: ShapeScale) -> None:
     """Raises ValueError where `muon` has a scale by shapes, which `fixed_norms` gives no effect."""
-    if consistent_rms is not None or shape_scale == "ratio":
+    scales = [f"consistent_rms={consistent_rms}"] if consistent_rms is not None else []
+    scales += [f"shape_scale={shape_scale!r}"] if shape_scale == "ratio" else []
+    if scales:
         raise ValueError(
             "fixed_norms=True makes steps relative to the norms of matrices, whatever their scale:"
-            f" leave out consistent_rms={consistent_rms} and shape_scale={shape_scale!r}"
+            f" leave out {' and '.join(scales)}"
         )
 
 
@@ -118,19 +120,22 @@ def _map_with_params(
     check_views(views)
     check_shardings(shardings)
 
-    @standard_promotion()
     def update_fn(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        whole: optax.Updates,
     ) -> tuple[optax.Updates, optax.OptState]:
         if params is None:
             raise ValueError(
                 "norms need the parameters, got params=None: call update(updates, state, params)"
             )
-        check_gradients(updates, params, "the parameters")
-        of_updates, unflatten = matrices_of_tree(views, updates, shardings)
-        of_params, _ = matrices_of_tree(views, params, shardings)
+        settled = settled_views(views, whole, updates, shardings)
+        of_updates, unflatten = matrices_of_tree(settled, updates, shardings)
+        of_params, _ = matrices_of_tree(settled, params, shardings)
         pairs = zip(itertools.chain(*of_updates), itertools.chain(*of_params), strict=True)
         new = (function(u, wide(u.array), wide(p.array)).astype(u.array.dtype) for u, p in pairs)
         return unflatten(new), state
 
-    return optax.GradientTransformation(optax.init_empty_state, update_fn)
+    update = standard_promotion()(skip_missing(update_fn))
+    return optax.GradientTransformation(optax.init_empty_state, update)

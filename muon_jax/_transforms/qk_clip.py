@@ -12,7 +12,7 @@ from muon_jax._checks import checks_arguments
 from muon_jax._matrices.views import Split
 from muon_jax._numerics import wide
 from muon_jax._transforms.attention_heads import KeyHeads, QueryHeads, head_factors
-from muon_jax._tree_checks import check_gradients
+from muon_jax._transforms.skipping import skip_missing
 from muon_jax._trees import errors_naming, path_name, unboxed
 from pallas_kernels._promotion import standard_promotion
 
@@ -79,12 +79,11 @@ def qk_clip(
 
     _check_specs(heads)
 
-    @standard_promotion()
     def update_fn(
         updates: optax.Updates,
         state: optax.OptState,
-        params: optax.Params | None = None,
-        *,
+        params: optax.Params | None,
+        whole: optax.Updates,
         max_logits: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
@@ -95,32 +94,30 @@ def qk_clip(
                 f"qk_clip needs the parameters and the largest logits, got {missing}=None: call"
                 " update(updates, state, params, max_logits=...)"
             )
-        check_gradients(updates, params, "the parameters")
         measured = [(_keys_of_path(path), s) for path, s in jax.tree.leaves_with_path(max_logits)]
-        unused = set(heads)
+        names = [path_name(path) for path, _ in jax.tree.leaves_with_path(whole)]
+        unused = [p for p in heads if not any(re.search(p, name) for name in names)]
+        if unused:
+            raise ValueError(
+                f"heads has patterns that match no parameter, {sorted(unused)}: write patterns of"
+                f" the paths {names}"
+            )
 
         def clip_update(path: tuple[Any, ...], update: jax.Array, param: jax.Array) -> jax.Array:
             name = path_name(path)
             pattern = _matching_pattern(heads, name)
             if pattern is None:
                 return update
-            unused.discard(pattern)
             gammas = _gammas(threshold, _logits_above(path, measured))
             with errors_naming(name, param.shape):
                 factors = head_factors(heads[pattern], param.shape, gammas)
             u = wide(update)
             return (u + (factors - 1) * (wide(param) + u)).astype(update.dtype)
 
-        clipped = jax.tree.map_with_path(clip_update, updates, params)
-        if unused:
-            names = [path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
-            raise ValueError(
-                f"heads has patterns that match no parameter, {sorted(unused)}: write patterns of"
-                f" the paths {names}"
-            )
-        return clipped, state
+        return jax.tree.map_with_path(clip_update, updates, params), state
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+    update = standard_promotion()(skip_missing(update_fn))
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def _check_specs(heads: Mapping[str, Any]) -> None:

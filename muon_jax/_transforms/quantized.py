@@ -1,4 +1,4 @@
-"""Momenta in 8 bits: a code of one byte for each entry, and a scale for each block of entries."""
+"""Momenta in 8 bits: a code of a byte for each entry, and scales for rows and columns of tiles."""
 
 import math
 from collections.abc import Mapping
@@ -7,38 +7,89 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
-from muon_jax._distributed.sharding import Shardings, mesh_axes_by_dim, whole_tree
+from muon_jax._distributed.sharding import (
+    Shardings,
+    mesh_axes_by_dim,
+    sharding_that_fits,
+    whole_tree,
+)
+from muon_jax._matrices.axes import are_dimension_numbers, matrix_axes, with_own_numbers
+from muon_jax._matrices.views import Views, assigned_views
 from muon_jax._numerics import over
 from muon_jax._transforms.on_host import map_where_it_is, to_device
 from muon_jax._transforms.rounding import cast_like
+from muon_jax._trees import in_box_of, is_box
 
 LARGEST_CODE = 127
-LARGEST_BLOCK = 128
+# The code k stands for k·(|k| + OFFSET): steps between small entries of a block are finer.
+OFFSET = 300
+LARGEST_LEVEL = LARGEST_CODE * (LARGEST_CODE + OFFSET)
+# The fewest entries of a block of scales, and of columns; an axis that is shorter is one block.
+LEAST_OF_SCALES, LEAST_OF_COLUMNS = 10, 50
+LEAST_BESIDE_SHORT_COLUMNS = 16  # of scales, where all columns are shorter than 50
+LEAST_PIECE = 32  # shards of this many entries, or of 50 rows, hold whole blocks
 # Smaller arrays stay in float32: their bytes do not matter, and norms and biases are among them.
 LEAST_ENTRIES = 4096
-# Shorter last axes would make the scales take more than 1/16 of the bytes in float32.
-LEAST_LAST_AXIS = 16
+# The bytes of scales and columns for 100 entries. With the codes they make 28% of float32's.
+MOST_BYTES_OF_SCALES = 12
+# A column's exponent counts an entry as at least 2⁻¹⁰ of the largest one of its row.
+LEAST_EXPONENT = -10
+# A box keeps the name of an axis that counts blocks where so many devices divide it.
+DEVICES_OF_NAMED_BLOCKS = 128
+
+# A scale is a byte, the bits of a float32 from its third binary digit on, from 2⁻³⁰ to 2.
+SCALE_SHIFT, SCALE_OF_ONE = 20, (127 - 30) << 3
+INFINITY, SMALLEST_NORMAL = 0x7F800000, 0x00800000  # the bits of float32
 
 
 class Quantized(NamedTuple):
     """A momentum in 8 bits, which `mu_dtype="int8"` puts in the place of an array of `mu`.
 
-    An entry is its code times the scale of its block, in float32. A scale is the largest magnitude
-    of its block over 127, so that an entry is off by half a scale at most, or by one after
-    stochastic rounding. A block with a NaN or an infinity has no finite entry.
+    Two axes of the parameter, those of its matrices, are cut into blocks, and so each matrix into
+    tiles. An entry is
 
-    Blocks are equal parts of the last axis, of n entries. Their number depends on n alone: n is
-    halved while it is even and above 128, and each of these pieces has ⌈entries/128⌉ blocks. So a
-    block has 64 to 128 entries, fewer only at the end of a piece of odd length.
+        code·(|code| + 300) × scale of its row in the tile × 2^(exponent of its column there),
+
+    in float32, so neither a large row nor a large column takes digits from the others. The exponent
+    is that of the geometric mean of the column, whose entries count as parts of the largest entries
+    of their rows. The scale is the largest magnitude of the row, in units of the columns, over
+    127·427, rounded up. An entry is off by half the distance between two codes at most, or by all
+    of it where it was rounded at random. A row of a tile with a NaN or an infinity has no finite
+    entry.
+
+    Along the axis of scales a tile has 10 to 19 entries, and along that of columns 50 to 99: an
+    axis is halved while that leaves 32 entries, or 50, or more, and each piece is cut into as many
+    equal blocks as it has tens, or fifties. Where columns are shorter than 50 they are one block,
+    and scales are of 16 to 31 entries.
 
     Attributes:
         codes: int8 from -127 to 127, in the shape of the parameter.
-        scales: float32, in the same shape but for the last axis, which counts the blocks.
+        scales: uint8, in the same shape but for one tile axis, usually the last, which counts the
+            blocks. 1 to 254 are the upper bits of a float, 0 stands for 0 and 255 for NaN.
+        columns: int8, the exponents, in the same shape but for the other tile axis, which counts
+            the blocks. None in a state of version 0.2.0, which `cast_momentum` converts.
     """
 
     codes: jax.Array
     scales: jax.Array
+    columns: jax.Array | None = None
+
+
+class TileAxes(NamedTuple):
+    """The axes that tiles cut, from the front: `rows` of `columns`, and `entries` of `scales`."""
+
+    rows: int
+    entries: int
+    least_of_scales: int = LEAST_OF_SCALES
+
+    def counts(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns the numbers of blocks of columns and of scales in an array, or its shard."""
+        return (
+            count_blocks(shape[self.rows], LEAST_OF_COLUMNS, LEAST_OF_COLUMNS),
+            count_blocks(shape[self.entries], self.least_of_scales, LEAST_PIECE),
+        )
 
 
 def is_int8(mu_dtype: jax.typing.DTypeLike | None) -> bool:
@@ -60,33 +111,83 @@ def dtype_of_adam(mu_dtype: jax.typing.DTypeLike | None) -> jax.typing.DTypeLike
     return jnp.bfloat16 if is_int8(mu_dtype) else mu_dtype
 
 
-def count_blocks(n: int) -> int:
-    """Returns the number of blocks of an axis of n entries, see `Quantized`."""
+def count_blocks(n: int, least: int, least_piece: int) -> int:
+    """Returns the number of blocks of an axis of n entries, of `least` or more each.
+
+    Shards that hold `least_piece` entries or more, a power of two of them, hold whole blocks.
+    """
     pieces = 1
-    while n > LARGEST_BLOCK and n % 2 == 0:
+    while n >= 2 * least_piece and n % 2 == 0:
         n, pieces = n // 2, 2 * pieces
-    return pieces * -(-n // LARGEST_BLOCK)
+    return pieces * max(1, n // least)
 
 
-def quantize(x: jax.Array, count: int, key: jax.Array | None = None) -> Quantized:
+def tile_axes(shape: tuple[int, ...], view: Any = None) -> TileAxes | None:
+    """Returns the axes that tiles of an array cut, None where it does not go in 8 bits.
+
+    The axes are the longest one of each side of its matrices, where the view names both sides and
+    these axes are long enough, and else the last two. The scales are along the later axis, but
+    along the earlier one where that is short.
+    """
+    if len(shape) < 2 or math.prod(shape) < LEAST_ENTRIES:
+        return None
+    pairs = [(len(shape) - 2, len(shape) - 1)]
+    if are_dimension_numbers(view):
+        sides = matrix_axes(len(shape), with_own_numbers(view))[1:]
+        first, second = sorted(max(side, key=lambda i: (shape[i], i)) for side in sides)
+        pairs.insert(0, (first, second))
+    for rows, entries in pairs:
+        if shape[rows] < min(LEAST_OF_COLUMNS, shape[entries]):
+            rows, entries = entries, rows
+        is_short = shape[rows] < LEAST_OF_COLUMNS
+        axes = TileAxes(rows, entries, *[LEAST_BESIDE_SHORT_COLUMNS] * is_short)
+        of_columns, of_scales = axes.counts(shape)
+        bytes_of_tiles = of_scales * shape[rows] + of_columns * shape[entries]
+        if 100 * bytes_of_tiles <= MOST_BYTES_OF_SCALES * shape[rows] * shape[entries]:
+            return axes
+    return None
+
+
+def quantize(
+    x: jax.Array,
+    axes: TileAxes,
+    counts: tuple[int, int] | None = None,
+    key: jax.Array | None = None,
+    before: jax.Array | None = None,
+) -> Quantized:
     """Returns `x` in 8 bits.
 
+    All sums and maxima are of integers, which are exact in each order, and keep a NaN: XLA's
+    maximum of floats drops it on CPUs.
+
     Args:
-        x: real, at least one axis; computed in float32.
-        count: the number of blocks of its last axis.
-        key: of random bits, to round up or down so that the mean is `x`; None to round to nearest.
+        x: real; computed in float32.
+        axes: which tiles cut.
+        counts: the numbers of blocks of columns and of scales; None for those of the shape.
+        key: of random bits; None to round to nearest.
+        before: with `key`, what the state had. An entry that is closer to that than half the
+            distance between two codes is rounded up or down at random, so that the mean is `x`:
+            rounded to nearest it would stay where it is, and never decay. All others are rounded to
+            nearest, which has half the variance.
     """
     x = x.astype(jnp.float32)
-    scales = _largest_of_blocks(x, count) / LARGEST_CODE
-    codes = over(x, _scale_of_entries(scales, x.shape[-1]))
-    if key is None:
-        rounded = jnp.round(codes)
-    else:
-        lower = jnp.floor(codes)
+    counts = axes.counts(x.shape) if counts is None else counts
+    columns = _exponents_of_columns(x, axes, counts)
+    units = _of_entries(_power(columns), axes.rows, x.shape)
+    scales = _code_of_scales(_largest_of_blocks(_bits(x / units), axes.entries, counts[1]))
+    scale_of_entries = _of_entries(_scale(scales), axes.entries, x.shape)
+    scaled = over(x / units, scale_of_entries)
+    size = jnp.minimum(jnp.abs(scaled), LARGEST_LEVEL)
+    lower = jnp.floor((jnp.sqrt(4 * size + OFFSET**2) - OFFSET) / 2)
+    distance = 2 * lower + 1 + OFFSET
+    between = (size - lower * (lower + OFFSET)) / distance
+    is_up = between >= 0.5
+    if key is not None and before is not None:
         bits = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.float32)
-        rounded = lower + (bits + 0.5 < (codes - lower) * 2**16)
-    rounded = jnp.clip(rounded, -LARGEST_CODE, LARGEST_CODE)
-    return Quantized(rounded.astype(jnp.int8), scales)
+        change = jnp.abs(scaled - over(before / units, scale_of_entries))
+        is_up = jnp.where(change < distance / 2, bits + 0.5 < between * 2**16, is_up)
+    codes = jnp.sign(scaled) * jnp.minimum(lower + is_up, LARGEST_CODE)
+    return Quantized(codes.astype(jnp.int8), scales, columns.astype(jnp.int8))
 
 
 def dequantize(m: Any) -> Any:
@@ -94,27 +195,65 @@ def dequantize(m: Any) -> Any:
     m = to_device(m)
     if not isinstance(m, Quantized):
         return m
-    return m.codes.astype(jnp.float32) * _scale_of_entries(m.scales, m.codes.shape[-1])
+    shape, codes = m.codes.shape, m.codes.astype(jnp.float32)
+    if m.columns is None:
+        return codes * _of_entries(m.scales, len(shape) - 1, shape)
+    axes = _axes_of(m)
+    x = codes * (jnp.abs(codes) + OFFSET) * _of_entries(_scale(m.scales), axes.entries, shape)
+    return x * _of_entries(_power(m.columns.astype(jnp.int32)), axes.rows, shape)
 
 
 def with_quantized(mu: Any) -> Any:
     """Returns momenta with `Quantized` in the place of mappings that have its fields.
 
     `nnx.Optimizer` makes an `nnx.State` of each in its updates, and restored trees may have dicts.
+    A `Quantized` of Flax' boxes becomes a box with a `Quantized` in it, as the gradients have.
     """
-    return jax.tree.map(
-        lambda node: Quantized(**node) if _has_fields(node) else node, mu, is_leaf=_has_fields
-    )
+
+    def convert(node: Any) -> Any:
+        node = Quantized(**node) if _has_fields(node) else node
+        if not _is_quantized(node) or not is_box(node.codes):
+            return node
+        arrays: Any = node._make(jax.tree.leaves(x)[0] for x in node)
+        return in_box_of(node.codes, arrays, range(arrays.codes.ndim))
+
+    return jax.tree.map(convert, mu, is_leaf=lambda node: _has_fields(node) or _is_quantized(node))
 
 
 def in_form_of(mu: Any, given: Any) -> Any:
     """The inverse of `with_quantized`: mappings are where they are in `given`."""
+
+    def convert(node: Any, m: Any) -> Any:
+        if _has_fields(node):
+            return type(node)(m._asdict())
+        return boxed_momenta(m) if _is_quantized(node) else m
+
     return jax.tree.map(
-        lambda node, m: type(node)(m._asdict()) if _has_fields(node) else m,
-        given,
-        mu,
-        is_leaf=lambda node: _has_fields(node) or _is_quantized(node),
+        convert, given, mu, is_leaf=lambda node: _has_fields(node) or _is_quantized(node)
     )
+
+
+def boxed_momenta(mu: Any) -> Any:
+    """Returns momenta with a `Quantized` of Flax' boxes in the place of a box around a `Quantized`.
+
+    Each box names the mesh axes of its own array. An axis that counts blocks keeps its name where
+    128 divides the number of blocks: what the name stands for is known to the mesh alone.
+    """
+
+    def convert(node: Any) -> Any:
+        inner = jax.tree.leaves(node, is_leaf=_is_quantized)
+        if not is_box(node) or not inner or not _is_quantized(inner[0]):
+            return node
+        whole = inner[0].codes.shape
+
+        def box(x: Any) -> Any:
+            sizes = enumerate(x.shape)
+            kept = [n == whole[i] or n % DEVICES_OF_NAMED_BLOCKS == 0 for i, n in sizes]
+            return in_box_of(node, x, [i if keep else None for i, keep in enumerate(kept)])
+
+        return inner[0]._make(map(box, inner[0]))
+
+    return jax.tree.map(convert, mu, is_leaf=lambda node: is_box(node) or _is_quantized(node))
 
 
 def map_momenta(function: Any, mu: Any, *rest: Any) -> Any:
@@ -138,11 +277,11 @@ def cast_mu(mu: Any, mu_dtype: jax.typing.DTypeLike, whole: Any) -> Any:
         m = dequantize(m)
         if not is_int8(mu_dtype):
             return m.astype(mu_dtype)
-        if not _takes_codes(of_whole):
+        axes = tile_axes(of_whole.shape)
+        if axes is None:
             return m.astype(jnp.float32)
-        count = count_blocks(m.shape[-1])
-        _check_blocks(path, m, count)
-        return quantize(m, count)
+        _check_blocks(path, m, axes)
+        return quantize(m, axes)
 
     def cast_where_it_is(path: Any, m: Any, of_whole: Any) -> Any:
         return map_where_it_is(lambda m: cast(path, m, of_whole), m)
@@ -150,14 +289,34 @@ def cast_mu(mu: Any, mu_dtype: jax.typing.DTypeLike, whole: Any) -> Any:
     return jax.tree.map_with_path(cast_where_it_is, mu, whole, is_leaf=_is_quantized)
 
 
-def zero_momenta(params: Any, mu_dtype: jax.typing.DTypeLike | None, shardings: Shardings) -> Any:
+def zero_momenta(
+    params: Any, mu_dtype: jax.typing.DTypeLike | None, shardings: Shardings, views: Views = None
+) -> Any:
     """Returns momenta of zeros in `mu_dtype`.
 
     Raises:
         ValueError: explicit mesh axes cut a block, or `shardings` is missing or does not fit.
     """
     mu = optax.tree.zeros_like(params, dtype=computed_dtype(mu_dtype))
-    return cast_mu(mu, jnp.int8, whole_tree(mu, shardings)) if is_int8(mu_dtype) else mu
+    if not is_int8(mu_dtype):
+        return mu
+    leaves, treedef = jax.tree.flatten_with_path(mu)
+    wholes = jax.tree.leaves(whole_tree(mu, shardings))
+
+    def zeros(path: Any, m: jax.Array, of_whole: Any, view: Any) -> Any:
+        axes = tile_axes(of_whole.shape, view)
+        if axes is None:
+            return m
+        _check_blocks(path, m, axes)
+        return Quantized(
+            jnp.zeros_like(m, jnp.int8),
+            _zeros_of_blocks(m, axes.entries, axes.counts(m.shape)[1], jnp.uint8),
+            _zeros_of_blocks(m, axes.rows, axes.counts(m.shape)[0], jnp.int8),
+        )
+
+    views_of_each = assigned_views(views, params)
+    pairs = zip(leaves, wholes, views_of_each, strict=True)
+    return boxed_momenta(treedef.unflatten(zeros(*leaf, w, view) for leaf, w, view in pairs))
 
 
 def shapes_of_momenta(mu: Any) -> Any:
@@ -179,36 +338,48 @@ def store(m: Any, like: Any, key: jax.Array | None) -> Any:
         key: of random bits, to round up or down at random; None to round to nearest.
     """
     if _is_quantized(like):
-        return quantize(m, like.scales.shape[-1], key)
+        axes = _axes_of(like)
+        counts = like.columns.shape[axes.rows], like.scales.shape[axes.entries]
+        return quantize(m, axes, counts, key, None if key is None else dequantize(like))
     return cast_like(m, like, key)
 
 
-def _takes_codes(x: Any) -> bool:
-    """Whether the momentum of this shape goes in 8 bits; where arrays are sharded, the whole."""
-    return math.prod(x.shape) >= LEAST_ENTRIES and x.shape[-1] >= LEAST_LAST_AXIS
+def _axes_of(m: Quantized) -> TileAxes:
+    """The axes that the tiles of a momentum cut: where its scales, and its columns, are shorter.
+
+    In a shard_map a tile axis may have one entry and one block, as may others: any of them does.
+    """
+    assert m.columns is not None
+    shape, found = m.codes.shape, []
+    for x in (m.scales, m.columns):
+        shorter = [i for i, n in enumerate(shape) if x.shape[i] != n]
+        single = [i for i, n in enumerate(shape) if n == 1 and i not in found]
+        found.append((shorter or single)[0])
+    return TileAxes(found[1], found[0])
 
 
-def _check_blocks(path: Any, m: jax.Array, count: int) -> None:
-    """Raises ValueError where the type of `m` says that its last axis has shards that cut a block.
+def _check_blocks(path: Any, m: jax.Array, axes: TileAxes) -> None:
+    """Raises ValueError where the type of `m` says that an axis has shards that cut a block.
 
     Args:
         path: of the parameter.
         m: the momentum.
-        count: the number of blocks of its last axis.
+        axes: which tiles cut.
     """
     sharding = jax.typeof(m).sharding
-    axes = mesh_axes_by_dim(sharding.spec, m.ndim, sharding.mesh.shape)[-1]
-    shards = math.prod(sharding.mesh.shape[axis] for axis in axes)
-    if count % shards:
-        raise ValueError(
-            f"mu_dtype='int8' needs whole blocks on each device, but the last axis of the parameter"
-            f" {jax.tree_util.keystr(path)} has {count} blocks on {shards} devices: shard another"
-            " axis, or pass mu_dtype='bfloat16'"
-        )
+    by_dim = mesh_axes_by_dim(sharding.spec, m.ndim, sharding.mesh.shape)
+    for axis, count in zip(axes[:2], axes.counts(m.shape), strict=True):
+        shards = math.prod(sharding.mesh.shape[name] for name in by_dim[axis])
+        if count % shards:
+            raise ValueError(
+                f"mu_dtype='int8' needs whole blocks on each device, but axis {axis} of the"
+                f" parameter {jax.tree_util.keystr(path)} has {count} blocks on {shards} devices:"
+                " shard another axis, or pass mu_dtype='bfloat16'"
+            )
 
 
 def check_stored(mu: Any, whole: Any) -> None:
-    """Raises ValueError where a momentum should be in 8 bits and is not.
+    """Raises ValueError where a momentum should be in 8 bits and is not, or is as in 0.2.0.
 
     Args:
         mu: the momenta of an optimizer whose `mu_dtype` is int8.
@@ -216,10 +387,14 @@ def check_stored(mu: Any, whole: Any) -> None:
     """
 
     def check(path: Any, m: Any, of_whole: Any) -> None:
-        if _takes_codes(of_whole) and not isinstance(m, Quantized):
+        if _is_quantized(m):
+            found = None if m.columns is not None else "the 8 bits of version 0.2.0"
+        else:
+            found = None if tile_axes(of_whole.shape) is None else m.dtype
+        if found is not None:
             raise ValueError(
                 "mu_dtype='int8' needs a state with momenta in 8 bits, got the momentum of the"
-                f" parameter {jax.tree_util.keystr(path)} in {m.dtype}: pass"
+                f" parameter {jax.tree_util.keystr(path)} in {found}: pass"
                 " cast_momentum(state, 'int8')"
             )
 
@@ -228,7 +403,9 @@ def check_stored(mu: Any, whole: Any) -> None:
 
 def _has_fields(node: Any) -> bool:
     """Whether a node is a mapping with the fields of a `Quantized`."""
-    is_mapping = isinstance(node, Mapping) and {*node} == {*Quantized._fields}
+    is_mapping = isinstance(node, Mapping) and {"codes", "scales"} <= {*node} <= {
+        *Quantized._fields
+    }
     return is_mapping and getattr(node["codes"], "dtype", None) == jnp.int8
 
 
@@ -245,20 +422,93 @@ def _layout(n: int, count: int) -> tuple[int, int, int]:
     return pieces, count // pieces, -(-n // count)
 
 
-def _largest_of_blocks(x: jax.Array, count: int) -> jax.Array:
-    """max |x| of each block, NaN where a block has one."""
-    *lead, n = x.shape
+def _in_blocks(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """`x` with its axis as (pieces, blocks, entries of a block); zeros fill the last block."""
+    shape, n = x.shape, x.shape[axis]
     pieces, blocks, size = _layout(n, count)
-    x = jnp.abs(x).reshape(*lead, pieces, n // pieces)
-    x = jnp.pad(x, [(0, 0)] * (len(lead) + 1) + [(0, blocks * size - n // pieces)])
-    return jnp.max(x.reshape(*lead, pieces, blocks, size), -1).reshape(*lead, count)
+    x = x.reshape(*shape[:axis], pieces, n // pieces, *shape[axis + 1 :])
+    if blocks * size != n // pieces:
+        padding = [(0, 0)] * x.ndim
+        padding[axis + 1] = (0, blocks * size - n // pieces)
+        x = jnp.pad(x, padding)
+    return x.reshape(*shape[:axis], pieces, blocks, size, *shape[axis + 1 :])
 
 
-def _scale_of_entries(scales: jax.Array, n: int) -> jax.Array:
-    """For each of n entries of the last axis the scale of its block."""
-    *lead, count = scales.shape
-    pieces, blocks, size = _layout(n, count)
-    of_block = scales.reshape(*lead, pieces, blocks, 1)
-    of_piece = jnp.broadcast_to(of_block, (*lead, pieces, blocks, size))
-    of_piece = of_piece.reshape(*lead, pieces, blocks * size)[..., : n // pieces]
-    return of_piece.reshape(*lead, n)
+def _largest_of_blocks(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """The largest of each block of nonnegative integers."""
+    found = jnp.max(_in_blocks(x, axis, count), axis + 2)
+    return found.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+
+def _sum_of_blocks(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """The sum of each block of integers."""
+    found = jnp.sum(_in_blocks(x, axis, count), axis + 2)
+    return found.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+
+def _of_entries(of_blocks: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
+    """For each entry of the axis, which has `shape[axis]`, what its block has."""
+    n, before, after = shape[axis], of_blocks.shape[:axis], of_blocks.shape[axis + 1 :]
+    pieces, blocks, size = _layout(n, of_blocks.shape[axis])
+    of_block = of_blocks.reshape(*before, pieces, blocks, 1, *after)
+    of_piece = jnp.broadcast_to(of_block, (*before, pieces, blocks, size, *after))
+    of_piece = of_piece.reshape(*before, pieces, blocks * size, *after)
+    of_piece = jax.lax.slice_in_dim(of_piece, 0, n // pieces, axis=axis + 1)
+    return of_piece.reshape(*before, n, *after)
+
+
+def _exponents_of_columns(x: jax.Array, axes: TileAxes, counts: tuple[int, int]) -> jax.Array:
+    """The exponents of the columns of tiles (int32), 0 in tiles of zeros.
+
+    Upper bits of a float are its logarithm in fixed-point numbers, to a few percent. Means are
+    rounded so that those of equal columns of normal numbers, -1.8 here, have one exponent.
+    """
+    of_columns, of_scales = counts
+    bits = _bits(x)
+    bits = jnp.where((bits >= SMALLEST_NORMAL) & (bits < INFINITY), bits, 0)
+    of_rows = _largest_of_blocks(bits, axes.entries, of_scales)
+    logarithms = (bits >> 15) - (_of_entries(of_rows, axes.entries, x.shape) >> 15)
+    logarithms = jnp.where(bits > 0, jnp.maximum(logarithms, LEAST_EXPONENT * 256), 0)
+    count = _sum_of_blocks((bits > 0).astype(jnp.int32), axes.rows, of_columns)
+    total = _sum_of_blocks(logarithms, axes.rows, of_columns)
+    exponents = (10 * total + 3 * 256 * count) // jnp.maximum(2560 * count, 1)
+    of_tiles = _largest_of_blocks(of_rows, axes.rows, of_columns) >> 23
+    of_tiles = _of_entries(of_tiles, axes.entries, exponents.shape)
+    return jnp.where(of_tiles > 0, jnp.clip(exponents + of_tiles - 127, -126, 126), 0)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """The bits of |x| as int32, in the order of |x|; those of NaN are above all others."""
+    return jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+
+
+def _power(exponent: jax.Array) -> jax.Array:
+    """2^exponent in float32, for int32 from -126 to 127."""
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def _code_of_scales(bits: jax.Array) -> jax.Array:
+    """The codes of scales (uint8), at least the floats of these bits over the largest level.
+
+    A code is the upper bits of a float, without its sign and half of its exponents.
+    """
+    scales = jax.lax.bitcast_convert_type(bits, jnp.float32) / LARGEST_LEVEL
+    upper = (_bits(scales) + 2**SCALE_SHIFT - 1) >> SCALE_SHIFT
+    codes = jnp.where(scales == 0, 0, jnp.clip(upper - SCALE_OF_ONE, 1, 254))
+    return jnp.where(bits < INFINITY, codes, 255).astype(jnp.uint8)
+
+
+def _scale(codes: jax.Array) -> jax.Array:
+    """The float32 scales of these codes: 0 of 0, NaN of 255."""
+    bits = (codes.astype(jnp.int32) + SCALE_OF_ONE) << SCALE_SHIFT
+    scales = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(codes == 0, 0, jnp.where(codes == 255, jnp.nan, scales))
+
+
+def _zeros_of_blocks(m: jax.Array, axis: int, count: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Zeros for each block of an axis, sharded as `m` where its shards hold whole blocks."""
+    shape = (*m.shape[:axis], count, *m.shape[axis + 1 :])
+    sharding = getattr(m, "sharding", None) or jax.typeof(m).sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return jnp.zeros(shape, dtype)
+    return jnp.zeros(shape, dtype, device=sharding_that_fits(sharding, m.shape, shape))

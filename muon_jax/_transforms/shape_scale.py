@@ -11,6 +11,7 @@ from muon_jax._distributed.on_shards import by_element
 from muon_jax._distributed.sharding import Shardings
 from muon_jax._matrices.shape_factors import ShapeScale, shape_factor
 from muon_jax._matrices.views import Views
+from pallas_kernels._promotion import standard_promotion
 
 
 @checks_arguments
@@ -43,12 +44,14 @@ def scale_by_shape(
     if consistent_rms is not None and shape_scale != "clipped_ratio":
         raise ValueError(
             f"shape_scale={shape_scale!r} and consistent_rms={consistent_rms} are two scales for"
-            " one update: leave one of them at its default"
+            " one update: pass shape_scale='clipped_ratio' to have consistent_rms alone, or"
+            " consistent_rms=None to have shape_scale alone"
         )
 
     scale = shape_scale if consistent_rms is None else "longer_side"
     factor_of = functools.partial(shape_factor, scale)
 
+    @standard_promotion()
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
@@ -57,7 +60,9 @@ def scale_by_shape(
         factors = by_element(factor_of, weight_dimension_numbers, updates, shardings)
         if consistent_rms is not None:
             factors = [consistent_rms * value for value in factors]
-        factors = [jnp.asarray(f, x.dtype) for f, x in zip(factors, leaves, strict=True)]
+        rms = 1.0 if consistent_rms is None else consistent_rms
+        dtypes = [jnp.result_type(x.dtype, rms) for x in leaves]  # as in optax
+        factors = [jnp.asarray(f, dtype) for f, dtype in zip(factors, dtypes, strict=True)]
         # Without a barrier some programs multiply by the product of this factor and a constant
         # learning rate, which rounds once, and others by one after the other, which rounds twice.
         factors = jax.lax.optimization_barrier(factors)

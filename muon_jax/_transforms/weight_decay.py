@@ -91,7 +91,7 @@ def _decays(path: tuple[Any, ...], node: Any) -> bool:
 def _add_decayed(
     rate: optax.ScalarOrSchedule, mask: Any, cautious: bool
 ) -> optax.GradientTransformation:
-    """Makes u + rate·p of the update u, in the dtype of u.
+    """Makes u + rate·p of the update u, in the dtype that optax promotes these to.
 
     Args:
         rate: a number or a schedule.
@@ -99,6 +99,8 @@ def _add_decayed(
         cautious: whether only entries decay in which rate·p has the sign of u.
     """
     inner = optax.add_decayed_weights(rate, mask)
+    if not cautious:
+        return inner
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
@@ -106,8 +108,7 @@ def _add_decayed(
         decayed, state = inner.update(updates, state, params)
 
         def decayed_or_update(d: jax.Array, u: jax.Array) -> jax.Array:
-            kept = jnp.where(_agree(d - u, u), d, u) if cautious else d
-            return kept.astype(u.dtype)
+            return jnp.where(_agree(d - u, u), d, u)
 
         return jax.tree.map(decayed_or_update, decayed, updates), state
 

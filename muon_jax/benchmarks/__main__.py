@@ -9,6 +9,7 @@
     python -m muon_jax.benchmarks accuracy --names standard --json accuracy.json
     python -m muon_jax.benchmarks adversary --names balanced --sizes 16 64
     python -m muon_jax.benchmarks training --json training.json
+    python -m muon_jax.benchmarks from_adamw --json from_adamw.json
     python -m muon_jax.benchmarks corpus linux-source-6.1.tar.xz --output linux.tokens.xz
     python -m muon_jax.benchmarks coefficients --names balanced
     python -m muon_jax.benchmarks tpu --topologies v5e:2x2 --json tpu.json
@@ -51,9 +52,14 @@ from muon_jax.benchmarks._training.command import (
     run_training,
 )
 from muon_jax.benchmarks._training.corpus_command import add_corpus_arguments, run_corpus
+from muon_jax.benchmarks._training.from_adamw_command import (
+    QUICK_FROM_ADAMW,
+    add_from_adamw_arguments,
+    run_from_adamw,
+)
 
 # Packages of the extra "benchmarks". Commands import them where they need them.
-_EXTRA = ("matplotlib", "scipy", "tokenizers", "tqdm")
+_EXTRA = ("matplotlib", "scipy", "sklearn", "tokenizers", "tqdm")
 
 
 class Command(NamedTuple):
@@ -120,6 +126,12 @@ COMMANDS = {
         add_training_arguments,
         run_training,
         QUICK_TRAINING,
+    ),
+    "from_adamw": Command(
+        "held-out losses of AdamW and of the lines that an AdamW user could write, on a CPU",
+        add_from_adamw_arguments,
+        run_from_adamw,
+        QUICK_FROM_ADAMW,
     ),
     "corpus": Command(
         "write the tokens of a text to train on, the sources of Linux",

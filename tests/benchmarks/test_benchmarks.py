@@ -105,7 +105,8 @@ def test_sharded_counts_collectives_and_checks(measure, capsys, monkeypatch):
     variants = ["optax", "None", "balanced", "automatic axes"]
     assert list(measurement["microseconds"]) == list(measurement["collectives"]) == variants
     assert all(measurement["collectives"][name] == {"all-to-all": 2} for name in variants[1:])
-    assert max(measurement["errors"].values()) < 0.02
+    # Against one device. Against float64 it would be 0.001 and more: products have 16 bits.
+    assert max(measurement["errors"].values()) < 1e-4
     assert "collectives of None 2 all-to-all" in capsys.readouterr().out
     monkeypatch.setattr(sharded, "TOLERANCE", -1.0)
     with pytest.raises(ArithmeticError, match="tiny, None: the update of .* on one device by"):
@@ -350,7 +351,8 @@ def test_report_is_a_table_and_a_plot(capsys, tmp_path):
     benchmarks.main(["report", *map(str, files), "--png", str(tmp_path / "a.png")])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "benchmark: syrk, device: H200, dtype: bfloat16; µs, device, medians"
-    assert lines[2:5] == [
+    assert "Exact is the same product of the same inputs in float64" in lines[2]
+    assert lines[4:7] == [
         "| shape | jnp | syrk | speedup | xla | error of jnp | error of syrk | chosen |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| 2×8×16 | 120 | 60.2 | 2.00× | 99.9 | 0.0017 | 0.0016 | triton |",

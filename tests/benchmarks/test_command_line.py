@@ -44,6 +44,7 @@ def test_quick_changes_defaults_and_no_flag_that_is_given(name, parsed):
     assert changed == {*(benchmarks.COMMANDS[name].quick or {}), "quick"}
     given = {"training": ["--steps", "20"], "accuracy": ["--sizes", "8"], "tpu": ["--width", "64"]}
     given |= {"adversary": ["--sizes", "8"], "start": ["--repetitions", "2"]}
+    given |= {"from_adamw": ["--seeds", "2"]}
     words = given.get(name, ["--dtype", "float16"])
     dest = words[0].removeprefix("--")
     expected = vars(parsed(name, *words))[dest]
@@ -60,6 +61,7 @@ def test_commands_that_have_a_quick_form():
         "accuracy",
         "adversary",
         "training",
+        "from_adamw",
         "tpu",
     ]
 

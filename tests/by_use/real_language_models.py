@@ -701,7 +701,7 @@ def nnx_lora():
         {
             "embed": "embedding",
             "head/kernel": "output",
-            "lora_[ab]": hidden(),
+            "lora_[ab]": "factor",
             "(q|down)/kernel": hidden(),
         },
     )

@@ -1123,7 +1123,7 @@ def lora_beside():
             "head": zeros(32, 50),
         },
         (TOKENS,),
-        {"w": hidden(), "^[ab]$": hidden(), "emb": "embedding", "head": "output"},
+        {"w": hidden(), "^[ab]$": "factor", "emb": "embedding", "head": "output"},
     )
 
 

@@ -414,13 +414,15 @@ def modes(shape=(24, 1024, 4096), spec=(None, "fsdp", "tp"), view=MATRICES, **kw
 @pytest.mark.parametrize(
     ("kwargs", "group"),
     [
-        ({}, ("exchange over fsdp, tp", (1024, 4096), 24, 8, 3)),
+        ({}, ("split over replica; exchange over fsdp, tp", (1024, 4096), 24, 16, 2)),
+        ({"shape": (24, 64, 128)}, ("exchange over fsdp, tp", (64, 128), 24, 8, 3)),
+        ({"outside": "repeat"}, ("exchange over fsdp, tp", (1024, 4096), 24, 8, 3)),
         (
             {"outside": "split"},
             ("split over replica; exchange over fsdp, tp", (1024, 4096), 24, 16, 2),
         ),
         (
-            {"outside": "block", "exchange_axes": "fsdp"},
+            {"outside": ("repeat", "block"), "exchange_axes": "fsdp"},
             ("blocks over tp; exchange over fsdp", (1024, 2048), 24, 4, 6),
         ),
         (
@@ -428,7 +430,11 @@ def modes(shape=(24, 1024, 4096), spec=(None, "fsdp", "tp"), view=MATRICES, **kw
             ("split over replica; blocks over fsdp, tp; local", (256, 2048), 24, 2, 12),
         ),
         (
-            {"outside": {"tp": "gram"}, "exchange_axes": "fsdp", "shape": (8, 1024, 4096)},
+            {
+                "outside": {"replica": "repeat", "tp": "gram"},
+                "exchange_axes": "fsdp",
+                "shape": (8, 1024, 4096),
+            },
             ("gram over fsdp, tp", (1024, 4096), 8, 1, 8),
         ),
         (

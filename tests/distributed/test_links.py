@@ -99,7 +99,7 @@ def test_counts_that_do_not_divide(count, owners, each):
     mean = fractions.Fraction(count, owners)
     assert group.padding == pytest.approx(float(1 - mean / each))
     assert said.imbalance == pytest.approx(float(each / mean))
-    alone = explained((count, 4096, 4096), {"x": owners}, ())
+    alone = explained((count, 4096, 4096), {"x": owners}, (), outside="repeat")
     assert said.repeated_microseconds == alone.compute_microseconds
     saved = alone.compute_microseconds / said.compute_microseconds
     assert saved == pytest.approx(count / each, rel=0.1)
@@ -133,7 +133,8 @@ def test_owners_or_pieces(shape, kwargs, mode):
         ({"bandwidth": {"replica": 1e8}}, "exchange over x"),
         ({"latency": {"replica": 1.0}}, "exchange over x"),
         ({"bandwidth": {"x": 1e8}}, "split over replica; exchange over x"),
-        ({"outside": {"x": "faster"}}, "exchange over x"),
+        ({"outside": {"x": "faster"}}, "split over replica; exchange over x"),
+        ({"outside": {"replica": "repeat", "x": "faster"}}, "exchange over x"),
     ],
     ids=str,
 )

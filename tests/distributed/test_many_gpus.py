@@ -153,9 +153,16 @@ def test_one_matrix_for_each_owner_is_exchanged_at_once(devices):
 def test_divided_layers_are_not_exchanged():
     """48 layers over 16 of 64 devices: 64 do not divide 48, and `jit` takes no uneven shards."""
     sizes = {"data": 16, "replica": 4}
-    update = compiled(dense(0), sizes)
+    update = compiled(dense(0), sizes, outside="repeat")
     assert not update.counts
     assert update.temporaries <= 2 * shard_bytes(dense(0), sizes) + 2**16
+
+
+def test_replicas_of_divided_layers_share_them_and_gather_the_updates():
+    """Each of 4 replicas has one of the 3 layers that a device has, or none."""
+    update = compiled(dense(0), {"data": 16, "replica": 4})
+    assert update.counts == {("all-gather", ("replica",)): 1}
+    assert update.sent == 2 * 4 * 4096**2  # with padding, in 16 bits
 
 
 # By `logical_axis_rules` of MaxText's src/maxtext/configs/base.yml.
@@ -192,8 +199,8 @@ def deepseek(*layers):
 @pytest.mark.parametrize(
     ("arguments", "axes"),
     [
-        ({}, {EMBED, ("fsdp", "tensor"), ("fsdp", "tensor", "expert")}),
-        ({"exchange_axes": EMBED, "outside": "block"}, {EMBED, ("fsdp",)}),
+        ({"outside": "repeat"}, {EMBED, ("fsdp", "tensor"), ("fsdp", "tensor", "expert")}),
+        ({"exchange_axes": EMBED, "outside": ("repeat", "block")}, {EMBED, ("fsdp",)}),
     ],
     ids=["all axes", "blocks over tensor"],
 )

@@ -109,7 +109,14 @@ def test_triton_states_its_limits(shape, dtype, reason):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("Tesla T4", "compute capability 8.0"), ("Some GPU", "Unsupported GPU device kind: Some GPU")],
+    [
+        ("Tesla T4", "compute capability 8.0"),
+        ("gfx942", "gfx942 is not an NVIDIA GPU"),
+        ("Some GPU", "Unsupported GPU device kind: Some GPU"),
+        ("AMD Instinct MI300X", "Unsupported GPU device kind"),
+        ("Tesla V100-SXM2-16GB", "Unsupported GPU device kind"),
+        ("Quadro RTX 8000", "Unsupported GPU device kind"),
+    ],
 )
 def test_triton_needs_a_gpu_that_it_knows_since_ampere(kind, reason):
     device = jax.sharding.AbstractDevice(kind, 40, "gpu")

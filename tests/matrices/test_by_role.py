@@ -2,6 +2,7 @@
 
 import functools
 import math
+import pickle
 import re
 from collections import Counter
 
@@ -13,11 +14,12 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers import mostly_nightly
+from helpers import mostly_nightly, nested
 from model_shapes import shapes
 
-from muon_jax import MuonDimensionNumbers, Split, by_role, describe, muon
+from muon_jax import MuonDimensionNumbers, Split, by_role, describe, muon, scale_by_muon
 from muon_jax._matrices.by_role import routes
+from muon_jax._matrices.shapes import Unknown
 from muon_jax._matrices.views import MATRICES
 
 QKV = {"^qkv/": Split(-1, (8, 2, 2))}
@@ -65,7 +67,7 @@ MODELS = {
             "ResNetBlock_0/Conv_1/kernel": ("convolution", "1×144×16"),
             "ResNetBlock_0/conv_proj/kernel": ("convolution", "1×8×16"),
         },
-        {"vector": 9, "unknown": 1},
+        {"vector": 8, "rule '^Dense_0/'": 2},
     ),
     "linen ViT": (
         lambda: flax_models.linen_params(flax_models.ViT(), *IMAGES),
@@ -101,7 +103,7 @@ MODELS = {
         flax_models.grouped_queries,
         QKV,
         {
-            "qkv/kernel": ("unknown", "1×8×8, 1×8×2, 1×8×2"),
+            "qkv/kernel": ("rule '^qkv/'", "1×8×8, 1×8×2, 1×8×2"),
             "o_proj/kernel": ("projection from heads", "1×8×8"),
             "gate_up/kernel": ("fused gate and up", "1×8×12, 1×8×12"),
             "down/kernel": ("matrix", "1×12×8"),
@@ -112,7 +114,7 @@ MODELS = {
 
 
 def views(rules):
-    return {"muon_weight_dimension_numbers": functools.partial(by_role, rules=rules)}
+    return {"muon_weight_dimension_numbers": by_role(rules=rules)}
 
 
 @pytest.mark.parametrize(("params", "rules", "matrices", "others"), MODELS.values(), ids=MODELS)
@@ -159,14 +161,14 @@ PATCHES = ("convolution", ((-4, -3, -2), -1))
         ("layers/0/moe/gate/kernel", (8, 4), ("router", None)),
         ("layers/smear_gate/kernel", (3, 12, 1), ("gate", None)),
         ("layers/attn/q_norm/scale", (3, 4), ("norm", None)),
-        ("conv_1/kernel", (5, 4, 8), ("convolution", ((-3, -2), -1))),
+        ("blocks/0/a/conv_1/kernel", (5, 4, 8), ("convolution", ((-3, -2), -1))),
         ("depthwise_conv/kernel", (3, 3, 1, 8), ("convolution", None)),
         ("encoder/codebook", (64, 8), ("embedding", None)),
         ("item_table/weight", (100, 8), ("embedding", None)),
         ("lookup/weight", (100, 8), ("embedding", None)),
         ("score/weight", (8, 8), ("head", None)),
         ("qa_outputs/kernel", (8, 2), ("head", None)),
-        ("score/layers/0/fc/kernel", (8, 8), ("matrix", MATRICES)),
+        ("score/layers/0/mlp/fc/kernel", (8, 8), ("matrix", MATRICES)),
         ("layers/0/ffn/switch/kernel", (8, 4), ("router", None)),
         ("switch/layers/0/up/kernel", (8, 4), ("matrix", MATRICES)),
         ("layers/0/experts/gate", (4, 8, 6), ("experts", MATRICES)),
@@ -180,7 +182,7 @@ PATCHES = ("convolution", ((-4, -3, -2), -1))
         ("layers/0/moe/up", (4, 8, 16), ("experts", MATRICES)),
         ("conv_vit/layers_0/Mlp_0/Dense_0/kernel", (8, 16), ("matrix", MATRICES)),
         ("ConvNeXtBlock_0/pwconv1/kernel", (8, 32), ("convolution", MATRICES)),
-        ("layers_0/pointwise_conv1/kernel", (1, 8, 16), ("convolution", ((-3, -2), -1))),
+        ("layers_0/a/pointwise_conv1/kernel", (1, 8, 16), ("convolution", ((-3, -2), -1))),
         ("embeddings/patch_embeddings/projection/kernel", (4, 4, 3, 8), PATCHES),
         ("embeddings/patch_embedding/kernel", (4, 4, 3, 8), ("embedding", PATCHES[1])),
         ("x_embedder/proj/kernel", (4, 4, 3, 8), PATCHES),
@@ -195,7 +197,7 @@ PATCHES = ("convolution", ((-4, -3, -2), -1))
         ("blocks/0/prenorm_mlp/kernel", (8, 8), ("matrix", MATRICES)),
         ("cls/predictions/transform/dense/kernel", (8, 8), ("matrix", MATRICES)),
         ("cls/predictions/decoder/kernel", (8, 100), ("head", None)),
-        ("mlp/~/up/w", (8, 16), ("matrix", MATRICES)),
+        ("layers_0/mlp/~/up/w", (8, 16), ("matrix", MATRICES)),
         ("cls/seq_relationship/kernel", (8, 2), ("head", None)),
         ("blocks/0/moe/gate_w", (8, 4), ("router", None)),
         ("blocks/0/moe/gate", (4, 8, 16), ("router", MATRICES)),
@@ -236,8 +238,8 @@ PATCHES = ("convolution", ((-4, -3, -2), -1))
         ("mlp/up_and_gate/kernel", (8, 64), GATE_AND_UP),
         ("mlp/gateup_proj/kernel", (8, 64), GATE_AND_UP),
         ("mlp/w1_w3/kernel", (8, 64), GATE_AND_UP),
-        ("mlp/w12/kernel", (8, 64), GATE_AND_UP),
-        ("b/aggregate_update/kernel", (8, 64), ("matrix", MATRICES)),
+        ("h_0/mlp/w12/kernel", (8, 64), GATE_AND_UP),
+        ("layers/0/aggregate_update/kernel", (8, 64), ("matrix", MATRICES)),
         ("lora_a/kernel", (8, 4), ("adapter", None)),
         ("attn/q_lora_b", (8, 4), ("adapter", None)),
         ("attn/q_proj/lora/lora_a", (8, 4), ("adapter", None)),
@@ -398,6 +400,130 @@ def test_rules_that_match_nothing_raise_unless_parameters_are_masked():
     assert by_role(masked, rules)["up"]["kernel"] == MATRICES
 
 
+SHADOWED = [
+    ({".*": None, "up": MATRICES}, "up", "'.*' before it already matches all .* put 'up' first"),
+    ({"mlp": MATRICES, "mlp/up": None}, "mlp/up", "'mlp' .* put 'mlp/up' first, or leave it out"),
+    ({"kernel$": None, "^head/": None}, "^head/", r"'kernel\$' .* put '\^head/' first"),
+    ({"up": None, "down": MATRICES, "(up|down)/": None}, "(up|down)/", "'up', 'down' .*: leave it"),
+    ({"mlp/down": None, "down/kernel": None}, "down/kernel", "'mlp/down' .*down/kernel': leave it"),
+]
+
+
+@pytest.mark.parametrize(("rules", "shadowed", "message"), SHADOWED)
+def test_rules_that_never_decide_raise_unless_parameters_are_masked(rules, shadowed, message):
+    paths = {"mlp/up/kernel": (8, 16), "mlp/down/kernel": (16, 8), "head/kernel": (8, 3)}
+    tree = shapes(nested(paths | {"embed/embedding": (9, 8)}))
+    message = rf"rules\['{re.escape(shadowed)}'\] never decides: {message}"
+    optimizer = muon(0.1, muon_weight_dimension_numbers=by_role(rules=rules))
+    for use in (lambda t: by_role(t, rules), optimizer.init, lambda t: describe(t, **views(rules))):
+        with pytest.raises(ValueError, match=message):
+            use(tree)
+    left = {rule: view for rule, view in rules.items() if rule != shadowed}
+    first = {shadowed: rules[shadowed], **left}
+    by_role(tree, left if message.endswith("leave it") else first)
+    by_role({**tree, "other": optax.MaskedNode()}, rules)
+
+
+def kernel_of(name, shape, layout="in_out", rules=None, **beside):
+    named = [(f"blocks/0/a/{path}", s) for path, s in {name: shape, **beside}.items()]
+    return routes(named, rules, layout)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "layout"),
+    [
+        ("conv/kernel", (3, 3, 64, 1), "in_out"),
+        ("conv/weight", (1, 64, 3, 3), "out_in"),
+        ("Conv_2/kernel", (5, 64, 1), "in_out"),
+        ("conv1d/weight", (1, 64, 5), "out_in"),
+        ("conv/kernel", (3, 3, 3, 16, 1), "in_out"),
+        ("conv3d/weight", (1, 16, 3, 3, 3), "out_in"),
+        ("ConvTranspose_0/kernel", (4, 4, 64, 1), "in_out"),
+        ("conv_transpose/weight", (64, 1, 4, 4), "out_in"),  # PyTorch has (in, out, *window) there
+        ("pointwise_conv/kernel", (1, 1, 64, 1), "in_out"),
+        ("pwconv/kernel", (64, 1), "in_out"),
+        ("pwconv/weight", (1, 64), "out_in"),
+        ("conv/kernel", (3, 3, 1, 64), "in_out"),  # of one input, or depthwise
+        ("conv/weight", (64, 1, 3, 3), "out_in"),
+        ("conv/kernel", (3, 3, 1, 1), "in_out"),
+        ("experts/down", (4, 8, 1), "in_out"),
+        ("attn/query/kernel", (8, 1, 1), "in_out"),
+    ],
+)
+def test_kernels_with_one_output_are_vectors(name, shape, layout):
+    assert kernel_of(name, shape, layout).view is None
+    rules = {name: MATRICES}
+    assert kernel_of(name, shape, layout, rules).view == MATRICES  # a rule has the last word
+
+
+def test_stacked_convolutions_with_one_output_are_vectors():
+    tree = shapes({"layers": {"conv": {"kernel": (5, 3, 3, 64, 1)}, "norm": {"scale": (5, 64)}}})
+    assert by_role(tree)["layers"]["conv"]["kernel"] is None
+    optimizer = muon(0.1, muon_weight_dimension_numbers=by_role)
+    params = {"blocks": [{"conv": {"kernel": jnp.full((3, 3, 8, 1), 2.0)}}]}
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    assert jnp.ptp(updates["blocks"][0]["conv"]["kernel"]) < 1e-6  # a sign, as AdamW's
+
+
+def test_a_window_at_the_end_of_one_element_is_no_output():
+    assert isinstance(kernel_of("conv/weight", (64, 32, 1)).view, Unknown)
+    assert isinstance(kernel_of("conv/kernel", (64, 32, 1)).view, Unknown)
+    assert kernel_of("conv/weight", (64, 32, 1), "out_in").view == ((-2, -1), -3)
+
+
+def test_by_role_takes_its_arguments_before_the_parameters():
+    tree = shapes({"mlp": {"up": {"kernel": (16, 8)}}, "embed": {"weight": (9, 8)}})
+    rules = {"up": MuonDimensionNumbers(-1, -2)}
+    bound = by_role(layout="out_in", rules=rules)
+    assert repr(bound) == f"by_role(rules={rules!r}, layout='out_in')"
+    assert eval(repr(bound)).keywords == bound.keywords
+    found = bound(tree)
+    assert found == by_role(tree, rules, "out_in") == pickle.loads(pickle.dumps(bound))(tree)
+    assert by_role()(tree | {"mlp": {}}) == by_role(tree | {"mlp": {}})
+    rules["embed"] = MuonDimensionNumbers(-2, -1)  # a later change of the caller's own dict
+    assert bound(tree) == found and "embed" not in repr(bound)
+    for arguments, message in (
+        ({"layout": "oi"}, "layout must be one of"),
+        ({"head_dim": 4}, "head_dim=4 needs per_head=True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            by_role(**arguments)
+    with pytest.raises(TypeError, match="rules must be a dict"):
+        by_role(rules=["up"])
+    with pytest.raises(TypeError, match="params must be a tree of arrays"):
+        by_role(None)
+
+
+def test_describe_shows_which_rule_decides():
+    tree = shapes({"mlp": {"up": {"kernel": (8, 16)}, "down": {"kernel": (16, 8)}}, "b": (3,)})
+    rules = {"up": MATRICES, "^mlp/": None}
+    for given in (by_role(rules=rules), functools.partial(by_role, rules=rules)):
+        parameters = describe(tree, muon_weight_dimension_numbers=given).parameters
+        assert {p.path: (p.role, p.optimizer) for p in parameters} == {
+            "b": ("vector", "adamw"),
+            "mlp/down/kernel": ("rule '^mlp/'", "adamw"),
+            "mlp/up/kernel": ("rule 'up'", "muon"),
+        }
+
+
+@pytest.mark.parametrize(
+    ("use", "argument"),
+    [
+        (lambda p, v: muon(0.1, muon_weight_dimension_numbers=v).init(p), "muon_"),
+        (lambda p, v: muon(0.1, muon_weight_dimension_numbers=lambda _: v).init(p), "muon_"),
+        (lambda p, v: describe(p, muon_weight_dimension_numbers=v), "muon_"),
+        (lambda p, v: scale_by_muon(weight_dimension_numbers=v).init(p), ""),
+    ],
+)
+def test_errors_name_the_argument_of_the_function_that_was_called(use, argument):
+    params = {"w": jnp.ones((4, 8)), "v": jnp.ones((8, 4))}
+    name = rf"(?<!\w){argument}weight_dimension_numbers"
+    with pytest.raises(ValueError, match=rf"{name}\['w'\] must be MuonDim.* got 3"):
+        use(params, {"w": 3, "v": None})
+    with pytest.raises(ValueError, match=rf"{name} must be a tree like .* {name} has"):
+        use(params, {"w": None, "v": None, "x": None})
+
+
 def test_a_stack_has_its_layers_first_in_all_of_its_parameters():
     first = {
         "up": {"kernel": (3, 8, 16)},
@@ -422,7 +548,7 @@ UP = {"kernel": (2, 3, 8, 16)}
     [
         # Norms show layers below a name that stacks may have, and further axes of layers.
         ({"moe_layers": {"up": {"kernel": (3, 8, 16)}, "norm": {"scale": (3, 8)}}}, (-2, -1)),
-        ({"moe_layers": {"up": {"kernel": (8, 16)}, "norm": {"scale": (8,)}}}, (-2, -1)),
+        ({"moe_layers": {"up": {"kernel": (8, 16)}, "norm": {"scale": (8,)}}}, None),
         ({"layers": {"up": UP, "norm": {"scale": (2, 3, 8)}}}, (-2, -1)),
         ({"layers": {"up": UP, "norm": {"weight": (2, 3, 8)}}}, (-2, -1)),
         ({"layers": {"up": UP, "mixer": {"d": (2, 3, 8)}}}, None),
@@ -432,7 +558,7 @@ UP = {"kernel": (2, 3, 8, 16)}
 def test_norms_show_layers(tree, expected):
     tree = shapes(tree)
     if expected is None:
-        with pytest.raises(ValueError, match="role of layers/.*layers/up/kernel"):
+        with pytest.raises(ValueError, match="role of .*layers/up/kernel"):
             by_role(tree)
     else:
         (container,) = by_role(tree).values()
@@ -476,9 +602,9 @@ def test_a_callable_sees_every_tree():
         chex.assert_trees_all_equal_structs(state, expected)
 
 
-@pytest.mark.parametrize("routes", [by_role, functools.partial(by_role, rules={"up": MATRICES})])
+@pytest.mark.parametrize("routes", [by_role, by_role(rules={"up": MATRICES})])
 def test_hyperparameters_are_injected_beside_routes(routes):
-    params = {"embed": {"embedding": jnp.ones((6, 4))}, "up": {"kernel": jnp.ones((4, 8))}}
+    params = {"embed": {"embedding": jnp.ones((6, 4))}, "h_0": {"up": {"kernel": jnp.ones((4, 8))}}}
     arguments = {"learning_rate": 0.1, "muon_weight_dimension_numbers": routes}
     with pytest.raises(
         ValueError, match=r"one array of shape \(\).*static_args='muon_weight_dimens"
@@ -512,9 +638,9 @@ def test_the_table(capsys):
     description = describe(params, ns_coeffs="balanced", implementation="xla")
     assert capsys.readouterr().out == f"{description}\n"
     assert str(description).splitlines() == [
-        "path       shape  role    optimizer  matrices  group",
-        "norm       8      vector  adamw",
-        "up/kernel  8×16   matrix  muon       1×8×16    0",
+        "path       shape  role     optimizer  matrices  group",
+        "norm       8      vector   adamw",
+        "up/kernel  8×16   unknown  muon       1×8×16    0",
         "",
         "group  shape   coefficients  method    dtype    products  GFLOP",
         "0      1×8×16  balanced      standard  float16  xla       7.68e-06",  # 15 units of 8³
@@ -545,7 +671,9 @@ def test_arguments_are_those_of_muon():
         assert group.dtype == expected
     with pytest.raises(ValueError, match=r"preset must be one of .*'keller'.*, got 'kj'"):
         describe(params, preset="kj")
-    with pytest.raises(TypeError, match="no argument 'ns_coefficients': did you mean 'ns_coeffs'"):
+    with pytest.raises(
+        TypeError, match="describe has no argument 'ns_coefficients': pass ns_coeffs="
+    ):
         describe({}, ns_coefficients="fast")
     with pytest.raises(ValueError, match=r"mu_rounding must be one of .*, got 'up'"):
         describe({}, mu_rounding="up")

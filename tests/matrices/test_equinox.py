@@ -100,7 +100,7 @@ def test_blocks_need_no_rules():
     stacked = eqx.filter_eval_shape(eqx.filter_vmap(block), keys)
     one = eqx.filter_eval_shape(block, keys[0])
     params = eqx.filter({"blocks": stacked, "h": [one]}, has_shape)
-    views = functools.partial(by_role, layout="out_in")
+    views = by_role(layout="out_in")
     layer = {"mlp/layers/0/weight": (16, 64), "mlp/layers/1/weight": (64, 16)}
     layer |= {name: stack[1:] for name, stack in MATRICES.items() if name.startswith("attention")}
     assert matrices_of(params, views) == {
@@ -114,9 +114,7 @@ def test_values_of_another_width_than_queries_have_a_rule():
     attention = functools.partial(eqx.nn.MultiheadAttention, HEADS, 16, qk_size=4, vo_size=6)
     params = eqx.filter(eqx.filter_eval_shape(attention, key=jax.random.key(0)), has_shape)
     values = Unfold(-2, (-1, 6), MuonDimensionNumbers(-1, -2))
-    views = functools.partial(
-        by_role, layout="out_in", per_head=True, head_dim=4, rules={"value_proj": values}
-    )
+    views = by_role(layout="out_in", per_head=True, head_dim=4, rules={"value_proj": values})
     assert matrices_of({"attention": params}, views) == {
         "attention/query_proj/weight": ((HEADS, 16, 4),),
         "attention/key_proj/weight": ((HEADS, 16, 4),),

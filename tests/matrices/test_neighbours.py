@@ -19,7 +19,10 @@ def roles_of(tree):
 MODELS = {
     "ResNet-18": (model_shapes.resnet18(), {"Dense_0"}),
     "CNN": (model_shapes.cnn(), {"Dense_1"}),
-    "VAE": (model_shapes.vae(), {"decoder/fc2"}),
+    "VAE": (
+        model_shapes.vae(),
+        {"decoder/fc2", "encoder/fc1", "encoder/fc2_mean", "encoder/fc2_logvar"},
+    ),
     "PPO": (model_shapes.ppo(), set()),
     "PureJaxRL": (model_shapes.purejaxrl(), {"Dense_2"}),
     "Gemma": (model_shapes.gemma(), set()),
@@ -71,7 +74,7 @@ OF_HEAD = ["head", "vector"]
         ({"linear/w": (4, 8), "linear_1/w": (8, 2)}, ["matrix", "unknown"]),
         ({"layers/2/kernel": (4, 8), "layers/10/kernel": (8, 2)}, ["matrix", "unknown"]),
         ({"heads/0/kernel": (8, 8), "heads/1/kernel": (8, 8)}, ["unknown"] * 2),
-        ({"w_in": (8, 32), "w_out": (32, 8)}, ["unknown"] * 2),  # the first and the last?
+        ({"w_in": (8, 32), "w_out": (32, 8)}, ["matrix", "unknown"]),  # the last?
         (
             {"embed/embedding": (50, 8), "w_in": (8, 32), "w_out": (32, 8)},
             ["embedding", "matrix", "matrix"],
@@ -84,10 +87,10 @@ OF_HEAD = ["head", "vector"]
         ({"ffn/w_in": (4, 8, 32), "ffn/w_out": (3, 32, 8)}, ["unknown"] * 2),
         ({"b/wi_0": (4, 8, 6), "b/wi_1": (4, 8, 6), "b/wo": (4, 6, 8)}, ["experts"] * 3),
         (
-            {"mlp/wi/kernel": (8, 2, 6), "mlp/wo/kernel": (6, 8)},
+            {"h_0/mlp/wi/kernel": (8, 2, 6), "h_0/mlp/wo/kernel": (6, 8)},
             ["einsum of gate and up", FROM_HEADS],
         ),
-        ({"mlp/wi/kernel": (8, 2, 6), "mlp/wo/kernel": (7, 8)}, ["unknown", FROM_HEADS]),
+        ({"h_0/mlp/wi/kernel": (8, 2, 6), "h_0/mlp/wo/kernel": (7, 8)}, ["unknown", FROM_HEADS]),
         ({"b/adapter/up": (4, 8, 6), "b/adapter/down": (4, 6, 8)}, ["adapter"] * 2),
         # A gate to as many outputs as there are experts.
         ({"m/gate/kernel": (8, 4), **EXPERTS}, ["router", "experts", "experts"]),
@@ -111,7 +114,7 @@ OF_HEAD = ["head", "vector"]
         # A stack of convolutions, and weights for each place.
         ({"a/conv/kernel": (2, 3, 3, 4, 8), "a/conv/bias": (2, 8)}, ["unknown", "bias"]),
         ({"a/conv/kernel": (6, 6, 36, 8), "a/conv/bias": (6, 6, 8)}, ["unknown", "bias"]),
-        ({"a/conv/kernel": (3, 3, 4, 8), "a/conv/bias": (8, 1, 1)}, ["convolution", "bias"]),
+        ({"h_0/conv/kernel": (3, 3, 4, 8), "h_0/conv/bias": (8, 1, 1)}, ["convolution", "bias"]),
         # Gates side by side, in Haiku's cells and in cells with other names.
         ({"gru/w_i": (5, 24), "gru/w_h": (8, 24)}, ["unknown"] * 2),
         ({"a/i2h/kernel": (5, 32), "a/h2h/kernel": (8, 32)}, ["unknown"] * 2),

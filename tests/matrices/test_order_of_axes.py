@@ -17,7 +17,7 @@ from muon_jax import MuonDimensionNumbers, Split, Unfold, by_role, describe, muo
 from muon_jax._matrices.by_role import routes
 from muon_jax._matrices.shapes import Unknown
 
-OUT_IN = functools.partial(by_role, layout="out_in")
+OUT_IN = by_role(layout="out_in")
 TOLERANCE = 2e-4  # of float32 beside float64
 
 
@@ -53,8 +53,8 @@ def assert_updates(tree, views, matrices_of):
 
 def test_updates_of_out_in_are_those_of_float64():
     tree = {  # each of matrices 24 × 48 or 48 × 24, which are orthogonalized together
-        "b/conv/weight": (24, 12, 2, 2),
-        "c/conv/weight": (24, 48, 1, 1),
+        "h_0/a/conv/weight": (24, 12, 2, 2),
+        "h_1/a/conv/weight": (24, 48, 1, 1),
         "layers/0/mlp/fc1/weight": (48, 24),
         "layers/0/mlp/gate_up/weight": (96, 24),
         "layers/0/attn/kv/weight": (96, 24),
@@ -64,8 +64,8 @@ def test_updates_of_out_in_are_those_of_float64():
     }
     halves = lambda w: [w[:48].T, w[48:].T]  # noqa: E731
     matrices = {
-        "b/conv/weight": lambda w: [w.transpose(2, 3, 1, 0).reshape(48, 24)],
-        "c/conv/weight": lambda w: [w[:, :, 0, 0].T],
+        "h_0/a/conv/weight": lambda w: [w.transpose(2, 3, 1, 0).reshape(48, 24)],
+        "h_1/a/conv/weight": lambda w: [w[:, :, 0, 0].T],
         "layers/0/mlp/fc1/weight": lambda w: [w.T],
         "layers/0/mlp/gate_up/weight": halves,
         "layers/0/attn/kv/weight": halves,
@@ -100,7 +100,7 @@ def test_updates_of_einsums_alternating_heads_and_layers_along_axis_1_are_those_
         "t/layer_0/mlp/linear": lambda w: [w],
     }
     alternating = Unfold(-1, (4, 3, -1), MuonDimensionNumbers(-4, (-3, -1)))
-    views = functools.partial(by_role, rules={"query_key_value": alternating})
+    views = by_role(rules={"query_key_value": alternating})
     assert_updates(tree, views, matrices)
 
 
@@ -169,26 +169,29 @@ def test_a_bias_tells_the_axis_of_layers(kernel, bias, layout, expected):
 
 # A tree, and the layout that it has. The other is refused.
 ONE_LAYOUT = {
-    "a window at the end": ({"b": {"conv": {"weight": (64, 32, 3, 3)}}}, "out_in"),
-    "one of a kernel": ({"b": {"conv": {"kernel": (64, 32, 3, 3)}}}, "out_in"),
-    "a window of one element": ({"b": {"conv": {"weight": (2048, 512, 1, 1)}}}, "out_in"),
+    "a window at the end": ({"h_0": {"a": {"conv": {"weight": (64, 32, 3, 3)}}}}, "out_in"),
+    "one of a kernel": ({"h_0": {"a": {"conv": {"kernel": (64, 32, 3, 3)}}}}, "out_in"),
+    "a window of one element": ({"h_0": {"a": {"conv": {"weight": (2048, 512, 1, 1)}}}}, "out_in"),
     "patches": ({"patch_embed": {"proj": {"weight": (768, 3, 16, 16)}}}, "out_in"),
     "patches of a kernel": ({"patch_embed": {"kernel": (768, 3, 16, 16)}}, "out_in"),
     "patches of videos": ({"embed": {"conv": {"weight": (768, 3, 2, 16, 16)}}}, "out_in"),
-    "few channels": ({"b": {"conv": {"kernel": (8, 3, 3, 3)}}}, "out_in"),
-    "one axis of a window": ({"b": {"conv": {"weight": (64, 32, 3)}}}, "out_in"),
-    "a window at the front": ({"b": {"conv": {"kernel": (3, 3, 64, 32)}}}, "in_out"),
+    "few channels": ({"h_0": {"a": {"conv": {"kernel": (8, 3, 3, 3)}}}}, "out_in"),
+    "one axis of a window": ({"h_0": {"a": {"conv": {"weight": (64, 32, 3)}}}}, "out_in"),
+    "a window at the front": ({"h_0": {"a": {"conv": {"kernel": (3, 3, 64, 32)}}}}, "in_out"),
     "an MLP": ({"layers": [{"mlp": {"fc1": {"weight": (256, 64)}}}]}, "out_in"),
-    "its second layer": ({"b": {"mlp": {"down_proj": {"weight": (64, 256)}}}}, "out_in"),
-    "gate and up": ({"b": {"mlp": {"gate_up": {"weight": (512, 64)}}}}, "out_in"),
-    "q, k and v": ({"b": {"attn": {"qkv": {"kernel": (192, 64)}}}}, "out_in"),
-    "a bias": ({"b": {"proj": {"kernel": (24, 8), "bias": (24,)}}}, "out_in"),
-    "a bias of (in, out)": ({"b": {"proj": {"kernel": (24, 8), "bias": (8,)}}}, "in_out"),
+    "its second layer": ({"h_0": {"mlp": {"down_proj": {"weight": (64, 256)}}}}, "out_in"),
+    "gate and up": ({"h_0": {"mlp": {"gate_up": {"weight": (512, 64)}}}}, "out_in"),
+    "q, k and v": ({"h_0": {"attn": {"qkv": {"kernel": (192, 64)}}}}, "out_in"),
+    "a bias": ({"h_0": {"mlp": {"proj": {"kernel": (24, 8), "bias": (24,)}}}}, "out_in"),
+    "a bias of (in, out)": (
+        {"h_0": {"mlp": {"proj": {"kernel": (24, 8), "bias": (8,)}}}},
+        "in_out",
+    ),
     "stacked layers": ({"layers": {"up": {"weight": (3, 24, 8), "bias": (3, 24)}}}, "out_in"),
-    "experts": ({"b": {"experts": {"up": {"weight": (4, 24, 8), "bias": (4, 24)}}}}, "out_in"),
+    "experts": ({"h_0": {"experts": {"up": {"weight": (4, 24, 8), "bias": (4, 24)}}}}, "out_in"),
     "GPT-2": (model_shapes.gpt2(), "out_in"),
     "Equinox": (
-        {"a": {"conv": {"weight": (8, 3, 5, 5)}, "proj": {"weight": (8, 8), "bias": (8,)}}},
+        {"h_0": {"conv": {"weight": (8, 3, 5, 5)}, "proj": {"weight": (8, 8), "bias": (8,)}}},
         "out_in",
     ),
 }
@@ -201,7 +204,7 @@ def test_the_other_layout_raises_and_both_remedies_work(tree, layout):
     other = "in_out" if layout == "out_in" else "out_in"
     with pytest.raises(ValueError, match=f"layout='{other}' does not fit") as raised:
         by_role(tree, layout=other)
-    calls = re.findall(r"functools\.partial\(by_role.*?\)(?= if)", str(raised.value))
+    calls = re.findall(r"by_role\(.*?\)(?= if)", str(raised.value))
     names = {"functools": functools, "by_role": by_role, "Split": Split}
     first, second = (
         eval(call, {**names, "MuonDimensionNumbers": MuonDimensionNumbers})(tree) for call in calls
@@ -215,11 +218,11 @@ def test_the_other_layout_raises_and_both_remedies_work(tree, layout):
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("conv/kernel", (3, 3, 64, 3)),  # few channels
-        ("conv/kernel", (1, 7, 32, 32)),
+        ("h_0/a/conv/kernel", (3, 3, 64, 3)),  # few channels
+        ("h_0/a/conv/kernel", (1, 7, 32, 32)),
         ("patch_embed/kernel", (14, 14, 3, 8)),  # few channels
-        ("conv/kernel", (7, 64, 2)),
-        ("conv/weight", (3, 3, 64, 32)),  # as in AXLearn
+        ("h_0/a/conv/kernel", (7, 64, 2)),
+        ("h_0/a/conv/weight", (3, 3, 64, 32)),  # as in AXLearn
         ("layers/0/experts/up/weight", (24, 8)),  # experts may be narrow
         ("layers/0/se/fc1/kernel", (64, 16)),  # squeeze and excitation
     ],
@@ -228,9 +231,9 @@ def test_what_may_be_in_out_is(name, shape):
     assert isinstance(routes([(name, shape)], {})[0].view, MuonDimensionNumbers)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("se/fc1", (64, 16)), ("conv", (3, 3, 3, 8))])
+@pytest.mark.parametrize(("name", "shape"), [("se/fc1", (64, 16)), ("a/conv", (3, 3, 3, 8))])
 def test_a_bias_decides_for_in_out_too(name, shape):
-    named = [(f"b/{name}/weight", shape), (f"b/{name}/bias", shape[-1:])]
+    named = [(f"h_0/{name}/weight", shape), (f"h_0/{name}/bias", shape[-1:])]
     assert isinstance(routes(named, {})[0].view, MuonDimensionNumbers)
     assert isinstance(routes(named[:1], {})[0].view, Unknown)
 
@@ -241,16 +244,16 @@ TABLE = ("embed/embedding", (50, 64))
 @pytest.mark.parametrize(
     ("named", "is_known"),
     [
-        ([("b/mlp/fc1/weight", (64, 16))], True),  # narrow, but it takes what the embedding gives
-        ([("b/mlp/fc1/weight", (16, 64))], False),
-        ([("b/mlp/fc2/weight", (16, 64))], True),
-        ([("b/experts/up/weight", (4, 16, 64))], False),
-        ([("b/attn/q_proj/kernel", (96, 64))], False),
-        ([("b/attn/k_proj/kernel", (96, 64))], True),  # of another stream, perhaps
-        ([("b/attn/q_proj/kernel", (96, 64)), ("b/norm/scale", (96,))], True),
-        ([("b/mlp/fc1/kernel", (96, 64)), ("b/mlp/fc1/bias", (64,))], True),
-        ([("b/mlp/gate_up/kernel", (96, 64))], False),
-        ([("b/mlp/wo/kernel", (64, 96))], False),
+        ([("h_0/mlp/fc1/weight", (64, 16))], True),  # narrow, but it takes what the embedding gives
+        ([("h_0/mlp/fc1/weight", (16, 64))], False),
+        ([("h_0/mlp/fc2/weight", (16, 64))], True),
+        ([("h_0/experts/up/weight", (4, 16, 64))], False),
+        ([("h_0/attn/q_proj/kernel", (96, 64))], False),
+        ([("h_0/attn/k_proj/kernel", (96, 64))], True),  # of another stream, perhaps
+        ([("h_0/attn/q_proj/kernel", (96, 64)), ("h_0/norm/scale", (96,))], True),
+        ([("h_0/mlp/fc1/kernel", (96, 64)), ("h_0/mlp/fc1/bias", (64,))], True),
+        ([("h_0/mlp/gate_up/kernel", (96, 64))], False),
+        ([("h_0/mlp/wo/kernel", (64, 96))], False),
     ],
 )
 def test_the_width_of_the_embedding_tells_the_order(named, is_known):

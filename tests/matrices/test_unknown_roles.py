@@ -95,13 +95,13 @@ def test_heads_that_alternate_have_their_unfold():
 
 
 def test_the_parts_of_a_fused_layer_are_proposed():
-    tree = {"b": {"fc1": {"kernel": (8, 32)}, "fc2": {"kernel": (16, 8)}}}
+    tree = {"h_0": {"fc1": {"kernel": (8, 32)}, "fc2": {"kernel": (16, 8)}}}
     message = error_of(tree)
     assert "of shape (8, 32), which is 2 times as wide as the layer after it takes: pass" in message
-    assert pasted(message)(shapes(tree))["b"]["fc1"]["kernel"] == Split(-1, (16, 16))
-    tree = {"b": {"fc1": {"weight": (32, 8)}, "fc2": {"weight": (8, 16)}}}
+    assert pasted(message)(shapes(tree))["h_0"]["fc1"]["kernel"] == Split(-1, (16, 16))
+    tree = {"h_0": {"fc1": {"weight": (32, 8)}, "fc2": {"weight": (8, 16)}}}
     views = pasted(error_of(tree, layout="out_in"))(shapes(tree))
-    assert views["b"]["fc1"]["weight"] == Split(-2, (16, 16), MuonDimensionNumbers(-1, -2))
+    assert views["h_0"]["fc1"]["weight"] == Split(-2, (16, 16), MuonDimensionNumbers(-1, -2))
 
 
 def test_modules_with_functions_raise_with_the_filter():

@@ -27,7 +27,8 @@ def test_a_model(capsys):
     specs |= {"up": PartitionSpec(None, "fsdp"), "down": PartitionSpec(None, None, "fsdp")}
     specs["experts"] = PartitionSpec("ep")
     views = {name: MuonDimensionNumbers(-2, -1) for name in params} | {"bias": None}
-    result = explain(params, specs, MESH, muon_weight_dimension_numbers=views, ns_method="standard")
+    arguments = {"ns_method": "standard", "outside": "repeat"}
+    result = explain(params, specs, MESH, muon_weight_dimension_numbers=views, **arguments)
     by_shape = {group.matrices[0]: group for group in result.groups}
     experts = by_shape[1, 512, 512]
     assert (experts.mode, experts.count, experts.each, experts.megabytes) == ("local", 2, 2, 0)
@@ -90,3 +91,12 @@ def test_shards_are_refused():
     run = jax.shard_map(explained, mesh=mesh, in_specs=spec, out_specs=spec)
     with pytest.raises(ValueError, match="got shards: call it outside of shard_map"):
         run(jnp.ones((64, 64)))
+
+
+def test_numbers_of_python_are_parameters(capsys):
+    """`init` takes them, for AdamW."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    result = explain({"temperature": 1.0, "kernel": jnp.ones((8, 8))}, mesh=mesh)
+    (group,) = result.groups
+    assert group.count == 1
+    capsys.readouterr()

@@ -10,6 +10,7 @@ from muon_jax.benchmarks._records.reading import (
     case_label,
     keys_in_order,
 )
+from muon_jax.benchmarks._records.references import ERRORS_OF, POLAR_ERRORS
 from muon_jax.benchmarks._records.tables import (
     absence_lines,
     failure_lines,
@@ -29,6 +30,7 @@ _TITLES = {
     "accuracy": "Accuracy",
     "adversary": "Searched inputs",
     "training": "Training a small GPT",
+    "from_adamw": "From AdamW to Muon",
     "tpu": "Programs for TPUs",
 }
 _CLOCKS = {
@@ -38,10 +40,15 @@ _CLOCKS = {
         "Median (quartiles) in µs of the sum of the durations of all kernels on the device.",
     ),
 }
-# What a measurement holds for each variant beside its times: title, unit, format.
+# What a measurement holds for each variant beside its times: title, unit, format. The unit of
+# errors depends on the benchmark.
 _FIGURES = {
-    "errors": ("Errors", "‖result - exact‖/‖exact‖, exact in float64.", "{:.2g}"),
-    "polar_errors": ("Polar errors", "Distance to the polar factor.", "{:.2g}"),
+    "errors": ("Errors", "", "{:.2g}"),
+    "polar_errors": (
+        "Polar errors",
+        POLAR_ERRORS.format("0.01σ₁"),
+        "{:.2g}",
+    ),
     "compile_seconds": ("Compilation", "Seconds.", "{:.1f}"),
     "temp_bytes": ("Temporaries", "Bytes.", "{:,}"),
     "launches": ("Kernels", "Launched in an update.", "{}"),
@@ -54,13 +61,10 @@ _INDEX = f"""# Records
 
 {_WRITTEN}
 
-Every page is one file of measurements: device, versions, commit, command, and quartiles. A result
-that is wrong fails the run, so a page has right results alone. No GPU has run JAX 0.12 here.
+Every page is one file of measurements: device, versions, commit, the command that repeats it, and
+quartiles. Each page says what its errors are relative to. The commands check results before they
+time them and fail on wrong ones. No GPU has run JAX 0.12 here.
 
-"""
-_INDEX_END = """
-
-[How the kernels came to their speed](log.md) is the dated log of what was tried.
 """
 
 
@@ -74,7 +78,9 @@ def page(report: Report, file: str) -> str:
     measurements = report["measurements"]
     facts = {key: value for key, value in report.items() if isinstance(value, str) and value}
     benchmark = facts.pop("benchmark")
-    command = facts.pop("command", f"{_COMMAND} {benchmark}")
+    if "command" not in facts:
+        raise SystemExit(f"{file} has no command that repeats it: measure again with --json")
+    command = facts.pop("command")
     if flags := facts.get("XLA_FLAGS"):
         command = f"XLA_FLAGS={flags} {command}"
         facts["XLA_FLAGS"] = f"`{flags}`"
@@ -88,10 +94,10 @@ def page(report: Report, file: str) -> str:
         f"```bash\n{command}\n```",
         markdown_table(["", ""], [[*fact] for fact in facts.items()]),
     ]
-    if benchmark in ("start", "accuracy", "adversary", "training", "tpu"):
+    if benchmark in ("start", "accuracy", "adversary", "training", "from_adamw", "tpu"):
         blocks.append(markdown(report).split("\n\n", 1)[1])
     else:
-        blocks += _time_blocks(measurements)
+        blocks += _time_blocks(measurements, ERRORS_OF[benchmark])
         missing = absence_lines(report) + [t for m in measurements for t in failure_lines(m)]
         blocks.append("\n".join(f"- {text}" for text in missing))
     figure = Path(file).with_suffix(".png").name
@@ -120,11 +126,11 @@ def all_pages() -> dict[str, str]:
         rows.append([f"[{title}]({name})", *(report.get(key, "") for key in _INDEXED)])
     if not pages:
         raise SystemExit(f"report found no results in {RESULTS}. {WHERE}")
-    return pages | {"index.md": _INDEX + markdown_table(["", *_INDEXED], rows) + _INDEX_END}
+    return pages | {"index.md": _INDEX + markdown_table(["", *_INDEXED], rows) + "\n"}
 
 
-def _time_blocks(measurements: Sequence[Measurement]) -> list[str]:
-    """Tables of times for each clock, then of each other figure."""
+def _time_blocks(measurements: Sequence[Measurement], of_errors: str) -> list[str]:
+    """Tables of times for each clock, then of each other figure; `of_errors` explains errors."""
     blocks = []
     for clock, (title, unit) in _CLOCKS.items():
         times = {
@@ -144,7 +150,7 @@ def _time_blocks(measurements: Sequence[Measurement]) -> list[str]:
             }
             for m in measurements
         }
-        blocks += _block(title, unit, values)
+        blocks += _block(title, of_errors if key == "errors" else unit, values)
     return blocks
 
 

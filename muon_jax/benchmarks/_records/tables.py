@@ -4,6 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from muon_jax.benchmarks._records.from_adamw_losses import (
+    FROM_ADAMW_UNIT,
+    from_adamw_row,
+    from_adamw_rows,
+)
 from muon_jax.benchmarks._records.reading import (
     Measurement,
     Report,
@@ -14,6 +19,7 @@ from muon_jax.benchmarks._records.reading import (
     metric_values,
     speedup,
 )
+from muon_jax.benchmarks._records.references import ERRORS_OF, POLAR_ERRORS
 from muon_jax.benchmarks._records.start_times import START_UNIT, start_rows
 from muon_jax.benchmarks._records.training_losses import (
     Section,
@@ -38,6 +44,8 @@ def measurement_line(measurement: Measurement) -> str:
     """Returns a measurement in one line, and one more line for each rival that failed."""
     if "losses" in measurement:
         return losses_line(measurement)
+    if "held_out_losses" in measurement:
+        return _cells_line(from_adamw_row(measurement))
     if "start_seconds" in measurement:
         return "\n".join(map(_cells_line, start_rows(measurement)))
     if "worst" in measurement:
@@ -59,7 +67,8 @@ def markdown(report: Report) -> str:
       clock. The speedup is ours over the first variant.
     - Errors of `accuracy` are medians over the cases of a spectrum.
     - Programs of `tpu` were compiled and never run.
-    - Seconds of `start` are explained in `START_UNIT`.
+    - Seconds of `start` are explained in `START_UNIT`, losses of `from_adamw` in
+      `FROM_ADAMW_UNIT`.
     - Each table of `training` is explained above it.
     """
     if report["benchmark"] == "accuracy":
@@ -67,9 +76,14 @@ def markdown(report: Report) -> str:
     if report["benchmark"] == "adversary":
         rows = [_adversary_row(measurement) for measurement in report["measurements"]]
         table = markdown_table([*rows[0]], [[*row.values()] for row in rows])
-        return f"{heading(report)}; largest singular values\n\n{table}"
+        unit = "`worst σ` is the largest singular value of all results that the search found."
+        return "\n\n".join([heading(report), unit, table])
     if report["benchmark"] == "start":
         return _start_markdown(report)
+    if report["benchmark"] == "from_adamw":
+        rows = from_adamw_rows(report["measurements"])
+        table = markdown_table([*rows[0]], [[*row.values()] for row in rows])
+        return "\n\n".join([heading(report), FROM_ADAMW_UNIT, table])
     if report["benchmark"] == "training":
         return _training_markdown(report)
     if report["benchmark"] == "tpu":
@@ -83,6 +97,7 @@ def markdown(report: Report) -> str:
     missing = absence_lines(report) + [text for m in measurements for text in failure_lines(m)]
     blocks = [
         f"{heading(report)}; µs, {clock}, medians",
+        f"Errors: {ERRORS_OF[report['benchmark']]}",
         markdown_table(names, [[row.get(column, "") for column in columns] for row in rows]),
         "\n".join(f"- {text}" for text in missing),
     ]
@@ -136,9 +151,10 @@ def _accuracy_markdown(report: Report) -> str:
     """A row for each name, method and dtype: medians over the cases of each spectrum."""
     rows = [_accuracy_row(measurement) for measurement in report["measurements"]]
     columns = keys_in_order(rows)
-    errors = " / ".join(f"σ > {threshold:g}σ₁" for threshold in report["thresholds"])
+    thresholds = " / ".join(f"{threshold:g}σ₁" for threshold in report["thresholds"])
     blocks = [
-        f"{heading(report)}; errors to the polar factor on {errors}, medians",
+        heading(report),
+        f"Errors by spectrum: {POLAR_ERRORS.format(thresholds)} Medians over the matrices.",
         markdown_table(columns, [[row[column] for column in columns] for row in rows]),
         "\n".join(f"- {text}" for text in absence_lines(report)),
     ]
@@ -171,7 +187,7 @@ def _start_markdown(report: Report) -> str:
     """A row for each model, cache and optimizer."""
     rows = [row for measurement in report["measurements"] for row in start_rows(measurement)]
     table = markdown_table([*rows[0]], [[*row.values()] for row in rows])
-    return "\n\n".join([heading(report), START_UNIT, table])
+    return "\n\n".join([heading(report), START_UNIT, ERRORS_OF["start"], table])
 
 
 def _training_markdown(report: Report) -> str:

@@ -1,0 +1,1 @@
+"""Calls in the words of other optimizers, and what to write instead."""

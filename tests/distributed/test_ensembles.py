@@ -1,0 +1,90 @@
+"""Ensembles: updates under `vmap`, on both kinds of mesh axes."""
+
+import chex
+import jax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from muon_jax import scale_by_muon
+from muon_jax.benchmarks._times.sharded import collectives
+
+AXES = ("member", "data", "rows")
+FREE = {"bandwidth": dict.fromkeys(AXES, 1e15), "latency": dict.fromkeys(AXES, 0.0)}
+P = PartitionSpec
+
+
+def _members(kind, spec, count=2):
+    mesh = jax.make_mesh((2, 2, 2), AXES, (kind,) * 3)
+    whole = {
+        name: jax.random.normal(jax.random.key(i), (count, 16, 32)) for i, name in enumerate("abcd")
+    }
+    return jax.device_put(whole, NamedSharding(mesh, spec))
+
+
+def _mapped(grads, mapping=None, **arguments):
+    transform = scale_by_muon(ns_dtype="float32", **arguments)
+
+    def update(g):
+        return transform.update(g, transform.init(g))[0]
+
+    return jax.jit(jax.vmap(update, **(mapping or {}))).lower(grads).compile()
+
+
+def _one_by_one(grads):
+    transform = scale_by_muon(ns_dtype="float32")
+    grads = jax.device_get(grads)
+    count = len(grads["a"])
+    members = [{name: x[i] for name, x in grads.items()} for i in range(count)]
+    results = [transform.update(g, transform.init(g))[0] for g in members]
+    return jax.tree.map(lambda *xs: jax.numpy.stack(xs), *results)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    "spec",
+    [P("member"), P(), P("member", "rows"), P(None, "rows"), P("member", None, ("data", "rows"))],
+)
+def test_an_ensemble_repeats_the_work_by_default(kind, spec):
+    grads = _members(kind, spec)
+    default, repeat = _mapped(grads, **FREE), _mapped(grads, **FREE, outside="repeat")
+    assert collectives(default) == collectives(repeat)
+    assert "all-gather" not in collectives(default)
+    found = default(grads)
+    chex.assert_trees_all_equal(found, repeat(grads))
+    chex.assert_trees_all_close(jax.device_get(found), _one_by_one(grads), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("spec", [P("member"), P(), P("member", "rows")])
+@pytest.mark.parametrize("outside", ["split", {"data": "split"}], ids=str)
+def test_an_ensemble_that_splits_the_work_has_the_same_bits(kind, spec, outside):
+    grads = _members(kind, spec)
+    split, repeat = _mapped(grads, outside=outside), _mapped(grads, outside="repeat")
+    assert collectives(split)["all-gather"] == 1
+    chex.assert_trees_all_equal(split(grads), repeat(grads))
+
+
+@pytest.mark.parametrize("outside", ["faster", "split", "repeat"])
+@pytest.mark.parametrize("mapping", [{}, {"spmd_axis_name": "member"}], ids=str)
+def test_members_on_automatic_axes_with_stated_shardings(mapping, outside):
+    grads = _members(AxisType.Auto, P("member", "rows"))
+    arguments = {"shardings": P("rows"), "outside": outside, **FREE}
+    found = _mapped(grads, mapping, **arguments)(grads)
+    chex.assert_trees_all_close(jax.device_get(found), _one_by_one(grads), atol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("mapping", [{}, {"spmd_axis_name": "member"}], ids=str)
+def test_members_over_the_caller_s_shard_map(mapping, check_vma):
+    grads = _members(AxisType.Auto, P("member"))
+    mesh = grads["a"].sharding.mesh
+    transform = scale_by_muon(ns_dtype="float32", shardings=P("rows"), **FREE)
+
+    def update(g):
+        return transform.update(g, transform.init(g))[0]
+
+    run = jax.shard_map(
+        update, mesh=mesh, in_specs=P("rows"), out_specs=P("rows"), check_vma=check_vma
+    )
+    found = jax.jit(jax.vmap(run, **mapping))(grads)
+    chex.assert_trees_all_close(jax.device_get(found), _one_by_one(grads), atol=1e-5)

@@ -1,0 +1,221 @@
+"""Replicas do what is faster by default, with the bits of those that repeat the work."""
+
+import chex
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from muon_jax import MuonDimensionNumbers, explain, muon, scale_by_muon
+from muon_jax.benchmarks._times.sharded import collectives
+
+P = PartitionSpec
+# Sizes of the mesh, and the spec of four matrices and of a stack of experts.
+LAYOUTS = {
+    "DDP": ({"data": 8}, P(), P()),
+    "HSDP": ({"replica": 2, "fsdp": 4}, P("fsdp"), P(None, "fsdp")),
+    "HSDP, replicas inside": ({"fsdp": 4, "replica": 2}, P(None, "fsdp"), P(None, "fsdp")),
+    "TP and DP": ({"data": 4, "tensor": 2}, P(None, "tensor"), P(None, "tensor")),
+    "EP and DP": ({"data": 4, "expert": 2}, P(), P("expert")),
+}
+VIEWS = {name: MuonDimensionNumbers() for name in "abcd"} | {"experts": MuonDimensionNumbers(1, 2)}
+kinds = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+
+
+def free(mesh):
+    """Links over which everything is faster exchanged."""
+    return {"bandwidth": dict.fromkeys(mesh, 1e15), "latency": dict.fromkeys(mesh, 0.0)}
+
+
+def parameters(layout, kind):
+    sizes, spec, of_experts = LAYOUTS[layout]
+    mesh = jax.make_mesh((*sizes.values(),), (*sizes,), (kind,) * len(sizes))
+    keys = jax.random.split(jax.random.key(0), 5)
+    whole = {name: jax.random.normal(keys[i], (16, 32)) for i, name in enumerate("abcd")}
+    whole["experts"] = jax.random.normal(keys[4], (16, 256, 128))
+    specs = dict.fromkeys("abcd", spec) | {"experts": of_experts}
+    return {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in whole.items()}, sizes
+
+
+def two_updates(transform, grads):
+    """The updates of two steps, and the program of one."""
+    state = transform.init(grads)
+    update = jax.jit(transform.update).lower(grads, state, grads).compile()
+    first, state = update(grads, state, grads)
+    return (first, update(grads, state, grads)[0]), update
+
+
+@kinds
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"mu_dtype": "int8"},
+        pytest.param({"preset": "muonh", "adamh": None}, marks=pytest.mark.slow),
+        pytest.param({"preset": "nanogpt"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_default_has_the_bits_of_repeat(arguments, layout, kind):
+    grads, sizes = parameters(layout, kind)
+    arguments = {"weight_decay": 0.0, "muon_weight_dimension_numbers": VIEWS, **arguments}
+    if "preset" in arguments:
+        del arguments["weight_decay"]
+    default, program = two_updates(muon(0.1, **arguments, **free(sizes)), grads)
+    repeat, repeating = two_updates(muon(0.1, **arguments, outside="repeat"), grads)
+    if arguments.get("preset") == "muonh":  # XLA fuses the norms with what they are of
+        chex.assert_trees_all_close(default, repeat, rtol=0, atol=5e-7)
+    else:
+        chex.assert_trees_all_equal(default, repeat)
+    gathers = [collectives(each).get("all-gather", 0) for each in (program, repeating)]
+    assert gathers[0] > gathers[1]
+
+
+@pytest.mark.parametrize("layout", ["HSDP", "HSDP, replicas inside"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_the_default_keeps_no_matrix_in_pieces_that_repeat_does_not(layout, kind):
+    """Over so slow a link, matrices stay in pieces where no device has a replica."""
+    sizes, _, _ = LAYOUTS[layout]
+    mesh = jax.make_mesh((*sizes.values(),), (*sizes,), (kind,) * 2)
+    grads = {str(i): jax.random.normal(jax.random.key(i), (16, 256)) for i in range(6)}
+    grads = jax.device_put(grads, NamedSharding(mesh, P(None, "fsdp")))
+    links = {"bandwidth": {"fsdp": 1e5, "replica": 1e15}, "latency": dict.fromkeys(sizes, 0.0)}
+    arguments = {"ns_dtype": "float32", "ns_steps": 2, **links}
+    modes = {group.mode for group in explain(grads, **arguments).groups}
+    assert modes == {"split over replica; exchange over fsdp"}
+    (stated,) = explain(grads, outside="split", **arguments).groups
+    assert "gram" in stated.mode
+    default, _ = two_updates(scale_by_muon(**arguments), grads)
+    repeat, _ = two_updates(scale_by_muon(**arguments, outside="repeat"), grads)
+    chex.assert_trees_all_equal(default, repeat)
+
+
+def of_layers(count, size, **arguments):
+    layers = {str(i): jax.ShapeDtypeStruct((size, size), jnp.float32) for i in range(count)}
+    return explain(layers, P(), AbstractMesh((8,), ("data",)), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "gathers"),
+    [(24, 1024, 1), (24, 64, 0), (2, 256, 0), (8, 4096, 1), (1, 4096, 0), (96, 768, 1)],
+)
+def test_small_matrices_repeat(count, size, gathers):
+    """One matrix has nothing to share, either."""
+    assert of_layers(count, size).gathers == gathers
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("count", "size", "gathers"),
+    [(24, 32, {}), pytest.param(24, 1024, {"all-gather": 1}, marks=pytest.mark.slow)],
+)
+def test_programs_have_one_all_gather_or_none(count, size, gathers, kind):
+    mesh = jax.make_mesh((8,), ("data",), (kind,))
+    whole = NamedSharding(mesh, P())
+    grads = {
+        str(i): jax.ShapeDtypeStruct((size, size), jnp.float32, sharding=whole)
+        for i in range(count)
+    }
+    transform = scale_by_muon()
+    state = jax.eval_shape(transform.init, grads)
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), state)
+    assert collectives(jax.jit(transform.update).lower(grads, state).compile()) == gathers
+
+
+def in_shard_map(transform, check_vma, in_spec, out_spec, mesh, grads):
+    """The compiled program of an update in the caller's shard_map."""
+
+    def update(grads):
+        grads = jax.tree.map(lambda x: x.reshape(16, 32), grads)
+        return transform.update(grads, transform.init(grads))[0]
+
+    run = jax.shard_map(
+        update, mesh=mesh, in_specs=in_spec, out_specs=out_spec, check_vma=check_vma
+    )
+    return jax.jit(run).lower(grads).compile()
+
+
+def alone(stack):
+    """Each matrix orthogonalized on one device."""
+    transform = scale_by_muon(ns_dtype="float32")
+    return [np.asarray(transform.update({"w": x}, transform.init({"w": x}))[0]["w"]) for x in stack]
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("names", [("data",), ("data", "one")])
+def test_gradients_of_each_replica_stay_its_own(names, check_vma):
+    """Nothing is averaged: each device orthogonalizes what it has."""
+    mesh = jax.make_mesh((8, 1)[: len(names)], names, (AxisType.Auto,) * len(names))
+    own = {str(i): jax.random.normal(jax.random.key(i), (8, 16, 32)) for i in range(8)}
+    transform = scale_by_muon(ns_dtype="float32", shardings=P(), **free(names))
+    program = in_shard_map(transform, check_vma, P(names), P(names), mesh, own)
+    assert collectives(program) == {}
+    found = jax.tree.map(lambda x: x.reshape(8, 16, 32), program(own))
+    expected = {name: np.stack(alone(each)) for name, each in own.items()}
+    helpers.assert_close(found, expected, atol=1e-5)
+
+
+def test_gradients_of_each_replica_stated_as_equal():
+    """Without `check_vma` nothing says that they are not: the first device's come back."""
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    own = {str(i): jax.random.normal(jax.random.key(i), (8, 16, 32)) for i in range(8)}
+    arguments = {"ns_dtype": "float32", "shardings": P()}
+    found = {
+        word: in_shard_map(
+            scale_by_muon(**arguments, **free(["data"]), **kwargs), False, P("data"), P(), mesh, own
+        )(own)
+        for word, kwargs in {"default": {}, "repeat": {"outside": "repeat"}}.items()
+    }
+    chex.assert_trees_all_equal(found["default"], found["repeat"])
+    for name, x in found["default"].items():
+        for i, shard in enumerate(x.addressable_shards):
+            (expected,) = alone(own[name][i : i + 1])
+            np.testing.assert_allclose(shard.data, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "check_vma", "gathers"),
+    [
+        ({}, True, {"all-gather": 1}),
+        ({}, False, {}),
+        ({"outside": "faster"}, False, {}),
+        ({"outside": "split"}, False, {"all-gather": 1}),
+        ({"outside": "split"}, True, {"all-gather": 1}),
+        ({"outside": "repeat"}, True, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("names", [("data",), ("data", "one")])
+def test_the_caller_s_shard_map_with_equal_gradients(names, arguments, check_vma, gathers):
+    mesh = jax.make_mesh((8, 1)[: len(names)], names, (AxisType.Auto,) * len(names))
+    grads = {str(i): jax.random.normal(jax.random.key(i), (16, 32)) for i in range(9)}
+    kwargs = {"ns_dtype": "float32", "shardings": P(), **free(names)}
+    program = in_shard_map(scale_by_muon(**kwargs, **arguments), check_vma, P(), P(), mesh, grads)
+    repeat = in_shard_map(
+        scale_by_muon(**kwargs, outside="repeat"), check_vma, P(), P(), mesh, grads
+    )
+    assert collectives(program) == gathers
+    chex.assert_trees_all_equal(program(grads), repeat(grads))
+
+
+@pytest.mark.parametrize("stated", [False, True])
+@kinds
+def test_derivatives_are_those_of_repeat(kind, stated):
+    grads, sizes = parameters("DDP", kind)
+    grads = {name: grads[name] for name in "ab"}
+    found = []
+    for outside in ("faster", "repeat", "split"):
+        transform = scale_by_muon(
+            ns_dtype="float32", outside=outside, shardings=P() if stated else None, **free(sizes)
+        )
+
+        def loss(g, transform=transform):
+            updates, _ = transform.update(g, transform.init(g))
+            return sum(jnp.sum(x**3) for x in updates.values())
+
+        found.append(jax.jit(jax.grad(loss))(grads))
+    for each in found[1:]:
+        helpers.assert_close(found[0], each, atol=1e-5)
