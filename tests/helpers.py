@@ -266,5 +266,6 @@ def exact_newton_schulz(x, triples) -> np.ndarray:
 
 def relative_error(result, reference) -> float:
     """‖result - reference‖ / ‖reference‖ (Frobenius)."""
-    result = np.asarray(result, np.result_type(reference))
+    reference = np.asarray(reference)
+    result = np.asarray(result, reference.dtype)
     return float(np.linalg.norm(result - reference) / np.linalg.norm(reference))

@@ -172,7 +172,8 @@ ARGUMENTS = {
 STATE = muon_jax.scale_by_muon().init(jnp.ones((2, 3)))
 MATRIX = jnp.asarray(np.random.default_rng(0).standard_normal((4, 6)), jnp.float32)
 ABSTRACT = jax.ShapeDtypeStruct((4, 6), jnp.float32)
-PARAMS = {"up": {"kernel": ABSTRACT}}
+MLP = {"up": ABSTRACT, "down": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
+PARAMS = {"h_0": {"mlp": MLP}}
 of_muon, of_scale = (
     {*inspect.signature(f).parameters} for f in (muon_jax.muon, muon_jax.scale_by_muon)
 )

@@ -183,9 +183,9 @@ def quantize(
     between = (size - lower * (lower + OFFSET)) / distance
     is_up = between >= 0.5
     if key is not None and before is not None:
-        bits = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.float32)
+        bits = jax.random.bits(key, x.shape, jnp.uint8).astype(jnp.float32)
         change = jnp.abs(scaled - over(before / units, scale_of_entries))
-        is_up = jnp.where(change < distance / 2, bits + 0.5 < between * 2**16, is_up)
+        is_up = jnp.where(change < distance / 2, bits + 0.5 < between * 2**8, is_up)
     codes = jnp.sign(scaled) * jnp.minimum(lower + is_up, LARGEST_CODE)
     return Quantized(codes.astype(jnp.int8), scales, columns.astype(jnp.int8))
 
