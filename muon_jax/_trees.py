@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def errors_naming(name: str, shape: tuple[int, ...]) -> Iterator[None]:
         raise type(error)(f"the parameter {name} of shape {shape}: {error}") from error
 
 
-def is_function(node: Any) -> bool:
+def is_function(node: Any) -> TypeGuard[Callable[[Any], Any]]:
     """Returns whether `node` is a callable that makes a tree, and no tree that can be called.
 
     A tree in the shape of an Equinox module is a module, which may have `__call__`.
