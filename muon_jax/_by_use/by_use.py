@@ -110,7 +110,8 @@ def by_use(
     | embedding | looks rows up, by index or by a one-hot encoding; tied or not     | AdamW      |
     | router    | its outputs choose, by `top_k`, sorting or a maximum: experts,    | AdamW      |
     |           | or the categories of a discrete latent                            |            |
-    | factor    | multiplies it with another parameter, as in merged LoRA           | AdamW      |
+    | factor    | multiplies it with another parameter, or has only linear          | AdamW      |
+    |           | operations to a product that raises the rank again, as in LoRA    |            |
     | depthwise | convolves with filters of one input each                          | AdamW      |
     | latents   | uses it in place of an activation, like learned queries           | AdamW      |
     | vector    | uses it entry by entry, or it has one input or one output         | AdamW      |
@@ -123,7 +124,7 @@ def by_use(
     Args:
         fn: a loss or a forward pass. It may return several outputs. Where one network feeds another
             in a loss, as an actor its critic, the actor's output head looks like a hidden layer:
-            pass each network's own forward pass, and join the trees of views. A parameter whose
+            call `by_use` with each network's own forward pass. A parameter whose
             product with data is itself used as weights (a hypernetwork, a mixture of kernels) is
             taken for a layer like any other: give a rule if its matrices are others.
         params: the parameters, a tree of arrays or of their shapes.

@@ -207,7 +207,7 @@ def with_quantized(mu: Any) -> Any:
     """Returns momenta with `Quantized` in the place of mappings that have its fields.
 
     `nnx.Optimizer` makes an `nnx.State` of each in its updates, and restored trees may have dicts.
-    A `Quantized` of Flax' boxes becomes a box with a `Quantized` in it, as the gradients have.
+    A `Quantized` of Flax's boxes becomes a box with a `Quantized` in it, as the gradients have.
     """
 
     def convert(node: Any) -> Any:
@@ -234,7 +234,7 @@ def in_form_of(mu: Any, given: Any) -> Any:
 
 
 def boxed_momenta(mu: Any) -> Any:
-    """Returns momenta with a `Quantized` of Flax' boxes in the place of a box around a `Quantized`.
+    """Returns momenta with a `Quantized` of Flax's boxes in place of a box around a `Quantized`.
 
     Each box names the mesh axes of its own array. An axis that counts blocks keeps its name where
     128 divides the number of blocks: what the name stands for is known to the mesh alone.
