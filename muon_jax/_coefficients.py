@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 from muon_jax._iteration.iteration import Iteration
-from muon_jax._iteration.recipes import NSCoeffs, canonicalize
-from muon_jax._iteration.steps import Schedule
+from muon_jax._iteration.schedules import NSCoeffs, canonicalize
 from muon_jax._trees import check_patterns_decide, errors_naming, has_masked, path_name
 
 # Coefficients for each regular expression of paths, or a function of a path and a shape.
@@ -55,8 +54,8 @@ def iterations_by_path(
     def resolve(coeffs: Any) -> Iteration:
         iteration = Iteration.resolve(coeffs, *steps_and_eps, **attributes)
         dtype = attributes["dtype"]
-        if isinstance(iteration.recipe, Schedule) and dtype not in ("auto", None):
-            iteration.recipe.steps_in(dtype)  # raises where the schedule is unsafe
+        if iteration.schedule.is_composed and dtype not in ("auto", None):
+            iteration.schedule.steps_in(dtype)  # raises where the schedule is unsafe
         return iteration
 
     patterns: dict[str, Any] = {}

@@ -37,7 +37,7 @@ from muon_jax._distributed.exchange_axes import ExchangeAxes, Outside
 from muon_jax._distributed.sharding import Shardings
 from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
-from muon_jax._iteration.recipes import NSCoeffs
+from muon_jax._iteration.schedules import NSCoeffs
 from muon_jax._matrices.shape_factors import ShapeScale
 from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import OF_MUON, Views

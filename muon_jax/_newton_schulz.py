@@ -17,7 +17,7 @@ from muon_jax._iteration.iteration import Iteration
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.operand import WholeMatrices
 from muon_jax._iteration.passes import is_tall
-from muon_jax._iteration.recipes import NSCoeffs, canonicalize
+from muon_jax._iteration.schedules import NSCoeffs, canonicalize
 from pallas_kernels._promotion import standard_promotion
 
 

@@ -24,7 +24,7 @@ from muon_jax._distributed.sharding import (
 )
 from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
-from muon_jax._iteration.recipes import NSCoeffs
+from muon_jax._iteration.schedules import NSCoeffs
 from muon_jax._matrices.shape_factors import ScaleOfBlocks
 from muon_jax._matrices.view_checks import check_views, check_views_fit
 from muon_jax._matrices.views import Views

@@ -45,18 +45,17 @@ def syrk_chain(
         links: the products.
         symmetrize_output, implementation: as for `syrk`.
     """
-    first = inputs[0]
-    structure = tuple((tuple(c for _, c in link.addends), link.residual) for link in links)
-    chosen = implementation or _fastest_chain(first, structure, len(inputs), symmetrize_output)
-    if chosen == "mosaic_gpu" and _in_one_launch(first, structure, len(inputs)):
-        coefficients = tuple(
-            (link.alpha, link.diagonal, *(beta for beta, _ in link.addends)) for link in links
-        )
-        return mosaic_gpu.mosaic_syrk_chain(inputs, structure, coefficients)
     options: dict[str, Any] = {
         "symmetrize_output": symmetrize_output,
         "implementation": implementation,
     }
+    first = inputs[0]
+    structure = tuple((tuple(c for _, c in link.addends), link.residual) for link in links)
+    if len(links) > 1 and _is_one_launch(first, structure, len(inputs), **options):
+        coefficients = tuple(
+            (link.alpha, link.diagonal, *(beta for beta, _ in link.addends)) for link in links
+        )
+        return mosaic_gpu.mosaic_syrk_chain(inputs, structure, coefficients)
     terms, result = [*inputs], first
     for link in links:
         options |= {"alpha": link.alpha, "diagonal": link.diagonal}
@@ -70,23 +69,27 @@ def syrk_chain(
     return result
 
 
-def _fastest_chain(
-    first: jax.Array, structure: mosaic_gpu.Structure, num_inputs: int, symmetrize_output: bool
-) -> str:
-    """Returns the implementation that None stands for, which for small matrices is one launch."""
-    fits = mosaic_gpu.fits_shared_memory(first.shape[-1], structure, num_inputs)
-    if fits and not unsupported_reason("mosaic_gpu", first):
-        return "mosaic_gpu"
-    return select_implementation(
-        first, addend=True, symmetrize_output=symmetrize_output
-    ).implementation
+def _is_one_launch(
+    first: jax.Array,
+    structure: mosaic_gpu.Structure,
+    num_inputs: int,
+    *,
+    symmetrize_output: bool,
+    implementation: str | None,
+) -> bool:
+    """Whether `"mosaic_gpu"` is asked for, or the fastest, and one launch is faster than several.
 
-
-def _in_one_launch(first: jax.Array, structure: mosaic_gpu.Structure, num_inputs: int) -> bool:
+    For small matrices one launch is the fastest.
+    """
     batch, m, _ = as_one_stack(first.shape)
-    if m % 64 or not batch:
+    fits = mosaic_gpu.fits_shared_memory(m, structure, num_inputs)
+    if implementation is None and not (fits and not unsupported_reason("mosaic_gpu", first)):
+        implementation, _ = select_implementation(
+            first, addend=True, symmetrize_output=symmetrize_output
+        )
+    if implementation not in (None, "mosaic_gpu") or m % 64 or not batch:
         return False
-    if mosaic_gpu.fits_shared_memory(m, structure, num_inputs):
+    if fits:
         return True
     config = mosaic_gpu.fastest_chain_config(batch, m, _device.num_multiprocessors())
     return config is not None

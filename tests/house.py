@@ -55,7 +55,7 @@ QUESTIONS: dict[str, set[tuple[str, str]]] = {
     },
     "coefficients resolved": {
         ("_coefficients", "resolve"),
-        ("_iteration.recipes", "resolve_recipe"),
+        ("_iteration.schedules", "resolve_schedule"),
     },
     "plan made": {
         ("_plan", "make"),

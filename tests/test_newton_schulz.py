@@ -12,8 +12,9 @@ import pytest
 
 import pallas_kernels
 from muon_jax import newton_schulz
-from muon_jax._iteration import packed, quintic
+from muon_jax._iteration import operand, packed
 from muon_jax._iteration.published import NAMED
+from pallas_kernels import _chain
 
 unjitted = helpers.unjitted_newton_schulz
 STANDARD = NAMED["standard"][0]
@@ -50,7 +51,8 @@ def run(monkeypatch):
             def syrk(a, c=None, *, symmetrize_output, implementation, **coefficients):
                 return interpreted(a, None, c, **coefficients)
 
-            monkeypatch.setattr(quintic, "syrk", syrk)
+            monkeypatch.setattr(operand, "syrk", syrk)
+            monkeypatch.setattr(_chain, "syrk", syrk)
             return unjitted(x, *args, **kwargs)
         return newton_schulz(x, *args, implementation=implementation, **kwargs)
 

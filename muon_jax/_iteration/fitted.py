@@ -26,7 +26,7 @@ from muon_jax._iteration.steps import Product, Schedule, Step
 # maximum. bfloat16 has polynomials of its own, less steep at 0, so that its rounding does not grow.
 # What searches and random spectra reach: docs/numerics.md, sections 3.4 and 3.7.
 _FAST = Schedule(  # (128), l = 0.01, slope 95, maximum 1.18
-    "fast",
+    name="fast",
     steps=(
         Step(
             (
@@ -63,7 +63,7 @@ _FAST = Schedule(  # (128), l = 0.01, slope 95, maximum 1.18
 )
 
 _BALANCED = Schedule(  # (512), l = 0.006, slope 303, maximum 1.14
-    "balanced",
+    name="balanced",
     steps=(
         Step(
             (
@@ -119,7 +119,7 @@ _BALANCED = Schedule(  # (512), l = 0.006, slope 303, maximum 1.14
 )
 
 _ACCURATE = Schedule(  # (32, 16), l = 0.0018, slope 811, maximum 1.16
-    "accurate",
+    name="accurate",
     steps=(
         Step(
             (

@@ -1,15 +1,15 @@
 """The form of an iteration: on X or on XXᵀ, in which dtype, with how many products."""
 
+import functools
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
-from muon_jax._iteration.composed import products_of_composed
 from muon_jax._iteration.cost import Products
 from muon_jax._iteration.gram import loses_accuracy, products_of_gram_form
 from muon_jax._iteration.normalization import Preconditioning
-from muon_jax._iteration.recipes import Quintics, Recipe
+from muon_jax._iteration.precision import Backend
 from muon_jax._iteration.steps import Schedule
 from pallas_kernels import _device, select_implementation, unsupported_reason
 
@@ -37,53 +37,55 @@ class Form(NamedTuple):
     implementation: str | None = None
 
 
+class Wanted(NamedTuple):
+    """What the caller says of the form.
+
+    Attributes:
+        schedule: the steps, without arrays.
+        method: `"standard"`, `"gram"`, or None for the faster by a model of the times.
+        preconditioning, dtype: as for `newton_schulz`.
+    """
+
+    schedule: Schedule
+    method: Method | None
+    preconditioning: Preconditioning
+    dtype: ProductsDType
+
+
+@functools.lru_cache(maxsize=1024)
 def fastest_form(
-    recipe: Recipe,
-    method: Method | None,
-    preconditioning: Preconditioning,
-    dtype: ProductsDType,
-    wide_shape: tuple[int, ...],
-    in_dtype: jnp.dtype,
+    wanted: Wanted, shape: tuple[int, ...], in_dtype: jnp.dtype, backend: Backend
 ) -> Form:
     """Returns the form for stacks `(..., m, n)` of `in_dtype`, m ≤ n.
 
-    Args:
-        recipe: the steps.
-        method: the form's; None for the fastest by a model of the times.
-        preconditioning: as for `newton_schulz`.
-        dtype: as for `newton_schulz`.
-        wide_shape: of the stack.
-        in_dtype: of the stack.
-
     Raises:
-        ValueError: the recipe has no form of that method, or no safe one.
+        ValueError: the schedule has no form of that method, or no safe one.
     """
-    offered = []
-    candidates: list[Method] = [method] if method else [*get_args(Method.__value__)]
-    for name in candidates:
-        form = offered_form(recipe, name, preconditioning, dtype, in_dtype)
-        if isinstance(form, Form):
-            offered.append(form)
-        elif method:
-            raise ValueError(
-                f"ns_method='gram' is not offered here: {form}. Pass ns_method='standard'"
-            )
-    return min(offered, key=lambda form: form.products.microseconds(wide_shape))
+    methods: list[Method] = [wanted.method] if wanted.method else [*get_args(Method.__value__)]
+    offered = [_offered_form(wanted, method, in_dtype) for method in methods]
+    forms = [form for form in offered if isinstance(form, Form)]
+    if not forms:
+        raise ValueError(
+            f"ns_method='gram' is not offered here: {offered[0]}. Pass ns_method='standard'"
+        )
+    return min(forms, key=lambda form: form.products.microseconds(shape))
 
 
-def offered_form(
-    recipe: Recipe,
-    method: Method,
-    preconditioning: Preconditioning,
-    dtype: ProductsDType,
-    in_dtype: jnp.dtype,
-) -> Form | str:
-    """Returns the form of that method, or why the recipe does not have it."""
-    products_dtype = _products_dtype(recipe, method, dtype, in_dtype)
-    reason = None
+@functools.lru_cache(maxsize=1024)
+def gram_form(wanted: Wanted, in_dtype: jnp.dtype, backend: Backend) -> Form | str:
+    """Returns the gram form, or why there is none."""
+    return _offered_form(wanted, "gram", in_dtype)
+
+
+def _offered_form(wanted: Wanted, method: Method, in_dtype: jnp.dtype) -> Form | str:
+    schedule = wanted.schedule
+    dtype = _products_dtype(schedule, method, wanted.dtype, in_dtype)
     if method == "gram":
-        reason = _no_gram_form(recipe, preconditioning, products_dtype)
-    return reason or Form(method, products_dtype, _products(recipe, method, products_dtype))
+        if reason := _no_gram_form(schedule, wanted.preconditioning, dtype):
+            return reason
+        if not schedule.is_composed:
+            return Form(method, dtype, products_of_gram_form(schedule, dtype))
+    return Form(method, dtype, schedule.products(dtype))
 
 
 def implementation_of_group(
@@ -109,31 +111,25 @@ def implementation_of_group(
     return "mosaic_gpu" if is_composed or chosen == "xla" else chosen
 
 
-def _no_gram_form(recipe: Recipe, preconditioning: Preconditioning, dtype: jnp.dtype) -> str | None:
-    """Returns why the recipe has no gram form in that dtype, or None."""
-    if isinstance(recipe, Schedule):
+def _no_gram_form(
+    schedule: Schedule, preconditioning: Preconditioning, dtype: jnp.dtype
+) -> str | None:
+    """Returns why the schedule has no gram form in that dtype, or None."""
+    if schedule.is_composed:
         return None  # a composed schedule has one form, under either name
-    if recipe.traced:
+    if schedule.traced:
         return "traced coefficients or steps have the standard form only"
-    if recipe.diverging == "16 bits":
+    if schedule.diverging == "16 bits":
         return "rounding XXᵀ makes these coefficients diverge"
     if preconditioning == "spectral":
         return "preconditioning='spectral' needs more than the Gram matrix"
-    if loses_accuracy(recipe, dtype):
+    if loses_accuracy(schedule, dtype):
         return f"these coefficients come so close to 1 that rounding XXᵀ to {dtype} would show"
     return None
 
 
-def _products(recipe: Recipe, method: Method, dtype: jnp.dtype) -> Products:
-    if isinstance(recipe, Schedule):
-        return products_of_composed(recipe.steps_in(dtype))
-    if method == "gram":
-        return products_of_gram_form(recipe, dtype)
-    return Products(grams=recipe.num_steps, squares=recipe.num_steps, applications=recipe.num_steps)
-
-
 def _products_dtype(
-    recipe: Recipe, method: Method, dtype: ProductsDType, in_dtype: jnp.dtype
+    schedule: Schedule, method: Method, dtype: ProductsDType, in_dtype: jnp.dtype
 ) -> jnp.dtype:
     """Returns the dtype of the products.
 
@@ -151,8 +147,7 @@ def _products_dtype(
     Raises:
         ValueError: quintic steps in a dtype that is not safe.
     """
-    is_quintic = isinstance(recipe, Quintics)
-    diverging = recipe.diverging if isinstance(recipe, Quintics) else None
+    is_quintic, diverging = not schedule.is_composed, schedule.diverging
     if isinstance(dtype, str) and dtype == "auto":
         on_tpu = _device.platform() == "tpu"
         dtype = "bfloat16" if on_tpu or (is_quintic and method == "standard") else "float16"

@@ -25,15 +25,14 @@ import jax
 import numpy as np
 
 from muon_jax._iteration.cost import Products
-from muon_jax._iteration.noise import quintic_addends
+from muon_jax._iteration.noise import noise_addend
 from muon_jax._iteration.normalization import Normalization
 from muon_jax._iteration.operand import WholeMatrices
 from muon_jax._iteration.precision import roundoff
-from muon_jax._iteration.recipes import Quintics
+from muon_jax._iteration.steps import Schedule, Step
 from pallas_kernels import syrkx
 
-type _Triple = tuple[float, ...]
-type _Segments = tuple[tuple[_Triple, ...], ...]
+type _Segments = tuple[tuple[Step, ...], ...]
 
 # The largest noise of a segment, over the room that the following steps leave above its largest
 # singular value. At 7.7 "aol_nvidia" had a singular value of 1.7 on 10,000 random spectra
@@ -47,15 +46,15 @@ _LEAST_ERROR = 8.0
 
 
 @np.errstate(over="ignore", invalid="ignore")  # of steps that diverge
-def loses_accuracy(quintics: Quintics, dtype: jax.typing.DTypeLike) -> bool:
+def loses_accuracy(schedule: Schedule, dtype: jax.typing.DTypeLike) -> bool:
     """Returns whether rounding makes the form less accurate than the standard one."""
     u, sigma = roundoff(dtype), np.geomspace(0.01, 1, 1000)
-    for step in quintics.triples:
+    for step in schedule.steps:
         sigma = _map(step, sigma)
     return u > 2**-12 and bool(np.sqrt(np.mean((sigma - 1) ** 2)) < _LEAST_ERROR * u)
 
 
-def segments(quintics: Quintics, dtype: jax.typing.DTypeLike) -> _Segments:
+def segments(schedule: Schedule, dtype: jax.typing.DTypeLike) -> _Segments:
     """Returns the steps between restarts.
 
     - There are as few segments as are safe.
@@ -67,13 +66,14 @@ def segments(quintics: Quintics, dtype: jax.typing.DTypeLike) -> _Segments:
 
     Steps that have noise are a segment each: with two in the last, a search found 1.52.
     """
-    if quintics.has_noise(dtype):
-        return tuple((step,) for step in quintics.triples)
-    return _segments(quintics.triples, roundoff(dtype))
+    steps = schedule.steps_in(dtype)
+    if steps[0].noisy:
+        return tuple((step,) for step in steps)
+    return _segments(steps, roundoff(dtype))
 
 
 @functools.lru_cache(maxsize=256)
-def _segments(steps: tuple[_Triple, ...], u: float) -> _Segments:
+def _segments(steps: tuple[Step, ...], u: float) -> _Segments:
     sigma, largest = np.linspace(0, 1, 1001), [1.0]
     for step in steps:
         sigma = abs(_map(step, sigma))
@@ -84,7 +84,7 @@ def _segments(steps: tuple[_Triple, ...], u: float) -> _Segments:
         allowed = _NOISE_TO_ROOM * _room(steps[stop:], largest[stop])
         candidates = []
         for start in reversed(range(stop)):
-            slope = largest[start] * math.prod(a for a, _, _ in steps[start:stop])
+            slope = largest[start] * math.prod(step.triple[0] for step in steps[start:stop])
             noise = u * slope * slope
             if noise <= allowed or start == stop - 1:
                 count, others, starts = best[start]
@@ -95,7 +95,7 @@ def _segments(steps: tuple[_Triple, ...], u: float) -> _Segments:
 
 
 @np.errstate(over="ignore", invalid="ignore")  # of steps that diverge
-def _room(steps: tuple[_Triple, ...], largest: float) -> float:
+def _room(steps: tuple[Step, ...], largest: float) -> float:
     """How far above `largest`, relatively, singular values may be that `steps` take to 1.5."""
     room = np.linspace(0.0, _MOST_NOISE / _NOISE_TO_ROOM, 101)
     sigma = largest * (1.0 + room)
@@ -105,15 +105,15 @@ def _room(steps: tuple[_Triple, ...], largest: float) -> float:
 
 
 @np.errstate(over="ignore", invalid="ignore")  # of steps that diverge
-def _map(step: _Triple, sigma: np.ndarray) -> np.ndarray:
+def _map(step: Step, sigma: np.ndarray) -> np.ndarray:
     """The singular values after a step."""
-    a, b, c = step
+    a, b, c = step.triple
     return a * sigma + b * sigma**3 + c * sigma**5
 
 
-def products_of_gram_form(quintics: Quintics, dtype: jax.typing.DTypeLike) -> Products:
+def products_of_gram_form(schedule: Schedule, dtype: jax.typing.DTypeLike) -> Products:
     """Returns the products of these steps."""
-    parts = segments(quintics, dtype)
+    parts = segments(schedule, dtype)
     num_steps = sum(map(len, parts))
     return Products(
         grams=len(parts),
@@ -125,25 +125,24 @@ def products_of_gram_form(quintics: Quintics, dtype: jax.typing.DTypeLike) -> Pr
 
 
 def run_gram_form(
-    x: Any, quintics: Quintics, normalization: Normalization, operand: WholeMatrices
+    x: Any, schedule: Schedule, normalization: Normalization, operand: WholeMatrices
 ) -> Any:
     """Returns the result of the steps on X over its norm.
 
     Args:
         x: shape `(..., m, n)`, or several stacks, as `operand` takes them.
-        quintics: the steps, none of them traced.
+        schedule: quintic steps, none of them traced.
         normalization: of X.
         operand: the matrices whole, or in pieces.
     """
     (gram,) = operand.gram(x, normalization.gain**2)
     x, gram, s, factor = normalization(x, gram, operand.spread)
     product = functools.partial(syrkx, implementation=operand.implementation)
-    parts = segments(quintics, gram.dtype)
-    for index, triples in enumerate(parts):
+    parts = segments(schedule, gram.dtype)
+    for index, steps in enumerate(parts):
         if index:
             (gram,), s, factor = operand.gram(x), 1.0, 1.0
-        noisy = index == 0 and quintics.has_noise(gram.dtype)
-        q = _segment(product, gram, triples, s, factor, noisy=noisy)
+        q = _segment(product, gram, steps, s, factor)
         x = operand.apply(q, x, last=index == len(parts) - 1)
     return x
 
@@ -151,24 +150,25 @@ def run_gram_form(
 def _segment(
     syrkx: Callable[..., jax.Array],
     gram: jax.Array,
-    triples: tuple[_Triple, ...],
+    steps: tuple[Step, ...],
     s: float | jax.Array,
     factor: float | jax.Array,
-    *,
-    noisy: bool,
 ) -> jax.Array:
     """factor times the product of the steps' factors, from R = s²·gram on; shape `(..., m, m)`.
 
     All products are of one kind, for one program: R² is R·Rᵀ by `syrkx`, with R for an addend.
     """
     r, scale, factors = gram, s**2, []
-    *others, (a, b, c) = triples
+    *others, (a, b, c) = (step.triple for step in steps)
     for a_i, b_i, c_i in others:
         z = syrkx(r, r, r, alpha=c_i * scale**2, beta=b_i * scale)
         t = syrkx(r, z, r, alpha=scale, beta=a_i * scale)
         r, scale = syrkx(t, z, t, beta=a_i), 1.0
         factors.append((z, a_i))
-    c_matrix, beta = quintic_addends(r, factor * b * scale, factor * a, noisy=noisy)
+    c_matrix, beta = r, factor * b * scale
+    if steps[-1].noisy:
+        amplitude, noise = noise_addend(r)
+        c_matrix, beta = (r, noise), (beta, amplitude * factor * a)
     q = syrkx(r, r, c_matrix, alpha=factor * c * scale**2, beta=beta, diagonal=factor * a)
     for z, a_i in reversed(factors):
         q = syrkx(z, q, q, beta=a_i)

@@ -9,15 +9,15 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from muon_jax._iteration.composed import run_composed
 from muon_jax._iteration.form import (
     GROUP,
     Form,
     Method,
     ProductsDType,
+    Wanted,
     fastest_form,
+    gram_form,
     implementation_of_group,
-    offered_form,
 )
 from muon_jax._iteration.gram import run_gram_form
 from muon_jax._iteration.grouping import map_by_shape
@@ -38,9 +38,9 @@ from muon_jax._iteration.passes import (
     split,
     transposed_back,
 )
-from muon_jax._iteration.precision import Backend, backend_in_force, matmul_precision
-from muon_jax._iteration.quintic import run_quintics
-from muon_jax._iteration.recipes import NSCoeffs, Recipe, resolve_recipe
+from muon_jax._iteration.precision import backend_in_force, matmul_precision
+from muon_jax._iteration.runner import run_steps
+from muon_jax._iteration.schedules import NSCoeffs, is_traced, resolve_schedule
 from muon_jax._iteration.steps import Schedule
 from pallas_kernels import _device
 
@@ -54,13 +54,15 @@ class Iteration:
     Everything else is static.
 
     Attributes:
-        recipe: the steps.
+        coeffs: canonical coefficients, or traced ones; see `resolve_schedule`.
+        steps: the number of steps, or a traced one.
         eps, eps_mode, preconditioning, dtype: as for `newton_schulz`.
         method: `"standard"`, `"gram"`, or None for the faster form.
         implementation: of all products; None for the fastest.
     """
 
-    recipe: Recipe
+    coeffs: Any
+    steps: int | jax.Array
     eps: float | jax.Array
     eps_mode: EpsMode = "add"
     preconditioning: Preconditioning = "frobenius"
@@ -81,10 +83,21 @@ class Iteration:
         """Returns the iteration with the steps that `ns_coeffs` and `ns_steps` stand for.
 
         Raises:
-            ValueError: as `resolve_recipe`.
+            ValueError: as `resolve_schedule`.
         """
-        recipe = resolve_recipe(ns_coeffs, ns_steps, preconditioning)
-        return cls(recipe, eps, preconditioning=preconditioning, **attributes)
+        resolve_schedule(ns_coeffs, ns_steps, preconditioning)
+        steps = ns_steps if is_traced(ns_steps) else int(ns_steps)
+        return cls(ns_coeffs, steps, eps, preconditioning=preconditioning, **attributes)
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The steps."""
+        return resolve_schedule(self.coeffs, self.steps, self.preconditioning)
+
+    @property
+    def _wanted(self) -> Wanted:
+        """What the caller says of the form."""
+        return Wanted(self.schedule.without_arrays(), self.method, self.preconditioning, self.dtype)
 
     def form(self, shape: tuple[int, int], in_dtype: jnp.dtype) -> Form:
         """Returns the form of an optimizer's matrices `(m, n)` of `in_dtype`, m ≤ n.
@@ -95,8 +108,7 @@ class Iteration:
             ValueError: as `fastest_form`.
         """
         form = self.form_of_stack((GROUP, *shape), in_dtype)
-        is_composed = isinstance(self.recipe, Schedule)
-        of_group = implementation_of_group(shape, form.dtype, is_composed=is_composed)
+        of_group = implementation_of_group(shape, form.dtype, is_composed=self.schedule.is_composed)
         return form._replace(implementation=form.implementation or of_group)
 
     def form_of_stack(self, shape: tuple[int, ...], in_dtype: jnp.dtype) -> Form:
@@ -105,13 +117,17 @@ class Iteration:
         Raises:
             ValueError: as `fastest_form`.
         """
-        return _form_of_stack(self._static, shape, jnp.dtype(in_dtype), backend_in_force())
+        form = fastest_form(self._wanted, shape, jnp.dtype(in_dtype), backend_in_force())
+        return form._replace(implementation=self.implementation)
 
     def form_in_pieces(self, in_dtype: jnp.dtype) -> Form | str:
         """Returns the gram form, which matrices in pieces run in, or why there is none."""
         if self.method == "standard":
             return "the standard form was asked for, where every step multiplies with X"
-        return _gram_form(self._static, jnp.dtype(in_dtype), backend_in_force())
+        form = gram_form(self._wanted, jnp.dtype(in_dtype), backend_in_force())
+        if isinstance(form, str):
+            return form
+        return form._replace(implementation=self.implementation)
 
     def map(self, stacks: Sequence[jax.Array], max_group_bytes: int | None) -> list[jax.Array]:
         """Returns the polar factors of an optimizer's matrices, group by group.
@@ -136,7 +152,7 @@ class Iteration:
         """Returns whether matrices of one m and several n run in the same launches."""
         m, n = sorted(stack.shape[-2:])
         form = self.form((m, n), stack.dtype)
-        is_shared = isinstance(self.recipe, Schedule) or form.method == "gram"
+        is_shared = self.schedule.is_composed or form.method == "gram"
         return is_shared and form.implementation == "mosaic_gpu" and self.preconditioning != "aol"
 
     def run(
@@ -182,48 +198,36 @@ class Iteration:
             gain: the `gram_gain`, or one for each matrix.
             operand: the matrices whole or, in the gram form, in pieces.
         """
-        recipe, given = self.recipe, x
-        normalization = Normalization(self.preconditioning, self.eps, self.eps_mode, scale, gain)
+        schedule, given = self.schedule, x
+        norm = "schatten_4" if schedule.is_composed else self.preconditioning
+        normalization = Normalization(norm, self.eps, self.eps_mode, scale, gain)
         if _device.platform() == "cpu":  # where XLA cannot run a product merged with a transpose
             x = jax.lax.optimization_barrier(x)
         x = jax.tree.map(lambda x: pad_for_kernels(x, operand), x)
-        full = isinstance(recipe, Schedule) or recipe.diverging == "16 bits"
+        full = schedule.is_composed or schedule.diverging == "16 bits"
         with matmul_precision(form.dtype, full=full):
-            if isinstance(recipe, Schedule):
-                x = run_composed(x, recipe.steps_in(form.dtype), normalization, operand)
-            elif form.method == "gram":
-                x = run_gram_form(x, recipe, normalization, operand)
-            else:
-                x = run_quintics(x, recipe, normalization, operand)
+            in_gram_form = form.method == "gram" and not schedule.is_composed
+            run = run_gram_form if in_gram_form else run_steps
+            x = run(x, schedule, normalization, operand)
         return jax.tree.map(
             lambda x, like: cut_padding(x, like.shape[-2], like.shape[-1], operand), x, given
         )
 
-    @property
-    def _static(self) -> "Iteration":
-        """What is known while tracing, which hashes."""
-        recipe = self.recipe
-        if not isinstance(recipe, Schedule):
-            recipe = recipe.without_arrays()
-        return dataclasses.replace(self, recipe=recipe, eps=0.0)
-
     def tree_flatten(self) -> tuple[list[Any], tuple[Any, ...]]:
         """Returns the leaves, and all else."""
-        is_known = isinstance(self.recipe, Schedule) or not self.recipe.traced
-        leaves, treedef = jax.tree.flatten(self.recipe, is_leaf=lambda _: is_known)
-        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        known = tuple([None if isinstance(leaf, jax.Array) else leaf for leaf in leaves])
-        others = (self.eps_mode, self.preconditioning, self.dtype, self.method, self.implementation)
-        return [self.eps, *arrays], (treedef, known, others)
+        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        is_leaf = tuple(
+            isinstance(x, jax.Array) or field.name == "eps"
+            for field, x in zip(dataclasses.fields(self), fields, strict=True)
+        )
+        pairs = [*zip(is_leaf, fields, strict=True)]
+        return [x for leaf, x in pairs if leaf], tuple((leaf, not leaf and x) for leaf, x in pairs)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: Sequence[Any]) -> Self:
         """The inverse of `tree_flatten`."""
-        treedef, known, others = static
-        eps, *rest = leaves
-        arrays = iter(rest)
-        merged = [next(arrays) if leaf is None else leaf for leaf in known]
-        return cls(treedef.unflatten(merged), eps, *others)
+        left = iter(leaves)
+        return cls(*(next(left) if leaf else x for leaf, x in static))
 
 
 # Jitted, so that groups of equal shapes are traced and lowered once.
@@ -234,30 +238,3 @@ def orthogonalize(iteration: Iteration, stacks: list[jax.Array]) -> list[jax.Arr
     form = iteration.form((m, n), stacks[0].dtype)
     operand = WholeStacks if others else WholeMatrices
     return iteration.run(stacks, form, operand(implementation=form.implementation))
-
-
-@functools.lru_cache(maxsize=1024)
-def _form_of_stack(
-    iteration: Iteration, shape: tuple[int, ...], in_dtype: jnp.dtype, backend: Backend
-) -> Form:
-    del backend  # what the choice asks of the surroundings: a part of the key
-    form = fastest_form(
-        iteration.recipe,
-        iteration.method,
-        iteration.preconditioning,
-        iteration.dtype,
-        shape,
-        in_dtype,
-    )
-    return form._replace(implementation=iteration.implementation)
-
-
-@functools.lru_cache(maxsize=1024)
-def _gram_form(iteration: Iteration, in_dtype: jnp.dtype, backend: Backend) -> Form | str:
-    del backend
-    form = offered_form(
-        iteration.recipe, "gram", iteration.preconditioning, iteration.dtype, in_dtype
-    )
-    if isinstance(form, Form):
-        form = form._replace(implementation=iteration.implementation)
-    return form

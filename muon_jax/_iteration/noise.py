@@ -6,8 +6,6 @@ errors. Noise below the last digit of one Sⱼ makes equal entries differ. Every
 polynomial of that one, so its entries differ too (docs/numerics.md, section 3.7).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,19 +35,3 @@ def noise_addend(operand: jax.Array) -> tuple[float, jax.Array]:
     noise = products.astype(jnp.float32) * 2.0**-31
     beta = _AMPLITUDE * float(jnp.finfo(operand.dtype).eps) / 2 / max(m, 1) ** 0.5
     return beta, noise.astype(operand.dtype)
-
-
-def quintic_addends(
-    gram: jax.Array, beta: float | jax.Array, slope: float | jax.Array, *, noisy: bool
-) -> tuple[Any, Any]:
-    """Returns `c_matrix` and `beta` of `syrk` for Q = slope·I + beta·R + c·R², and its noise.
-
-    Args:
-        gram: R, of shape `(..., m, m)`.
-        beta, slope: numbers, or one for each matrix, of shape `(...)`.
-        noisy: whether slope·(noise) is an addend.
-    """
-    if not noisy:
-        return gram, beta
-    amplitude, noise = noise_addend(gram)
-    return (gram, noise), (beta, amplitude * slope)

@@ -16,6 +16,8 @@ from muon_jax._numerics import accumulator, over, root, total, wide
 
 type EpsMode = Literal["add", "max"]
 type Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
+# The Schatten-4 norm of composed schedules has `eps` added to it; "schatten" has it as in optax.
+type Norm = Preconditioning | Literal["schatten_4"]
 
 
 def largest_entries(stacks: Sequence[jax.Array]) -> jax.Array:
@@ -94,14 +96,14 @@ class Normalization:
     """How X is divided by its norm.
 
     Attributes:
-        preconditioning: which norm, or `"aol"`.
+        norm: which norm, or `"aol"`.
         eps: added to the norm of the caller's X, or its least value.
         eps_mode: `"add"` or `"max"`.
         scale: X is `scale` times the caller's; shape `(...)`, a number for each matrix.
         gain: the `gram_gain`, or one for each matrix.
     """
 
-    preconditioning: Preconditioning
+    norm: Norm
     eps: float | jax.Array
     eps_mode: EpsMode
     scale: jax.Array
@@ -118,27 +120,21 @@ class Normalization:
             spread: takes values for the matrices of `gram` to the matrices of `x`.
         """
         scale = self.gain * self.scale
-        if self.preconditioning != "aol":
+        if self.norm != "aol":
             s = self._inverse_norm(x, gram, scale)
             return Normalized(x, gram, s, self.gain * s)
         d = _inverse_row_norms(gram, _times(_times(self.eps, scale), scale))
         preconditioned = (gram * (2**7 * d) * (2**7 * d.mT)).astype(x.dtype)
         return Normalized((self.gain * x * spread(d)).astype(x.dtype), preconditioned, 2.0**-7, 1.0)
 
-    def inverse_schatten_norm(self, gram: jax.Array) -> jax.Array:
-        """Returns 1/(ν + eps), both times gain·scale, with the Schatten-4 norm ν = ‖XXᵀ‖_F^½.
-
-        Args:
-            gram: gain²·XXᵀ, shape `(..., m, m)`.
-        """
-        s = _inverse_schatten_norm(gram, 0.0, 1.0)
-        return s / regularize(1.0, self.eps * self.gain * self.scale * s, self.eps_mode)
-
     def _inverse_norm(self, x: jax.Array, gram: jax.Array, scale: jax.Array) -> jax.Array:
         """Returns 1/(norm of X, with eps in the norm), and 0 for the zero matrix."""
-        if self.preconditioning == "schatten":
+        if self.norm == "schatten_4":
+            s = _inverse_schatten_norm(gram, 0.0, 1.0)
+            return s / regularize(1.0, self.eps * self.gain * self.scale * s, self.eps_mode)
+        if self.norm == "schatten":
             return _inverse_schatten_norm(gram, self.eps, scale)
-        if self.preconditioning == "frobenius":
+        if self.norm == "frobenius":
             *batch, m, _ = gram.shape
             # jnp.diagonal would be a kernel of its own.
             diagonal = gram.reshape(*batch, m * m)[..., :: m + 1]

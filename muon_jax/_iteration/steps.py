@@ -1,18 +1,26 @@
-"""Steps of composed schedules: polynomials of the Gram matrix, evaluated by symmetric products.
+"""The steps of an iteration: polynomials of the Gram matrix, evaluated by symmetric products.
 
-A polynomial h of degree 2ᵏ is evaluated by k symmetric products, squares with a few addends:
+Every step is X <- h(XXᵀ)·X with a polynomial h of degree 2ᵏ, evaluated by k symmetric products,
+squares with a few addends:
 
-    S₀ = R,   Sⱼ = αⱼ·Sⱼ₋₁² + Σᵢ βⱼᵢ·Sᵢ + δⱼ·I  (some i < j),   h(R) = Sₖ.
+    S₀ = R = XXᵀ,   Sⱼ = αⱼ·Sⱼ₋₁² + Σᵢ βⱼᵢ·Sᵢ + δⱼ·I  (some i < j),   h(R) = Sₖ.
+
+A published triple (a, b, c) is the step with one product, h(R) = c·R² + b·R + a·I. The steps of a
+composed schedule have several.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from muon_jax._iteration.cost import Products
 from muon_jax._iteration.noise import noise_addend
+from muon_jax._iteration.published import DEFAULT_STEPS
 from pallas_kernels._chain import Link, syrk_chain
+
+type Triple = tuple[float | jax.Array, float | jax.Array, float | jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +51,23 @@ class Step:
             number in each direction. The coefficients are a compromise between small directions,
             where digits matter most, and large ones.
         noisy: the index j of the Sⱼ that has noise in 16 bits (`noise_addend`); None for no noise.
+            The noise of h itself, j = k, is in proportion to the slope h(0).
     """
 
     products: tuple[Product, ...]
     residual_betas: tuple[float | jax.Array, ...] = ()
     noisy: int | None = None
+
+    @classmethod
+    def of_triple(cls, a: Any, b: Any, c: Any, noisy: int | None = None) -> "Step":
+        """Returns the quintic step X <- aX + bRX + cR²X."""
+        return cls((Product(c, ((b, 0),), a),), noisy=noisy)
+
+    @property
+    def triple(self) -> Triple:
+        """The coefficients (a, b, c) of a quintic step."""
+        ((c, ((b, _),), a),) = map(dataclasses.astuple, self.products)
+        return a, b, c
 
     @property
     def slope(self) -> float:
@@ -107,7 +127,9 @@ class Step:
             if low is not None:
                 addends.append((self.residual_betas[j], low))
             if noise is not None and j + 1 == self.noisy:
-                addends.append(noise)
+                amplitude, number = noise
+                is_last = j + 1 == len(self.products)
+                addends.append((amplitude * product.diagonal if is_last else amplitude, number))
             has_residual = low is not None and j + 1 < len(self.residual_betas)
             links.append(Link(product.alpha, tuple(addends), product.diagonal, has_residual))
             numbers.append(made)
@@ -118,29 +140,62 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A composed schedule: steps to be run in this order, on X over its Schatten-4 norm.
+    """The steps of an iteration, in this order.
 
     Attributes:
-        name: what `ns_coeffs` calls it.
         steps: in float16 and in 32 bits or more.
-        bfloat16_steps: those for the rounding of bfloat16.
+        bfloat16_steps: those for the rounding of bfloat16; None for the same.
+        name: what `ns_coeffs` calls it; empty where it is the caller's own.
+        diverging: where rounding makes the coefficients diverge.
+        loop: which steps run, [first, end), where a trace does not know that. A single step is
+            then repeated. None for all steps, once.
+        traced: whether a trace does not know the coefficients, or which steps run.
     """
 
-    name: str
     steps: tuple[Step, ...]
-    bfloat16_steps: tuple[Step, ...]
+    bfloat16_steps: tuple[Step, ...] | None = None
+    name: str = ""
+    diverging: Literal["bfloat16", "16 bits"] | None = None
+    loop: tuple[int | jax.Array, int | jax.Array] | None = None
+    traced: bool = False
+
+    @property
+    def is_composed(self) -> bool:
+        """Whether steps have several products. X is then divided by its Schatten-4 norm."""
+        return any(len(step.products) > 1 for step in self.steps)
+
+    def without_arrays(self) -> "Schedule":
+        """Returns what is known while tracing, which hashes: `DEFAULT_STEPS` if it is not more."""
+        if not self.traced:
+            return self
+        steps = (Step.of_triple(0.0, 0.0, 0.0),) * DEFAULT_STEPS
+        return Schedule(steps, diverging=self.diverging, traced=True)
 
     def steps_in(self, dtype: jax.typing.DTypeLike) -> tuple[Step, ...]:
         """Returns the steps for products in `dtype`.
 
         Raises:
-            ValueError: the schedule is not safe in `dtype`.
+            ValueError: the schedule is composed, and not safe in `dtype`.
         """
         name, bits = jnp.dtype(dtype).name, jnp.finfo(dtype).bits
-        if bits < 32 and name not in ("float16", "bfloat16"):
+        if self.is_composed and bits < 32 and name not in ("float16", "bfloat16"):
             raise ValueError(
                 f"ns_coeffs={self.name!r} is unsafe in {name}: its rounding can make singular"
                 " values exceed 1.5. It needs float16 or bfloat16, or 32 bits or more: pass"
                 " ns_dtype='auto'"
             )
-        return self.bfloat16_steps if name == "bfloat16" else self.steps
+        return (self.bfloat16_steps or self.steps) if name == "bfloat16" else self.steps
+
+    def step_at(self, i: int | jax.Array, dtype: jax.typing.DTypeLike) -> Step:
+        """Returns a step for products in `dtype`, whose number a trace may not know."""
+        steps = self.steps_in(dtype)
+        if len(steps) == 1 or isinstance(i, int):
+            return steps[0 if len(steps) == 1 else i]
+        # Stacked from scalars: custom_partitioning takes no program with constant arrays.
+        return Step.of_triple(*jnp.stack([jnp.stack(step.triple) for step in steps])[i])
+
+    def products(self, dtype: jax.typing.DTypeLike) -> Products:
+        """Returns how many products the steps in `dtype` take, where every step multiplies X."""
+        steps = self.steps_in(dtype)
+        squares = sum(len(step.products) for step in steps)
+        return Products(grams=len(steps), squares=squares, applications=len(steps))

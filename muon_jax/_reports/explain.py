@@ -20,7 +20,7 @@ from muon_jax._distributed.sharding import (
     shardings_of_leaves,
     spec_of,
 )
-from muon_jax._iteration.recipes import is_traced
+from muon_jax._iteration.schedules import is_traced
 from muon_jax._reports.arguments import (
     all_arguments,
     iterations_of_muon,

@@ -6,7 +6,7 @@ import jax
 import optax
 
 from muon_jax._coefficients import CoeffsByPath, check_patterns
-from muon_jax._iteration.recipes import NSCoeffs
+from muon_jax._iteration.schedules import NSCoeffs
 from muon_jax._matrices.views import Views, assigned_views
 from muon_jax._transforms.adamh import check_adamh, label_of_adam
 

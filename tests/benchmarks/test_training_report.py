@@ -19,7 +19,7 @@ from muon_jax.benchmarks._records.training_losses import (
 )
 from muon_jax.benchmarks._records.training_spectra import (
     orthogonalized,
-    recipes_of_variants,
+    schedules_of_variants,
     singular_values,
     spread,
     update_spreads,
@@ -356,7 +356,9 @@ def test_few_large_singular_values_keep_the_norm():
 
 def test_unreached_values_are_those_of_with_metrics(report):
     sigma = np.geomspace(1e-4, 1, 16)
-    updates = [orthogonalized(recipe, sigma) for recipe in recipes_of_variants(report).values()]
+    updates = [
+        orthogonalized(schedule, sigma) for schedule in schedules_of_variants(report).values()
+    ]
     found = [spread(update).unreached_share for update in updates]
     expected = jax.jit(unreached_share)(
         jnp.stack([jnp.diag(jnp.asarray(x, "f") ** 2) for x in updates])
@@ -367,8 +369,8 @@ def test_unreached_values_are_those_of_with_metrics(report):
 
 def test_variants_that_are_coefficients(report):
     report["variants"] = [*TRUTH, "optax", "aol", "fast"]
-    recipes = recipes_of_variants(report)
-    assert [*recipes] == [
+    schedules = schedules_of_variants(report)
+    assert [*schedules] == [
         "standard",
         "balanced",
         "accurate",
@@ -379,15 +381,15 @@ def test_variants_that_are_coefficients(report):
     x = np.array([0.6, 0.8])
     for _ in range(3):
         x = 3.4445 * x - 4.775 * x**3 + 2.0315 * x**5
-    np.testing.assert_allclose(orthogonalized(recipes["standard_3_steps"], np.array([3, 4])), x)
+    np.testing.assert_allclose(orthogonalized(schedules["standard_3_steps"], np.array([3, 4])), x)
 
 
 def test_spectra_are_medians_over_layers(report):
     (group, by_step), *others = update_spreads(report).items()
     assert group == (256, "standard", "query") and not others and [*by_step] == [20, 200]
     layers = [np.linspace(least, 1, 256) for least in LEAST_OF_LAYERS]
-    for name, recipe in recipes_of_variants(report).items():
-        each = [spread(orthogonalized(recipe, sigma)) for sigma in layers]
+    for name, schedule in schedules_of_variants(report).items():
+        each = [spread(orthogonalized(schedule, sigma)) for sigma in layers]
         np.testing.assert_allclose(by_step[20][name], np.median(each, axis=0), rtol=1e-6)
     shares, sizes = training_sections(report)[3:]
     assert shares.rows[0]["standard_3_steps"].count("%") == 2

@@ -12,7 +12,7 @@ import pytest
 from muon_jax import muon, newton_schulz
 from muon_jax._iteration.gram import products_of_gram_form, segments
 from muon_jax._iteration.published import DIVERGING, NAMED
-from muon_jax._iteration.recipes import resolve_recipe
+from muon_jax._iteration.schedules import resolve_schedule
 from muon_jax.benchmarks._accuracy import polar_error
 from muon_jax.benchmarks._accuracy.spectra import hard_cases
 
@@ -136,15 +136,15 @@ def test_none_chooses_the_faster_form(shape, name, faster):
     ],
 )
 def test_steep_steps_do_not_share_a_segment(name, dtype, expected):
-    quintics = resolve_recipe(name, 5)
+    schedule = resolve_schedule(name, 5)
     with jax.default_matmul_precision("highest"):
-        parts = segments(quintics, dtype)
+        parts = segments(schedule, dtype)
     assert [len(part) for part in parts] == expected
 
 
 def test_segments_are_safe_in_what_gpus_take_float32_as():
     def counts():
-        parts = segments(resolve_recipe("polar_express", 5), "float32")
+        parts = segments(resolve_schedule("polar_express", 5), "float32")
         return [len(part) for part in parts]
 
     with helpers.described_gpu("H200"):
@@ -155,7 +155,7 @@ def test_segments_are_safe_in_what_gpus_take_float32_as():
 
 def test_steps_that_diverge_have_segments_too():
     with warnings.catch_warnings(action="error"):
-        parts = segments(resolve_recipe((3.0, 3.0, 3.0), 400), "float16")
+        parts = segments(resolve_schedule((3.0, 3.0, 3.0), 400), "float16")
         assert sum(map(len, parts)) == 400
 
 
@@ -172,7 +172,7 @@ def test_errors_of_one_segment_do_not_make_the_next_diverge(name, dtype):
 
 
 def test_units_count_the_products():
-    products = products_of_gram_form(resolve_recipe("polar_express", 5), "float16")
+    products = products_of_gram_form(resolve_schedule("polar_express", 5), "float16")
     assert [products.units(aspect) for aspect in (1, 2, 4, 8)] == [20, 29, 47, 83]
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from muon_jax import newton_schulz
-from muon_jax._iteration import recipes
+from muon_jax._iteration import schedules
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax._iteration.noise import noise_addend
-from muon_jax._iteration.published import DEFAULT_STEPS, NAMED
-from muon_jax._iteration.recipes import resolve_recipe
+from muon_jax._iteration.published import NAMED
+from muon_jax._iteration.schedules import resolve_schedule
 from muon_jax.benchmarks._adversary.inputs import half
 
 SIXTEEN_BITS = ["float16", "bfloat16"]
@@ -60,9 +60,12 @@ def test_only_the_first_step_has_noise_and_only_in_16_bits(name):
 
 
 def test_published_sets_have_noise_where_searches_found_need():
-    noisy = {name for name in NAMED if resolve_recipe(name, DEFAULT_STEPS).has_noise(jnp.bfloat16)}
+    def has_noise(name, dtype):
+        return any(step.noisy for step in resolve_schedule(name).steps_in(dtype))
+
+    noisy = {name for name in NAMED if has_noise(name, "bfloat16")}
     assert noisy == {"aol", "aol_nvidia", "deepseek_v4", "polar_express_nanogpt"}
-    assert not resolve_recipe("aol", DEFAULT_STEPS).has_noise("float16")
+    assert not has_noise("aol", "float16")
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
@@ -75,7 +78,7 @@ def test_noise_of_quintic_steps_keeps_entries_apart(method, monkeypatch):
         return np.linalg.norm(np.asarray(result, np.float64), 2)
 
     assert largest() < 1.1
-    monkeypatch.setattr(recipes, "NOISY", frozenset())
+    monkeypatch.setattr(schedules, "NOISY", frozenset())
     jax.clear_caches()
     assert largest() > 2.5
     jax.clear_caches()

@@ -3,7 +3,8 @@
 import numpy as np
 
 from muon_jax._iteration.published import DEFAULT_STEPS
-from muon_jax._iteration.recipes import Quintics, Recipe, resolve_recipe
+from muon_jax._iteration.schedules import resolve_schedule
+from muon_jax._iteration.steps import Schedule
 from muon_jax.benchmarks._accuracy.polar_error import LARGEST_ALLOWED, arguments_for_coefficients
 
 
@@ -15,9 +16,9 @@ def maximum_of_map(name: str, dtype: str) -> float:
         dtype: of the products, which composed schedules have coefficients for.
     """
     arguments = arguments_for_coefficients(name)
-    recipe = resolve_recipe(name, DEFAULT_STEPS, arguments["preconditioning"])
+    schedule = resolve_schedule(name, DEFAULT_STEPS, arguments["preconditioning"])
     sigma = np.union1d(np.linspace(0, 1, 20_001), np.geomspace(1e-5, 1, 20_001))
-    return float(np.abs(map_singular_values(recipe, dtype, sigma)).max())
+    return float(np.abs(map_singular_values(schedule, dtype, sigma)).max())
 
 
 def limit_of(maximum: float) -> float:
@@ -25,18 +26,14 @@ def limit_of(maximum: float) -> float:
     return min(LARGEST_ALLOWED, max(1.35, 1.3 * maximum))
 
 
-def map_singular_values(recipe: Recipe, dtype: str, sigma: np.ndarray) -> np.ndarray:
+def map_singular_values(schedule: Schedule, dtype: str, sigma: np.ndarray) -> np.ndarray:
     """Returns the singular values of the result, negative where the map is, in float64.
 
     Args:
-        recipe: the steps.
+        schedule: the steps.
         dtype: as for `maximum_of_map`.
         sigma: singular values over the norm that the steps need, any shape.
     """
-    if not isinstance(recipe, Quintics):
-        for step in recipe.steps_in(dtype):
-            sigma = step.terms(sigma**2)[-1] * sigma
-        return sigma
-    for a, b, c in recipe.triples:
-        sigma = a * sigma + b * sigma**3 + c * sigma**5
+    for step in schedule.steps_in(dtype):
+        sigma = step.terms(sigma**2)[-1] * sigma
     return sigma

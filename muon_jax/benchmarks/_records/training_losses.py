@@ -8,7 +8,7 @@ import numpy as np
 
 from muon_jax._transforms.spectra import LEAST_REACHED
 from muon_jax.benchmarks._records.reading import Measurement, Report
-from muon_jax.benchmarks._records.training_spectra import recipes_of_variants, update_spreads
+from muon_jax.benchmarks._records.training_spectra import schedules_of_variants, update_spreads
 from muon_jax.benchmarks._records.training_statistics import (
     Difference,
     Study,
@@ -240,7 +240,7 @@ def time_section(study: Study) -> Section:
 def spectrum_sections(study: Study) -> list[Section]:
     """Returns the share of the momenta that schedules do not reach, and the size of updates."""
     spreads = update_spreads(study.report)
-    names = [*recipes_of_variants(study.report)]
+    names = [*schedules_of_variants(study.report)]
     if not (spreads and names):
         missing = "spectra" if names else "sets of coefficients whose spectra are known"
         return [Section("Spectra of momenta", "", [], [f"no {missing} in this record"])]

@@ -8,7 +8,8 @@ import numpy as np
 
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax._iteration.published import DEFAULT_STEPS, NAMED
-from muon_jax._iteration.recipes import Quintics, Recipe, resolve_recipe
+from muon_jax._iteration.schedules import resolve_schedule
+from muon_jax._iteration.steps import Schedule
 from muon_jax._transforms.spectra import LEAST_REACHED
 from muon_jax.benchmarks._accuracy.polar_error import arguments_for_coefficients
 from muon_jax.benchmarks._adversary.limits import map_singular_values
@@ -19,21 +20,21 @@ type Group = tuple[int, str, str]
 _DTYPE = "float16"  # of a composed schedule's products on a GPU
 
 
-def recipes_of_variants(report: Report) -> dict[str, Recipe]:
+def schedules_of_variants(report: Report) -> dict[str, Schedule]:
     """Returns the steps of each variant that is a set of coefficients.
 
     A variant is the name of a set, or that and a number of steps, `"standard_3_steps"`. AdamW and
     other packages have none. AOL has none, because its preconditioning depends on more than the
     singular values.
     """
-    recipes = {}
+    schedules = {}
     for variant in report["variants"]:
         name, steps = re.findall(r"^(.+?)(?:_(\d+)_steps)?$", variant)[0]
         if name in {*NAMED, *SCHEDULES}:
             preconditioning = arguments_for_coefficients(name)["preconditioning"]
             if preconditioning == "frobenius":
-                recipes[variant] = resolve_recipe(name, int(steps or DEFAULT_STEPS))
-    return recipes
+                schedules[variant] = resolve_schedule(name, int(steps or DEFAULT_STEPS))
+    return schedules
 
 
 class Spread(NamedTuple):
@@ -58,14 +59,14 @@ def update_spreads(report: Report) -> dict[Group, dict[int, dict[str, Spread]]]:
         Spreads by width, variant that trained, and matrix; then by step; then by the variant whose
         schedule it is.
     """
-    recipes, shares = recipes_of_variants(report), report.get("spectra_shares", [])
+    schedules, shares = schedules_of_variants(report), report.get("spectra_shares", [])
     layers: dict[Group, dict[int, dict[str, list[Spread]]]] = {}
     for spectrum in report.get("spectra", []):
         group = spectrum["width"], spectrum["variant"], spectrum["matrix"]
         of_step = layers.setdefault(group, {}).setdefault(spectrum["step"], {})
         sigma = singular_values(spectrum["quantiles"], shares, spectrum["width"])
-        for name, recipe in recipes.items():
-            of_step.setdefault(name, []).append(spread(orthogonalized(recipe, sigma)))
+        for name, schedule in schedules.items():
+            of_step.setdefault(name, []).append(spread(orthogonalized(schedule, sigma)))
     return {
         group: {
             step: {name: Spread(*np.median(each, axis=0)) for name, each in by_name.items()}
@@ -80,15 +81,15 @@ def spread(sigma: np.ndarray) -> Spread:
     return Spread(float(np.mean(sigma < LEAST_REACHED)), float(np.sqrt(np.mean(sigma**2))))
 
 
-def orthogonalized(recipe: Recipe, sigma: np.ndarray) -> np.ndarray:
+def orthogonalized(schedule: Schedule, sigma: np.ndarray) -> np.ndarray:
     """Returns what the steps make of singular values, in float64 and without rounding.
 
     They are divided by their norm first: Frobenius before quintic steps, Schatten-4 before a
     composed schedule.
     """
-    power = 2 if isinstance(recipe, Quintics) else 4
+    power = 4 if schedule.is_composed else 2
     norm = np.sum(sigma**power) ** (1 / power)
-    return map_singular_values(recipe, _DTYPE, sigma / norm)
+    return map_singular_values(schedule, _DTYPE, sigma / norm)
 
 
 def singular_values(quantiles: Sequence[float], shares: Sequence[float], count: int) -> np.ndarray:

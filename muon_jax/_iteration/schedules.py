@@ -1,7 +1,7 @@
-"""What `ns_coeffs` and `ns_steps` stand for: quintic steps, or a composed schedule."""
+"""What `ns_coeffs` and `ns_steps` stand for: a schedule."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,58 +10,12 @@ from jax.core import Tracer
 
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax._iteration.published import DEFAULT_STEPS, DIVERGING, NAMED, NOISY
-from muon_jax._iteration.steps import Schedule
+from muon_jax._iteration.steps import Schedule, Step, Triple
 from pallas_kernels._checks import check_name, is_real
 
-type Triple = tuple[float | jax.Array, float | jax.Array, float | jax.Array]
 type NSCoeffs = str | Triple | tuple[Triple, ...]
 
 MOST_STEPS = 100  # each step is traced by itself
-
-
-class Quintics(NamedTuple):
-    """Quintic steps X <- aX + bAX + cA²X with A = XXᵀ.
-
-    Step i in [first, last) uses the triple (a, b, c) in `rows[i]`, or the only row.
-
-    Attributes:
-        rows: the triples.
-        first, last: which steps.
-        diverging: where rounding makes the coefficients diverge, by `DIVERGING`.
-        traced: whether rows or steps are known only when the traced function runs.
-        noisy: whether the first step has noise in bfloat16, by `NOISY`.
-    """
-
-    rows: Any
-    first: int | jax.Array
-    last: int | jax.Array
-    diverging: str | None = None
-    traced: bool = False
-    noisy: bool = False
-
-    @property
-    def num_steps(self) -> int:
-        """The number of steps; `DEFAULT_STEPS` where a trace does not know them."""
-        return DEFAULT_STEPS if self.traced else int(self.last - self.first)
-
-    @property
-    def triples(self) -> tuple[tuple[float, ...], ...]:
-        """The triple of each step, none of them traced."""
-        rows = self.rows * self.last if len(self.rows) == 1 else self.rows[self.first : self.last]
-        return tuple(map(tuple, rows))
-
-    def has_noise(self, dtype: jax.typing.DTypeLike) -> bool:
-        """Returns whether the first step has noise in that dtype."""
-        return self.noisy and jnp.dtype(dtype) == jnp.bfloat16
-
-    def without_arrays(self) -> "Quintics":
-        """Returns what is known while tracing, which hashes."""
-        if not self.traced:
-            return self
-        return Quintics((), 0, DEFAULT_STEPS, self.diverging, traced=True, noisy=self.noisy)
-
-
-type Recipe = Quintics | Schedule
 
 
 def is_traced(value: Any) -> bool:
@@ -103,11 +57,9 @@ def canonicalize(ns_coeffs: Any) -> Any:
     return (*map(tuple, values.tolist()),) if values.ndim == 2 else tuple(values.tolist())
 
 
-def resolve_recipe(
-    ns_coeffs: Any,
-    ns_steps: int | jax.Array,
-    preconditioning: str = "frobenius",
-) -> Recipe:
+def resolve_schedule(
+    ns_coeffs: Any, ns_steps: int | jax.Array = DEFAULT_STEPS, preconditioning: str = "frobenius"
+) -> Schedule:
     """Returns the steps that `ns_coeffs` and `ns_steps` stand for.
 
     | ns_coeffs                  | steps                                                 |
@@ -117,44 +69,54 @@ def resolve_recipe(
     | a name of several rows     | all rows for 5, the default; else the last `ns_steps` |
     | a composed schedule        | the schedule, whole                                   |
 
+    Args:
+        ns_coeffs: canonical, or traced.
+        ns_steps: a number, which may be traced.
+        preconditioning: as for `newton_schulz`.
+
     Raises:
         ValueError: an unknown name, a number of steps that the coefficients do not have, or a
             preconditioning beside a composed schedule, which brings its own.
     """
     if not is_traced(ns_steps):
         ns_steps = int(ns_steps)
-    if isinstance(ns_coeffs, str):
-        return _resolve_name(ns_coeffs, ns_steps, preconditioning)
-    shape, traced = np.shape(ns_coeffs), is_traced((ns_coeffs, ns_steps))
-    if len(shape) == 2:
-        return Quintics(ns_coeffs, 0, shape[0], traced=is_traced(ns_coeffs))
-    return Quintics((ns_coeffs,), 0, ns_steps, traced=traced)
+    if not isinstance(ns_coeffs, str):
+        rows = ns_coeffs if np.ndim(ns_coeffs) == 2 else [ns_coeffs]
+        return _of_rows(rows, len(rows) if np.ndim(ns_coeffs) == 2 else ns_steps)
+    if ns_coeffs in SCHEDULES:
+        return _composed(SCHEDULES[ns_coeffs], ns_steps, preconditioning)
+    check_name("ns_coeffs", ns_coeffs, sorted({*NAMED, *SCHEDULES}))
+    rows = NAMED[ns_coeffs]
+    if len(rows) > 1 and not is_traced(ns_steps):
+        if ns_steps == DEFAULT_STEPS:
+            ns_steps = len(rows)
+        if ns_steps > len(rows):
+            raise ValueError(
+                f"ns_coeffs={ns_coeffs!r} has {len(rows)} steps, got ns_steps={ns_steps}: pass"
+                f" fewer steps, {DEFAULT_STEPS} (the default) for all, or a table with a row for"
+                " each"
+            )
+        rows = rows[len(rows) - ns_steps :]
+    return _of_rows(rows, ns_steps, ns_coeffs)
 
 
-def _resolve_name(name: str, ns_steps: int | jax.Array, preconditioning: str) -> Recipe:
-    if name in SCHEDULES:
-        return _resolve_schedule(SCHEDULES[name], ns_steps, preconditioning)
-    check_name("ns_coeffs", name, sorted({*NAMED, *SCHEDULES}))
-    rows, diverging, traced = NAMED[name], DIVERGING.get(name), is_traced(ns_steps)
-    noisy = name in NOISY
-    if len(rows) == 1:
-        return Quintics(rows, 0, ns_steps, traced=traced)
-    if traced:
-        first = jnp.where(ns_steps == DEFAULT_STEPS, 0, jnp.maximum(len(rows) - ns_steps, 0))
-        return Quintics(rows, first, len(rows), diverging, traced, noisy)
-    if ns_steps == DEFAULT_STEPS:
-        return Quintics(rows, 0, len(rows), diverging, noisy=noisy)
-    if ns_steps > len(rows):
-        raise ValueError(
-            f"ns_coeffs={name!r} has {len(rows)} steps, got ns_steps={ns_steps}: pass fewer"
-            f" steps, {DEFAULT_STEPS} (the default) for all, or a table with a row for each"
-        )
-    return Quintics(rows, len(rows) - ns_steps, len(rows), diverging, noisy=noisy)
+def _of_rows(rows: Sequence[Any], count: int | jax.Array, name: str = "") -> Schedule:
+    """The last `count` of these rows, or the only row `count` times."""
+    steps, loop = tuple(Step.of_triple(*row) for row in rows), None
+    if not is_traced(count):
+        steps = steps * count if len(rows) == 1 else steps
+    elif len(rows) == 1:
+        loop = 0, count
+    else:
+        first = jnp.where(count == DEFAULT_STEPS, 0, jnp.maximum(len(rows) - count, 0))
+        loop = first, len(rows)
+    noisy = None
+    if name in NOISY:
+        noisy = (Step.of_triple(*rows[0], noisy=1), *steps[1:])
+    return Schedule(steps, noisy, name, DIVERGING.get(name), loop, is_traced((rows, count)))
 
 
-def _resolve_schedule(
-    schedule: Schedule, ns_steps: int | jax.Array, preconditioning: str
-) -> Schedule:
+def _composed(schedule: Schedule, ns_steps: int | jax.Array, preconditioning: str) -> Schedule:
     count = len(schedule.steps)
     if not is_traced(ns_steps) and ns_steps not in (DEFAULT_STEPS, count):
         raise ValueError(

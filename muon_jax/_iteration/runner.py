@@ -1,0 +1,63 @@
+"""The steps at work: each a Gram matrix, products of m × m matrices, and one application.
+
+    R = XXᵀ,   Q = h(R),   X <- QX.
+
+Each step but the first forms R from the rounded X, so rounding does not add up between steps.
+Within a step of several products it does: rounding R hides small singular values, which h amplifies
+by its slope at 0. Steep steps therefore keep the residuals of R and of the first products
+(`Step.residual_betas`), and have noise, which keeps rounding errors from adding up (`Step.noisy`).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from muon_jax._iteration.normalization import Normalization
+from muon_jax._iteration.operand import WholeMatrices
+from muon_jax._iteration.steps import Schedule, Step
+
+
+def run_steps(
+    x: Any, schedule: Schedule, normalization: Normalization, operand: WholeMatrices
+) -> Any:
+    """Returns the result of the steps on X over its norm.
+
+    - The first Gram matrix is that of gain·X, for the norm to be read off it. Its entries are at
+      most 2¹⁵, and its small entries are not subnormal in float16.
+    - Entries of X are at most n^-¼. So entries of h/ν, at most 318/ν for every composed schedule
+      and its Schatten-4 norm ν, are within float16 for every shape and spectrum.
+
+    Args:
+        x: shape `(..., m, n)`, or several stacks, as `operand` takes them.
+        schedule: the steps. A number of steps that the trace does not know becomes a loop.
+        normalization: of X.
+        operand: the matrices whole, or in pieces.
+    """
+    dtype = jax.tree.leaves(x)[0].dtype
+    first, end = schedule.loop or (0, len(schedule.steps_in(dtype)))
+
+    def grams(step: Step, x: Any, alpha: float | jax.Array) -> tuple[jax.Array, ...]:
+        residual = bool(step.residual_betas) and jnp.finfo(dtype).bits == 16
+        return operand.gram(x, alpha, residual=residual, symmetrize_output=False)
+
+    def apply(step: Step, x: Any, *grams: jax.Array, last: bool) -> Any:
+        q = step.polynomial(*grams, symmetrize_output=False, implementation=operand.implementation)
+        return operand.apply(q, x, last=last)
+
+    def body(i: int | jax.Array, x: Any) -> Any:
+        step, last = schedule.step_at(i, dtype), schedule.loop is None and i == end - 1
+        return apply(step, x, *grams(step, x, 1.0), last=last)
+
+    step = schedule.step_at(first, dtype)
+    step = dataclasses.replace(step, noisy=schedule.steps_in(dtype)[0].noisy)
+    gram, *residual = grams(step, x, normalization.gain**2)
+    x, gram, s, factor = normalization(x, gram, operand.spread)
+    is_only = schedule.loop is None and end == 1
+    x = apply(step.scaled(s, factor), x, gram, *residual, last=is_only)
+    if schedule.loop is not None:
+        return jax.lax.fori_loop(first + 1, end, body, x)
+    for i in range(1, len(schedule.steps_in(dtype))):
+        x = body(i, x)
+    return x
