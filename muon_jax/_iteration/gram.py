@@ -107,7 +107,7 @@ def _room(steps: tuple[Step, ...], largest: float) -> float:
 @np.errstate(over="ignore", invalid="ignore")  # of steps that diverge
 def _map(step: Step, sigma: np.ndarray) -> np.ndarray:
     """The singular values after a step."""
-    a, b, c = step.triple
+    a, b, c = map(float, step.triple)
     return a * sigma + b * sigma**3 + c * sigma**5
 
 

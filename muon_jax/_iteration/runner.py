@@ -36,7 +36,7 @@ def run_steps(
         operand: the matrices whole, or in pieces.
     """
     dtype = jax.tree.leaves(x)[0].dtype
-    first, end = schedule.loop or (0, len(schedule.steps_in(dtype)))
+    steps, loop = schedule.steps_in(dtype), schedule.loop
 
     def grams(step: Step, x: Any, alpha: float | jax.Array) -> tuple[jax.Array, ...]:
         residual = bool(step.residual_betas) and jnp.finfo(dtype).bits == 16
@@ -46,18 +46,21 @@ def run_steps(
         q = step.polynomial(*grams, symmetrize_output=False, implementation=operand.implementation)
         return operand.apply(q, x, last=last)
 
-    def body(i: int | jax.Array, x: Any) -> Any:
-        step, last = schedule.step_at(i, dtype), schedule.loop is None and i == end - 1
+    def run(step: Step, x: Any, *, last: bool) -> Any:
         return apply(step, x, *grams(step, x, 1.0), last=last)
 
-    step = schedule.step_at(first, dtype)
-    step = dataclasses.replace(step, noisy=schedule.steps_in(dtype)[0].noisy)
+    step = steps[0]
+    if loop is not None:
+        step = dataclasses.replace(schedule.step_at(loop[0], dtype), noisy=step.noisy)
     gram, *residual = grams(step, x, normalization.gain**2)
     x, gram, s, factor = normalization(x, gram, operand.spread)
-    is_only = schedule.loop is None and end == 1
-    x = apply(step.scaled(s, factor), x, gram, *residual, last=is_only)
-    if schedule.loop is not None:
-        return jax.lax.fori_loop(first + 1, end, body, x)
-    for i in range(1, len(schedule.steps_in(dtype))):
-        x = body(i, x)
+    last = loop is None and len(steps) == 1
+    x = apply(step.scaled(s, factor), x, gram, *residual, last=last)
+    if loop is not None:
+        first, end = loop
+        return jax.lax.fori_loop(
+            first + 1, end, lambda i, x: run(schedule.step_at(i, dtype), x, last=False), x
+        )
+    for i, step in enumerate(steps[1:], 2):
+        x = run(step, x, last=i == len(steps))
     return x

@@ -187,12 +187,14 @@ class Schedule:
         return (self.bfloat16_steps or self.steps) if name == "bfloat16" else self.steps
 
     def step_at(self, i: int | jax.Array, dtype: jax.typing.DTypeLike) -> Step:
-        """Returns a step for products in `dtype`, whose number a trace may not know."""
+        """Returns a step of a `loop` for products in `dtype`."""
         steps = self.steps_in(dtype)
-        if len(steps) == 1 or isinstance(i, int):
-            return steps[0 if len(steps) == 1 else i]
+        if len(steps) == 1:
+            return steps[0]
         # Stacked from scalars: custom_partitioning takes no program with constant arrays.
-        return Step.of_triple(*jnp.stack([jnp.stack(step.triple) for step in steps])[i])
+        triples = jnp.stack([jnp.stack(step.triple) for step in steps])
+        a, b, c = triples[i]
+        return Step.of_triple(a, b, c)
 
     def products(self, dtype: jax.typing.DTypeLike) -> Products:
         """Returns how many products the steps in `dtype` take, where every step multiplies X."""
