@@ -4,7 +4,8 @@ Muon orthogonalizes the momentum of each weight matrix: it replaces M = UΣVᵀ 
 UVᵀ, computed by a few Newton–Schulz steps X <- (aI + bA + cA²)X with A = XXᵀ.
 
 `muon` is the optimizer, a drop-in for `optax.contrib.muon`; `scale_by_muon` its transformation for
-chains of one's own; `newton_schulz` the iteration alone. `PRESETS` holds the arguments of `muon`
+chains of one's own; `newton_schulz` the iteration alone, and `NewtonSchulz` what it is to compute
+and how. `PRESETS` holds the arguments of `muon`
 that make it other published Muons; `explain` tells who orthogonalizes what where parameters are
 sharded.
 """
@@ -16,6 +17,7 @@ from optax.contrib import MuonDimensionNumbers
 from muon_jax._by_use.by_use import Routes, by_use
 from muon_jax._distributed.state_shardings import state_shardings
 from muon_jax._hyperp import hyperp_learning_rate
+from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._matrices.by_role import by_role
 from muon_jax._matrices.views import Split, Unfold
 from muon_jax._muon import muon
@@ -40,6 +42,7 @@ __all__ = [
     "MetricsState",
     "MuonDimensionNumbers",
     "MuonState",
+    "NewtonSchulz",
     "NorMuonState",
     "Quantized",
     "QueryHeads",

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from muon_jax._iteration.iteration import Iteration
-from muon_jax._iteration.schedules import NSCoeffs, canonicalize
+from muon_jax._iteration.newton_schulz import NewtonSchulz
+from muon_jax._iteration.schedules import NSCoeffs
 from muon_jax._trees import check_patterns_decide, errors_naming, has_masked, path_name
 
 # Coefficients for each regular expression of paths, or a function of a path and a shape.
-type CoeffsByPath = Mapping[str, NSCoeffs] | Callable[[str, tuple[int, ...]], NSCoeffs]
+type OfOnePath = NSCoeffs | NewtonSchulz
+type CoeffsByPath = Mapping[str, OfOnePath] | Callable[[str, tuple[int, ...]], OfOnePath]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Iterations:
         of_leaves: for each leaf of the tree, the index of its iteration.
     """
 
-    distinct: tuple[Iteration, ...]
+    distinct: tuple[NewtonSchulz, ...]
     names: tuple[str, ...]
     of_leaves: tuple[int, ...]
 
@@ -36,14 +37,13 @@ class Iterations:
 
 
 def iterations_by_path(
-    ns_coeffs: NSCoeffs | CoeffsByPath, *steps_and_eps: Any, **attributes: Any
+    ns_coeffs: NSCoeffs | NewtonSchulz | CoeffsByPath, **arguments: Any
 ) -> Callable[[Any], Iterations]:
     """Returns a function from a tree of whole arrays, or shapes of them, to its iterations.
 
     Args:
         ns_coeffs: as for `scale_by_muon`.
-        steps_and_eps: of all iterations, as for `Iteration.resolve`.
-        attributes: of all iterations, likewise.
+        **arguments: `steps`, `eps` and others that stand for attributes that are None.
 
     Raises:
         TypeError: coefficients are themselves a dict or a callable.
@@ -51,26 +51,21 @@ def iterations_by_path(
             where a dict has no pattern for a leaf, and as `check_patterns`.
     """
 
-    def resolve(coeffs: Any) -> Iteration:
-        iteration = Iteration.resolve(coeffs, *steps_and_eps, **attributes)
-        dtype = attributes["dtype"]
-        if iteration.schedule.is_composed and dtype not in ("auto", None):
-            iteration.schedule.steps_in(dtype)  # raises where the schedule is unsafe
-        return iteration
+    def iteration_of(coeffs: Any) -> NewtonSchulz:
+        given = coeffs if isinstance(coeffs, NewtonSchulz) else NewtonSchulz(coeffs)
+        return given.filled(**arguments)
 
-    patterns: dict[str, Any] = {}
+    patterns: dict[str, NewtonSchulz] = {}
     if not callable(ns_coeffs):
         given = ns_coeffs if isinstance(ns_coeffs, Mapping) else {"": ns_coeffs}
-        patterns = {pattern: canonicalize(coeffs) for pattern, coeffs in given.items()}
-        for coeffs in patterns.values():
-            resolve(coeffs)
+        patterns = {pattern: iteration_of(coeffs) for pattern, coeffs in given.items()}
 
-    def of_leaf(name: str, shape: tuple[int, ...]) -> Any:
+    def of_leaf(name: str, shape: tuple[int, ...]) -> NewtonSchulz:
         if callable(ns_coeffs):
-            return canonicalize(ns_coeffs(name, shape))
-        for pattern, coeffs in patterns.items():
+            return iteration_of(ns_coeffs(name, shape))
+        for pattern, iteration in patterns.items():
             if re.search(pattern, name):
-                return coeffs
+                return iteration
         raise ValueError(
             "no pattern of ns_coeffs matches its path: add '.*': 'standard' as the last entry, for"
             " all paths that no other pattern matches"
@@ -79,23 +74,21 @@ def iterations_by_path(
     def of_tree(tree: Any) -> Iterations:
         leaves = [(path_name(path), np.shape(x)) for path, x in jax.tree.leaves_with_path(tree)]
         check_patterns(ns_coeffs, jax.tree.map(lambda _: "muon", tree))
-        found: dict[Any, Any] = {}
+        found: dict[Any, NewtonSchulz] = {}
         keys = []
         for name, shape in leaves:
             with errors_naming(name, shape):
-                coeffs = of_leaf(name, shape)
-                key = id(coeffs) if isinstance(coeffs, jax.Array) else coeffs
-                if key not in found:
-                    found[key] = resolve(coeffs), _named(coeffs)
-            keys.append(key)
+                iteration = of_leaf(name, shape)
+            keys.append(iteration.key)
+            found.setdefault(keys[-1], iteration)
         order = {key: i for i, key in enumerate(found)}
-        distinct, shown = zip(*found.values(), strict=True) if found else ((), ())
-        return Iterations(distinct, shown, tuple(order[key] for key in keys))
+        shown = tuple(_named(iteration.coeffs) for iteration in found.values())
+        return Iterations((*found.values(),), shown, tuple(order[key] for key in keys))
 
     return of_tree
 
 
-def check_patterns(ns_coeffs: NSCoeffs | CoeffsByPath, labels: Any) -> None:
+def check_patterns(ns_coeffs: NSCoeffs | NewtonSchulz | CoeffsByPath, labels: Any) -> None:
     """Raises ValueError where a pattern decides no path of Muon's, although no leaf is masked.
 
     Args:
@@ -117,24 +110,22 @@ def check_patterns(ns_coeffs: NSCoeffs | CoeffsByPath, labels: Any) -> None:
 
 
 def map_by_iteration(
-    iterations: Sequence[Iteration],
+    iterations: Sequence[NewtonSchulz],
     numbers: Sequence[int],
     stacks: Sequence[Sequence[jax.Array]],
-    max_group_bytes: int | None,
 ) -> list[jax.Array]:
     """Returns the polar factors of all stacks, one after the other.
 
     Args:
         iterations: the iterations.
         numbers: for each sequence of stacks, the index of its iteration.
-        stacks: as for `Iteration.map`.
-        max_group_bytes: as for `Iteration.map`.
+        stacks: as for `NewtonSchulz.map`.
     """
     flat = [(n, x) for n, each in zip(numbers, stacks, strict=True) for x in each]
     results: dict[int, jax.Array] = {}
     for number, iteration in enumerate(iterations):
         own = [i for i, (of_stack, _) in enumerate(flat) if of_stack == number]
-        done = iteration.map([flat[i][1] for i in own], max_group_bytes)
+        done = iteration.map([flat[i][1] for i in own])
         results |= zip(own, done, strict=True)
     return [results[i] for i in range(len(flat))]
 

@@ -2,9 +2,9 @@
 
 Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
 
-1.  The iteration computes in the dtype that its coefficients and its form need (`ns_dtype="auto"`):
-    bfloat16, as every other Muon does, or float16. `ns_dtype=None` is optax's choice, the
-    momentum's own dtype. The form is the faster one (`ns_method=None`), equal in exact arithmetic.
+1.  The iteration computes in the dtype that its coefficients and its form need: bfloat16, as every
+    other Muon does, or float16. `ns_coeffs=NewtonSchulz(dtype=None)` is optax's choice, the
+    momentum's own dtype. The form is the faster one, equal in exact arithmetic.
 2.  `ns_coeffs="dion"` runs its last steps where `ns_steps` is below 5, and raises above 5. optax
     raises below 5 and silently runs 5 above. Below 1 step there is an error.
 3.  `ns_coeffs` takes more names than optax's `"standard"` and `"dion"`. `scale_by_muon` takes the
@@ -35,7 +35,7 @@ from muon_jax._coefficients import CoeffsByPath
 from muon_jax._distributed.by_tree import optimizer_by_tree
 from muon_jax._distributed.exchange_axes import ExchangeAxes, Outside
 from muon_jax._distributed.sharding import Shardings
-from muon_jax._iteration.form import Method, ProductsDType
+from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.schedules import NSCoeffs
 from muon_jax._matrices.shape_factors import ShapeScale
@@ -64,7 +64,7 @@ from pallas_kernels._promotion import standard_promotion
 @takes_preset
 def muon(
     learning_rate: optax.ScalarOrSchedule,
-    ns_coeffs: NSCoeffs | CoeffsByPath = "standard",
+    ns_coeffs: NSCoeffs | NewtonSchulz | CoeffsByPath = "standard",
     ns_steps: int | jax.Array = 5,
     beta: float | jax.Array = 0.95,
     eps: float | jax.Array = 1e-8,
@@ -94,10 +94,6 @@ def muon(
     normuon_averaged: Averaged = "fan_in",
     adam_eps: float | jax.Array | None = None,
     adam_nesterov: bool | None = None,
-    ns_dtype: ProductsDType = "auto",
-    ns_method: Method | None = None,
-    implementation: str | None = None,
-    max_group_bytes: int | None = None,
     shardings: Shardings = None,
     mu_rounding: Rounding | None = None,
     distributed_gram: bool | None = None,
@@ -118,8 +114,8 @@ def muon(
 
     Args:
         learning_rate: η, a number or a schedule.
-        ns_coeffs: coefficients of the Newton–Schulz steps, or coefficients by path, see
-            `scale_by_muon`: `"balanced"` needs fewer products than the default.
+        ns_coeffs: coefficients of the Newton–Schulz steps, or a `NewtonSchulz`, or either by path,
+            see `scale_by_muon`: `"balanced"` needs fewer products than the default.
         ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
         beta: decay rate of Muon's momentum.
         eps: added to the norm that the momentum is divided by, and to AdamW's denominator.
@@ -162,10 +158,6 @@ def muon(
         normuon_averaged: `"fan_in"` or `"shorter"`, see `scale_by_normuon`.
         adam_eps: added to AdamW's denominator; None for `eps`.
         adam_nesterov: whether AdamW uses Nesterov momentum; None for `nesterov`.
-        ns_dtype: dtype of products, `"auto"`, or None for the momentum's, see `newton_schulz`.
-        ns_method: `"standard"` or `"gram"`, None for the faster one, see `newton_schulz`.
-        implementation: of the products, see `newton_schulz`.
-        max_group_bytes: bound of what is orthogonalized together, see `scale_by_muon`.
         shardings: of the parameters, None to find out, see `scale_by_muon`.
         mu_rounding: of Muon's momentum, `"nearest"`, `"stochastic"` or None, see `scale_by_muon`.
         distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
@@ -184,7 +176,7 @@ def muon(
             a schedule returns something other than one real number.
         ValueError: an argument is none of the values above or out of range, two of them contradict
             each other, views or gradients do not fit the parameters, the composed schedule is
-            unsafe in `ns_dtype`, `adamh` matches no matrix, or `shardings` is missing or wrong. Or
+            unsafe in its dtype, `adamh` matches no matrix, or `shardings` is missing or wrong. Or
             a schedule returns a number out of range, outside of `jit`. Under
             `optax.inject_hyperparams`, a preset came with a value for every argument, or
             parameters of 16 bits without `hyperparam_dtype=jnp.float32`.
@@ -233,10 +225,6 @@ def muon(
             weight_dimension_numbers=views,
             momentum=momentum,
             eps_mode=eps_mode,
-            ns_dtype=ns_dtype,
-            ns_method=ns_method,
-            implementation=implementation,
-            max_group_bytes=max_group_bytes,
             shardings=shardings,
             mu_rounding=mu_rounding,
             distributed_gram=distributed_gram,

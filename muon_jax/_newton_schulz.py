@@ -1,9 +1,5 @@
 """`newton_schulz`: any stack of matrices orthogonalized."""
 
-import functools
-import re
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -13,34 +9,19 @@ from muon_jax._distributed.devices import traced_for
 from muon_jax._distributed.on_shards import by_device
 from muon_jax._distributed.sharding import axes_of_entry
 from muon_jax._iteration.form import Method, ProductsDType
-from muon_jax._iteration.iteration import Iteration
+from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.operand import WholeMatrices
 from muon_jax._iteration.passes import is_tall
-from muon_jax._iteration.schedules import NSCoeffs, canonicalize
+from muon_jax._iteration.schedules import NSCoeffs
 from pallas_kernels._promotion import standard_promotion
 
 
-def _in_words_of_newton_schulz[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Returns `function` with errors that name `dtype` and `method`, as `newton_schulz` does."""
-
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except ValueError as error:
-            error.args = (re.sub(r"\bns_(dtype|method)\b", r"\1", str(error)),)
-            raise
-
-    return wrapper
-
-
 @checks_arguments
-@_in_words_of_newton_schulz
 @standard_promotion()
 def newton_schulz(
     x: jax.Array,
-    ns_coeffs: NSCoeffs = "standard",
+    ns_coeffs: NSCoeffs | NewtonSchulz = "standard",
     ns_steps: int | jax.Array = 5,
     eps: float | jax.Array = 0.0,
     *,
@@ -84,7 +65,7 @@ def newton_schulz(
             iteration runs on Xᵀ, whose XXᵀ is the smaller. The shape alone decides that. Explicit
             mesh axes may shard the stack: then each device computes its own matrices.
         ns_coeffs: one triple (a, b, c) with a > 0 for every step, a table with one triple for each
-            step, or a name.
+            step, or a name; or a `NewtonSchulz`, in the place of all arguments that it has.
 
             - Names of one triple: `"standard"` (Keller Jordan's), `"standard_1.02"`.
             - Names of a published table: `"dion"`, `"polar_express"`, `"polar_express_nanogpt"`,
@@ -151,7 +132,7 @@ def newton_schulz(
         Jordan et al., `Muon: an optimizer for hidden layers in neural networks
         <https://kellerjordan.github.io/posts/muon/>`_, 2024. Boissin et al., `Turbo-Muon
         <https://arxiv.org/abs/2512.04632>`_, 2025 (`"aol"`). Grishina et al., `Accelerating
-        Newton-Schulz Iteration for Orthogonalization via Chebyshev-type Polynomials
+        Newton-Schulz NewtonSchulz for Orthogonalization via Chebyshev-type Polynomials
         <https://arxiv.org/abs/2506.10935>`_, 2025 (`"schatten"`, `"cans"`). Amsel et al., `The
         Polar Express <https://arxiv.org/abs/2505.16932>`_, 2025 (composition, `"polar_express"`).
     """
@@ -167,22 +148,30 @@ def newton_schulz(
             f"x must not be sharded within its matrices, got {spec} on {dict(mesh.shape)}: reshard"
             f" it (jax.reshard) to {PartitionSpec(*spec[:-2])}, or use scale_by_muon"
         )
-    iteration = Iteration.resolve(
-        canonicalize(ns_coeffs),
-        ns_steps,
-        eps,
-        eps_mode=eps_mode,
-        preconditioning=preconditioning,
-        dtype=dtype,
-        method=method,
-        implementation=implementation,
+    if isinstance(ns_coeffs, NewtonSchulz):
+        others = {"dtype": (dtype, "auto"), "method": (method, "standard")}
+        others |= {"implementation": (implementation, None)}
+        given = {name: value for name, (value, default) in others.items() if value != default}
+        if given:
+            raise ValueError(
+                f"ns_coeffs={ns_coeffs} has its own dtype, method and implementation, got"
+                f" {', '.join(f'{name}={x!r}' for name, x in given.items())} beside it: pass them to"
+                " NewtonSchulz"
+            )
+        iteration = ns_coeffs
+    else:
+        iteration = NewtonSchulz(
+            ns_coeffs, dtype=dtype, method=method, implementation=implementation
+        )
+    iteration = iteration.filled(
+        steps=ns_steps, eps=eps, eps_mode=eps_mode, preconditioning=preconditioning
     )
     with traced_for([x]):
         return polar_factors(iteration, x)
 
 
 @jax.jit
-def polar_factors(iteration: Iteration, x: jax.Array) -> jax.Array:
+def polar_factors(iteration: NewtonSchulz, x: jax.Array) -> jax.Array:
     """`newton_schulz` with that iteration."""
     form = iteration.form_of_stack((*x.shape[:-2], *sorted(x.shape[-2:])), x.dtype)
     operand = WholeMatrices(

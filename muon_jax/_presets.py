@@ -1,5 +1,6 @@
 """Published Muons by name, each as the arguments that make `muon` compute it."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -8,6 +9,7 @@ from typing import Any, NoReturn, cast
 
 import optax
 
+from muon_jax._iteration.newton_schulz import NewtonSchulz
 from pallas_kernels._checks import check_name
 
 
@@ -28,30 +30,29 @@ class _ReadOnly(dict[str, Any]):
         return dict, (dict(self),)
 
 
+_in_bfloat16 = functools.partial(NewtonSchulz, dtype="bfloat16", method="standard")
 _KELLER = {
+    "ns_coeffs": _in_bfloat16(),
     "momentum": "ema",
     "eps": 1e-7,
-    "ns_dtype": "bfloat16",
-    "ns_method": "standard",
     "adam_b2": 0.95,
     "adam_eps": 1e-10,
     "adam_nesterov": False,
 }
 _MOONLIGHT = {
+    "ns_coeffs": _in_bfloat16(),
     "momentum": "heavy_ball",
     "eps": 1e-7,
     "consistent_rms": 0.2,
     "weight_decay": 0.1,
-    "ns_dtype": "bfloat16",
-    "ns_method": "standard",
     "adam_b2": 0.95,
     "adam_eps": 1e-8,
     "adam_nesterov": False,
     "adam_weight_decay": 0.1,
 }
 
-# tests/oracles.py has the file, commit and line of each number. Every preset names `ns_dtype` and
-# `ns_method`, whose defaults are this library's own. Other arguments that a preset leaves out
+# tests/oracles.py has the file, commit and line of each number. Every preset names the dtype and the
+# method of its iteration, whose defaults are this library's own. Other arguments that a preset leaves out
 # have optax's defaults. The learning rate is the caller's.
 # Differences from all sources:
 # -   Norms are computed in float32. Most sources compute them in the dtype of the iteration.
@@ -63,12 +64,11 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # https://github.com/pytorch/pytorch/blob/main/torch/optim/_muon.py, beside torch.optim.AdamW
     # with its defaults. The source's adjust_lr_fn="match_rms_adamw" is consistent_rms=0.2.
     "torch": {
+        "ns_coeffs": _in_bfloat16(),
         "momentum": "ema",
         "eps": 1e-7,
         "eps_mode": "max",
         "weight_decay": 0.1,
-        "ns_dtype": "bfloat16",
-        "ns_method": "standard",
         "adam_eps": 1e-8,
         "adam_nesterov": False,
         "adam_weight_decay": 0.01,
@@ -78,19 +78,17 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "moonlight": _MOONLIGHT,
     # https://github.com/google-deepmind/optax/blob/main/optax/contrib/_muon.py. It iterates in the
     # momentum's own dtype, and its AdamW has Nesterov momentum.
-    "optax": {"ns_dtype": None, "ns_method": "standard"},
+    "optax": {"ns_coeffs": NewtonSchulz(dtype=None, method="standard")},
     # https://github.com/microsoft/dion/blob/main/dion/muon.py: Polar Express without Nesterov
     # momentum, the default in 2026. The scale is not bounded below by 1. The source's safety factor
     # is 1.02.
     "dion": {
-        "ns_coeffs": "polar_express_nanogpt",
+        "ns_coeffs": _in_bfloat16("polar_express_nanogpt"),
         "momentum": "heavy_ball",
         "nesterov": False,
         "eps": 1e-8 / 1.02,
         "shape_scale": "ratio",
         "weight_decay": 0.01,
-        "ns_dtype": "bfloat16",
-        "ns_method": "standard",
         "adam_b2": 0.95,
         "adam_eps": 1e-8,
         "adam_weight_decay": 0.01,
@@ -100,13 +98,11 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # the gram form; the polynomial is the same. AdamW is from the source's example.py. The gram
     # form needs a static number of steps: pass static_args="ns_steps" to optax.inject_hyperparams.
     "gram": {
-        "ns_coeffs": "polar_express",
+        "ns_coeffs": NewtonSchulz("polar_express", dtype="float16", method="gram"),
         "momentum": "heavy_ball",
         "eps": 1e-7,
         "consistent_rms": 0.2,
         "weight_decay": 0.1,
-        "ns_dtype": "float16",
-        "ns_method": "gram",
         "adam_b2": 0.95,
         "adam_eps": 1e-8,
         "adam_nesterov": False,
@@ -116,11 +112,9 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # iterates in the momentum's own dtype. It also clips AdamW's gradients to a global norm of 1;
     # add that with optax.chain. The source's use_kimi_scaling is consistent_rms=0.2.
     "levanter": {
-        "ns_coeffs": "dion",
+        "ns_coeffs": NewtonSchulz("dion", dtype=None, method="standard"),
         "momentum": "heavy_ball",
         "eps": 1e-8,
-        "ns_dtype": None,
-        "ns_method": "standard",
         "adam_b2": 0.95,
         "adam_nesterov": False,
     },
@@ -128,7 +122,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # by AOL, with the coefficients of the version of 2025-09-22, which has no optimizer of its own:
     # the rest is Keller Jordan's. The rows of a square matrix are the source's outputs and
     # this library's inputs, because weights are (in, out) here.
-    "turbo": _KELLER | {"ns_coeffs": "aol", "preconditioning": "aol"},
+    "turbo": _KELLER | {"ns_coeffs": _in_bfloat16("aol"), "preconditioning": "aol"},
     # https://github.com/StarrickLiu/fused-muon: Moonlight's Muon, with one product X <- BX a step
     # for a rounded B. This library makes every step so. The source scales a convolution by its
     # channels, this library by its matrix.
@@ -139,13 +133,11 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # this library rounds after. AdamW is torch.optim.AdamW with the class's own betas=(0.9, 0.95),
     # eps=1e-8 and weight_decay=0.01.
     "moe_fp16": {
-        "ns_coeffs": "standard_1.02",
+        "ns_coeffs": NewtonSchulz("standard_1.02", dtype="float16", method="standard"),
         "momentum": "heavy_ball",
         "eps": 1e-7,
         "consistent_rms": 0.2,
         "weight_decay": 0.01,
-        "ns_dtype": "float16",
-        "ns_method": "standard",
         "adam_b2": 0.95,
         "adam_eps": 1e-8,
         "adam_nesterov": False,
@@ -156,15 +148,13 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # source's scale "spectral" is √max(fan_in, fan_out), so its extra_scale_factor is
     # consistent_rms.
     "megatron": {
-        "ns_coeffs": "dion",
+        "ns_coeffs": _in_bfloat16("dion"),
         "momentum": "ema",
         "nesterov": False,
         "eps": 1e-15,
         "eps_mode": "max",
         "consistent_rms": 1.0,
         "weight_decay": 0.01,
-        "ns_dtype": "bfloat16",
-        "ns_method": "standard",
         "adam_eps": 1e-8,
         "adam_weight_decay": 0.01,
     },
@@ -174,7 +164,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # eps before the bias correction.
     "nanogpt": _KELLER
     | {
-        "ns_coeffs": "polar_express_nanogpt",
+        "ns_coeffs": _in_bfloat16("polar_express_nanogpt"),
         "eps": 1e-6 / 1.02,
         "normuon_b2": 0.9,
         "normuon_averaged": "shorter",
@@ -199,14 +189,12 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # The output head has AdamH. Routers and gates have Adam there, with a learning rate of 3/13 of
     # MuonH's. The eps of its Adam depends on the budget; the preset has its default.
     "muonh": {
-        "ns_coeffs": "dion",
+        "ns_coeffs": _in_bfloat16("dion"),
         "momentum": "heavy_ball",
         "eps": 1e-8,
         "shape_scale": "none",
         "fixed_norms": True,
         "adamh": "lm_head|output_proj",
-        "ns_dtype": "bfloat16",
-        "ns_method": "standard",
         "adam_b2": 0.95,
         "adam_eps": 1e-8,
         "adam_nesterov": False,
@@ -227,6 +215,19 @@ def arguments_of(preset: str | None) -> dict[str, Any]:
         return {}
     check_name("preset", preset, sorted(_ARGUMENTS))
     return _ARGUMENTS[preset]
+
+
+def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns these arguments of `muon` with those that their preset stands for.
+
+    Raises:
+        ValueError: as `arguments_of`.
+    """
+    of_preset = arguments_of(given.get("preset"))
+    found = {**of_preset, **given}
+    if of_preset and "ns_coeffs" in given:
+        found["ns_coeffs"] = _with_coeffs(of_preset["ns_coeffs"], given["ns_coeffs"])
+    return found
 
 
 def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:
@@ -265,12 +266,26 @@ def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:
             {k: (value, signature.parameters[k].default) for k, value in set_by_preset.items()},
         )
         call: Callable[..., R] = naming(function)
-        made = call(**set_by_preset, **given)
+        made = call(**with_preset(given))
         if not (set_by_preset and isinstance(made, optax.GradientTransformation)):
             return made
         return made._replace(init=naming(made.init), update=naming(made.update))
 
     return wrapper
+
+
+def _with_coeffs(of_preset: NewtonSchulz, coeffs: Any) -> Any:
+    """Returns the preset's iteration with these coefficients, in the form that these have.
+
+    A `NewtonSchulz` has a dtype and a method of its own.
+    """
+    if isinstance(coeffs, NewtonSchulz):
+        return coeffs
+    if isinstance(coeffs, Mapping):
+        return {pattern: _with_coeffs(of_preset, own) for pattern, own in coeffs.items()}
+    if callable(coeffs):
+        return lambda path, shape: _with_coeffs(of_preset, coeffs(path, shape))
+    return dataclasses.replace(of_preset, coeffs=coeffs)
 
 
 def _naming_preset[**P, R](

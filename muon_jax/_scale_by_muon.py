@@ -22,7 +22,7 @@ from muon_jax._distributed.sharding import (
     is_in_shard_map,
     whole_tree,
 )
-from muon_jax._iteration.form import Method, ProductsDType
+from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.schedules import NSCoeffs
 from muon_jax._matrices.shape_factors import ScaleOfBlocks
@@ -54,7 +54,7 @@ from pallas_kernels._promotion import standard_promotion
 
 @checks_arguments
 def scale_by_muon(
-    ns_coeffs: NSCoeffs | CoeffsByPath = "standard",
+    ns_coeffs: NSCoeffs | NewtonSchulz | CoeffsByPath = "standard",
     ns_steps: int | jax.Array = 5,
     beta: float | jax.Array = 0.95,
     eps: float | jax.Array = 1e-8,
@@ -66,10 +66,6 @@ def scale_by_muon(
     weight_dimension_numbers: Views = None,
     momentum: Momentum = "bias_corrected",
     eps_mode: EpsMode = "add",
-    ns_dtype: ProductsDType = "auto",
-    ns_method: Method | None = None,
-    implementation: str | None = None,
-    max_group_bytes: int | None = None,
     shardings: Shardings = None,
     mu_rounding: Rounding | None = None,
     distributed_gram: bool | None = None,
@@ -96,7 +92,8 @@ def scale_by_muon(
     Args:
         ns_coeffs: coefficients of the Newton–Schulz steps: a triple, a table of triples, or the
             name of a published set or of a composed schedule (`"fast"`, `"balanced"`,
-            `"accurate"`), see `newton_schulz`. Or coefficients by path, one of
+            `"accurate"`), see `newton_schulz`; or a `NewtonSchulz`, which also says how products
+            run. Or one of these by path:
 
             - a dict of coefficients for each regular expression. Expressions are searched for in
               paths such as `"layers/0/mlp/up/kernel"`. The first that matches decides.
@@ -135,17 +132,6 @@ def scale_by_muon(
             - `"ema"`: the same without bias correction, Keller Jordan's, u = βm + (1 - β)g or m.
             - `"heavy_ball"`: sums, m <- βm + g and u = βm + g or m.
         eps_mode: `"add"`, or `"max"` to divide u by the larger of its norm and `eps`.
-        ns_dtype: dtype of the iteration's products; `"auto"` for what the coefficients need, None
-            for the dtype of the momentum, see `newton_schulz`.
-        ns_method: `"standard"` or `"gram"`, see `newton_schulz`; None for the form that is faster
-            on a stack of 16, however many matrices are grouped.
-        implementation: of the products, `"xla"`, `"triton"`, `"mosaic_gpu"` or None for the
-            fastest; see `newton_schulz`.
-        max_group_bytes: matrices of one shape, or of the transposed shape, are orthogonalized
-            together, in groups of at most this many bytes of momentum, and are exchanged in such
-            groups as well. None is 1 GiB, or less for 256 MiB of Gram matrices. 0 takes each
-            parameter by itself. A parameter is never cut: a larger stack of layers or experts is a
-            group of its own.
         shardings: `jax.sharding.PartitionSpec` or `NamedSharding` of each parameter: a tree that
             may be a prefix of the parameters' tree, or a callable that makes one from the
             parameters, such as `get_partition_spec` of Flax. Pass None to have the shardings found
@@ -211,14 +197,12 @@ def scale_by_muon(
 
     Raises:
         TypeError: an argument that is a number or a boolean got another type, such as a schedule.
-        ValueError: an argument is none of the values above; `beta` is not in [0, 1); `eps` or
-            `max_group_bytes` is negative; no pattern of `ns_coeffs` matches a parameter, or one
-            matches none in a tree without `optax.MaskedNode`; a dtype is that of integers other
+        ValueError: an argument is none of the values above; `beta` is not in [0, 1); `eps` is
+            negative; no pattern of `ns_coeffs` matches a parameter, or one matches none in a tree without `optax.MaskedNode`; a dtype is that of integers other
             than int8; `mu_dtype` is a float of 8 bits, or is complex where a parameter is real, or
             conversely; under int8, explicit mesh axes cut a block, or the state has a large
             momentum in another dtype; the state is in another memory than `init` puts it in; a
-            parameter is no matrix of floats; gradients do not fit the parameters; `ns_dtype` is one
-            that the composed schedule is unsafe in; `shardings` is missing or wrong;
+            parameter is no matrix of floats; gradients do not fit the parameters; `shardings` is missing or wrong;
             `distributed_gram` is True, matrices are sharded, and none of them can stay in pieces;
             `exchange_axes`, `outside`, `bandwidth` or `latency` names an axis that the mesh lacks;
             a mesh axis shards matrices that must not be exchanged over it, or that cannot be pieces
@@ -230,19 +214,16 @@ def scale_by_muon(
     check_shardings(shardings)
     iterations_of = iterations_by_path(
         ns_coeffs,
-        ns_steps,
-        eps,
+        steps=ns_steps,
+        eps=eps,
         eps_mode=eps_mode,
         preconditioning=preconditioning,
-        dtype=ns_dtype,
-        method=ns_method,
-        implementation=implementation,
     )
     exchanged = ExchangeAxes.of_arguments(exchange_axes, outside)
     if adaptive:
         exchanged.check_sums("adaptive=True", block_period)
     links = Links.of_arguments(bandwidth, latency)
-    limits = Limits(max_group_bytes, distributed_gram, exchanged, scale_of_blocks, links)
+    limits = Limits(distributed_gram, exchanged, scale_of_blocks, links)
     seen = SeenShardings()
     rounding = mu_rounding or ("stochastic" if is_int8(mu_dtype) else "nearest")
 

@@ -17,7 +17,7 @@ from muon_jax._distributed.exchange import run_plan
 from muon_jax._distributed.exchange_axes import ExchangeAxes
 from muon_jax._distributed.plan import Plan
 from muon_jax._distributed.planning import Limits
-from muon_jax._iteration.iteration import Iteration
+from muon_jax._iteration.newton_schulz import NewtonSchulz
 
 
 class BlockStep(NamedTuple):
@@ -51,8 +51,7 @@ def run_either(
     whole: Plan,
     blocks: Plan,
     shards: Sequence[jax.Array],
-    iterations: Sequence[Iteration],
-    max_group_bytes: int | None,
+    iterations: Sequence[NewtonSchulz],
 ) -> list[jax.Array]:
     """Returns the results of one of two plans, as `run_plan`.
 
@@ -64,12 +63,11 @@ def run_either(
         blocks: the plan of block steps.
         shards: the local part of each parameter.
         iterations: with which the plans were made.
-        max_group_bytes: as for `run_plan`.
     """
     cuts = [{leaf.index: leaf.blocks for leaf in plan.leaves} for plan in (whole, blocks)]
 
     def of_plan(plan: Plan) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-        return lambda shards: run_plan(plan, shards, iterations, max_group_bytes)
+        return lambda shards: run_plan(plan, shards, iterations)
 
     def with_gain(i: int, x: jax.Array) -> jax.Array:
         if cuts[0][i] == cuts[1][i]:

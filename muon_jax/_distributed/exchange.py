@@ -18,7 +18,7 @@ from muon_jax._distributed.on_shards import local_part
 from muon_jax._distributed.packing import pack, pack_results, unit_axes, units_of_parts, unpack
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan
 from muon_jax._distributed.shares import gathered, own_units
-from muon_jax._iteration.iteration import Iteration
+from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.passes import is_tall
 from muon_jax._matrices.axes import from_matrices
 from muon_jax._matrices.matrix_values import values_per_matrix
@@ -31,8 +31,7 @@ type _Orthogonalize = Callable[[Sequence[int], Sequence[Sequence[jax.Array]]], l
 def run_plan(
     plan: Plan,
     shards: Sequence[jax.Array],
-    iterations: Sequence[Iteration],
-    max_group_bytes: int | None,
+    iterations: Sequence[NewtonSchulz],
 ) -> list[jax.Array]:
     """Returns the shards of the results. The plan's mesh axes must be manual.
 
@@ -40,13 +39,12 @@ def run_plan(
         plan: of the parameters.
         shards: the local part of each parameter.
         iterations: with which the plan was made.
-        max_group_bytes: as for `Iteration.map`.
     """
 
     def orthogonalize(
         numbers: Sequence[int], stacks: Sequence[Sequence[jax.Array]]
     ) -> list[jax.Array]:
-        return map_by_iteration(iterations, numbers, stacks, max_group_bytes)
+        return map_by_iteration(iterations, numbers, stacks)
 
     given, shards = shards, [*shards]
     for leaf in plan.leaves:

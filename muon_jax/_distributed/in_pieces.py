@@ -21,7 +21,7 @@ import numpy as np
 from muon_jax._distributed.cost import Estimate, cost_in_pieces, count_of_teams
 from muon_jax._distributed.plan import Bucket, Leaf
 from muon_jax._iteration.form import Form
-from muon_jax._iteration.iteration import Iteration
+from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import gram_gain, largest_entries
 from muon_jax._iteration.operand import WholeMatrices
 from muon_jax._iteration.passes import scale_down, split, transposed
@@ -139,7 +139,7 @@ def estimate(bucket: Bucket) -> Estimate:
 
 
 def run_in_pieces(
-    buckets: Sequence[Bucket], shards: Sequence[jax.Array], iterations: Sequence[Iteration]
+    buckets: Sequence[Bucket], shards: Sequence[jax.Array], iterations: Sequence[NewtonSchulz]
 ) -> dict[int, jax.Array]:
     """Returns the results for these matrices in pieces, by the index of their parameter.
 
@@ -162,7 +162,7 @@ def run_in_pieces(
 
 
 def _orthogonalize_pieces(
-    bucket: Bucket, shards: Sequence[jax.Array], iteration: Iteration
+    bucket: Bucket, shards: Sequence[jax.Array], iteration: NewtonSchulz
 ) -> list[jax.Array]:
     """Returns the pieces of the polar factors: `(unit, rows, columns)` for each part."""
     (chunk,) = bucket.chunks

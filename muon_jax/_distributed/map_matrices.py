@@ -128,7 +128,7 @@ def _map_leaves(
     if place.kind is None and _may_be_sharded(place.mesh, leaves):
         place = place._replace(kind=AxisType.Auto)
     if place.kind is None:
-        return jax.tree.leaves(_map_unsharded(iterations, views, tree, limits))
+        return jax.tree.leaves(_map_unsharded(iterations, views, tree))
     is_empty = [not x.size for x in leaves]
     if any(is_empty):  # arrays without elements are results already
         place = _without_empty(place, is_empty)
@@ -194,13 +194,11 @@ def _warn(place: Placed, what: str) -> None:
     )
 
 
-def _map_unsharded(iterations: Iterations, views: Views, tree: Any, limits: Limits) -> Any:
+def _map_unsharded(iterations: Iterations, views: Views, tree: Any) -> Any:
     def of_whole(tree: Any) -> Any:
         stacks, unflatten = stacks_of_tree(views, tree)
         numbers = iterations.of_leaves
-        return unflatten(
-            map_by_iteration(iterations.distinct, numbers, stacks, limits.max_group_bytes)
-        )
+        return unflatten(map_by_iteration(iterations.distinct, numbers, stacks))
 
     return by_device(of_whole, tree)
 
@@ -244,8 +242,8 @@ def _map_sharded(
         def run(shards: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
             distinct, step = bind(arrays)
             if step is None:
-                return run_plan(whole, shards, distinct, limits.max_group_bytes)
-            return run_either(step, whole, blocks, shards, distinct, limits.max_group_bytes)
+                return run_plan(whole, shards, distinct)
+            return run_either(step, whole, blocks, shards, distinct)
 
         return run
 
@@ -292,12 +290,12 @@ def _map_sharded(
 
     if not asks_how_to_partition(place.mesh):
         _warn(place, "Matrices are stacked, and the stacks spread over all devices")
-        run = functools.partial(run_stacked, units=units, mesh=place.mesh, limits=limits)
+        run = functools.partial(run_stacked, units=units, mesh=place.mesh)
         return jax.jit(run)(iterations.distinct, arrays=leaves)
 
     def unsharded(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
         bound = dataclasses.replace(iterations, distinct=bind(arrays)[0])
-        return _map_unsharded(bound, lambda _: [unit.view for unit in units], [*leaves], limits)
+        return _map_unsharded(bound, lambda _: [unit.view for unit in units], [*leaves])
 
     def by_xla(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
         cuts = limits.exchange_axes.may_cut_blocks(place.mesh.shape)

@@ -22,7 +22,7 @@ from muon_jax._distributed.plan import Bucket, Leaf, Plan, Share
 from muon_jax._distributed.plan_cost import microseconds_of
 from muon_jax._distributed.shares import shares_of
 from muon_jax._iteration.form import Form
-from muon_jax._iteration.iteration import Iteration
+from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._matrices.shape_factors import ScaleOfBlocks
 from muon_jax._matrices.views import Views, views_of_leaves
 
@@ -35,14 +35,12 @@ class Limits(NamedTuple):
     """What the caller says of groups and exchanges, as for `scale_by_muon`.
 
     Attributes:
-        max_group_bytes: of groups and of buckets; None for the defaults.
         distributed_gram: whether sharded matrices stay in pieces; None for a cost model's choice.
         exchange_axes: which matrices are exchanged over, and what happens over others.
         scale_of_blocks: the scale of updates that blocks have in place of their matrices.
         links: between the devices, for the cost model.
     """
 
-    max_group_bytes: int | None = None
     distributed_gram: bool | None = None
     exchange_axes: ExchangeAxes = ExchangeAxes()
     scale_of_blocks: ScaleOfBlocks = "none"
@@ -60,10 +58,10 @@ class Limits(NamedTuple):
         )
 
 
-def max_bucket_bytes(limits: Limits) -> int:
+def max_bucket_bytes(iterations: Sequence[NewtonSchulz]) -> int:
     """Returns the most bytes that a device sends at once."""
-    most = limits.max_group_bytes
-    return MAX_BUCKET_BYTES if most is None else min(most, MAX_BUCKET_BYTES)
+    stated = [x.max_group_bytes for x in iterations if x.max_group_bytes is not None]
+    return min([*stated, MAX_BUCKET_BYTES])
 
 
 def units_of(views: Views, tree: Any, iterations: Iterations) -> list[Leaf]:
@@ -85,7 +83,7 @@ def units_of(views: Views, tree: Any, iterations: Iterations) -> list[Leaf]:
     ]
 
 
-def _with_forms(leaf: Leaf, iteration: Iteration) -> Leaf:
+def _with_forms(leaf: Leaf, iteration: NewtonSchulz) -> Leaf:
     """The leaf with its forms.
 
     Float32 matrices that the iteration multiplies in 16 bits are exchanged in those 16 bits. All
@@ -112,7 +110,7 @@ def make_plan(
     specs: Sequence[PartitionSpec],
     mesh: Mapping[str, int],
     limits: Limits,
-    iterations: Sequence[Iteration],
+    iterations: Sequence[NewtonSchulz],
 ) -> Plan:
     """Returns the plan for parameters with these specs.
 
@@ -163,7 +161,7 @@ def make_plan(
     shares = shares_of(leaves)
     repeated = [leaf for leaf in leaves if not leaf.split]
     stacks = [share.stack for share in shares]
-    plan = deal(repeated + stacks, mesh, max_bucket_bytes(limits), stays)
+    plan = deal(repeated + stacks, mesh, max_bucket_bytes(iterations), stays)
     if limits.distributed_gram and plan.buckets and not plan.grams:
         name, reason = next(itertools.chain.from_iterable(map(_hindrances, plan.buckets)))
         raise ValueError(

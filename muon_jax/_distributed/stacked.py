@@ -25,19 +25,18 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from muon_jax._distributed.plan import Leaf
-from muon_jax._distributed.planning import Limits, max_bucket_bytes
+from muon_jax._distributed.planning import max_bucket_bytes
 from muon_jax._distributed.sharding import Mesh
-from muon_jax._iteration.iteration import Iteration
+from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.passes import bounded
 from muon_jax._matrices.views import from_stacks, to_stacks
 
 
 def run_stacked(
-    iterations: Sequence[Iteration],
+    iterations: Sequence[NewtonSchulz],
     units: Sequence[Leaf],
     arrays: Sequence[jax.Array],
     mesh: Mesh,
-    limits: Limits,
 ) -> list[jax.Array]:
     """Returns the results for parameters that are sharded over automatic axes, nobody knows how.
 
@@ -46,12 +45,11 @@ def run_stacked(
         units: the parameters.
         arrays: of the parameters, whole.
         mesh: that the arrays are on.
-        limits: of groups and exchanges.
     """
     results = {}
-    for group in _alike_and_small(units, mesh, limits):
+    for group in _alike_and_small(iterations, units, mesh):
         own = [arrays[leaf.index] for leaf in group]
-        done = _run_group(iterations[group[0].iteration], group, own, mesh, limits)
+        done = _run_group(iterations[group[0].iteration], group, own, mesh)
         results |= zip((leaf.index for leaf in group), done, strict=True)
     # XLA shards the operands of a choice alike, so results like parameters. It cannot know which
     # operand is chosen.
@@ -60,7 +58,7 @@ def run_stacked(
 
 
 def _alike_and_small(
-    units: Sequence[Leaf], mesh: Mesh, limits: Limits
+    iterations: Sequence[NewtonSchulz], units: Sequence[Leaf], mesh: Mesh
 ) -> Iterator[tuple[Leaf, ...]]:
     """Yields the parameters of each stack, of which no device gets more bytes than is allowed."""
 
@@ -72,7 +70,7 @@ def _alike_and_small(
     for _, group in itertools.groupby(sorted(units, key=alike), key=alike):
         leaves = [*group]
         size = math.prod(leaves[0].shape) * _wire(leaves[0]).itemsize
-        slots = max(1, max_bucket_bytes(limits) // max(1, size))
+        slots = max(1, max_bucket_bytes(iterations) // max(1, size))
         yield from itertools.batched(leaves, slots * mesh.size)
 
 
@@ -82,11 +80,10 @@ def _wire(leaf: Leaf) -> jnp.dtype:
 
 
 def _run_group(
-    iteration: Iteration,
+    iteration: NewtonSchulz,
     leaves: Sequence[Leaf],
     arrays: Sequence[jax.Array],
     mesh: Mesh,
-    limits: Limits,
 ) -> list[jax.Array]:
     """Returns the results for parameters of one layout, as one stack of their units."""
     leaf, wire = leaves[0], _wire(leaves[0])
@@ -108,7 +105,7 @@ def _run_group(
 
     stacks = jax.vmap(lambda x: to_stacks(x.reshape(leaf.shape), leaf.view))(stack)
     flat = [jax.lax.collapse(x, 0, 2) for x in stacks]
-    done = iteration.map(flat, limits.max_group_bytes)
+    done = iteration.map(flat)
     done = [x.reshape(given.shape) for x, given in zip(done, stacks, strict=True)]
     stack = jax.vmap(lambda x: from_stacks(iter(x), leaf.view, leaf.shape).reshape(shape))(done)
 

@@ -198,26 +198,29 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         {"fp32_matmul_prec": _EMERGING, "muon_fp32_matmul_prec": _MEGATRON},
         by_value={
-            "medium": "ns_dtype='bfloat16'",
-            "high": "ns_dtype='float32'",
-            "highest": "ns_dtype='float32'",
+            "medium": "ns_coeffs=NewtonSchulz(dtype='bfloat16')",
+            "high": "ns_coeffs=NewtonSchulz(dtype='float32')",
+            "highest": "ns_coeffs=NewtonSchulz(dtype='float32')",
         },
     ),
     Foreign(
         {"use_gram_newton_schulz": _DION},
-        by_value={True: "ns_method='gram'", False: "ns_method='standard'"},
+        by_value={
+            True: "ns_coeffs=NewtonSchulz(method='gram')",
+            False: "ns_coeffs=NewtonSchulz(method='standard')",
+        },
     ),
     Foreign(
         {"ns_algorithm": _GRAM},
         by_value={
-            "gram_newton_schulz": "ns_method='gram'",
-            "standard_newton_schulz": "ns_method='standard'",
+            "gram_newton_schulz": "ns_coeffs=NewtonSchulz(method='gram')",
+            "standard_newton_schulz": "ns_coeffs=NewtonSchulz(method='standard')",
         },
         note="the faster form is the default",
     ),
     Foreign(
         {"use_syrk": _EMERGING, "use_triton": _DION, "ns_use_kernels": _GRAM},
-        by_value={False: "implementation='xla'"},
+        by_value={False: "ns_coeffs=NewtonSchulz(implementation='xla')"},
         note="the fastest kernels that can run are the default",
     ),
     Foreign(
@@ -246,10 +249,15 @@ FOREIGN: tuple[Foreign, ...] = (
         (f"{_VIEWS}={{}}",),
     ),
     Foreign({_VIEWS: "muon"}, ("weight_dimension_numbers={}",)),
-    Foreign({"dtype": "newton_schulz"}, ("ns_dtype={}",)),
-    Foreign({"method": "newton_schulz"}, ("ns_method={}",)),
-    Foreign({"ns_dtype": "muon"}, ("dtype={}",)),
-    Foreign({"ns_method": "muon"}, ("method={}",)),
+    *(
+        Foreign(dict.fromkeys(names, "NewtonSchulz"), (f"ns_coeffs=NewtonSchulz({names[0]}={{}})",))
+        for names in (
+            ("dtype", "ns_dtype"),
+            ("method", "ns_method"),
+            ("implementation",),
+            ("max_group_bytes",),
+        )
+    ),
     Foreign({"averaged": "scale_by_normuon"}, ("normuon_averaged={}",)),
     Foreign({"normuon_b2": "muon"}, ("b2={}",)),
     Foreign({"normuon_averaged": "muon"}, ("averaged={}",)),

@@ -32,7 +32,7 @@ _ORDER_OF_ADAMW = (
 )
 # The scale by the longer side, which has a factor.
 _FACTOR, _NO_FACTOR = re.compile(r"consistent_rms=([\d.e-]+)$"), "consistent_rms=1.0"
-_BY_ROLE = re.compile(r"(\w+)=by_role(?:\((.*)\))?$")
+_CALL = re.compile(r"(\w+=(?:by_role|NewtonSchulz))(?:\((.*)\))?$")
 # The words in names that say whose an argument is.
 _ADAM, _MUON = {"adam", "adamw", "aux"}, {"muon", "matrix", "hidden"}
 
@@ -71,10 +71,9 @@ def way_of(row: Foreign, value: Any, parameters: Sequence[str] | None) -> str | 
 
 
 def renamed(way: str, parameters: Sequence[str]) -> str:
-    """Returns the way in the names of `newton_schulz`, which has `dtype` and `method`."""
-    if "ns_dtype" in parameters:
-        return way
-    return re.sub(r"\bns_(dtype|method)\b", r"\1", way)
+    """Returns the way for `newton_schulz`, which has the arguments of `NewtonSchulz` itself."""
+    found = re.fullmatch(r"ns_coeffs=NewtonSchulz\((.*)\)", way)
+    return found[1] if found and "method" in parameters else way
 
 
 def arguments_of_way(way: str) -> set[str]:
@@ -104,16 +103,17 @@ def ways_by_kind(values: Any, parameters: Sequence[str]) -> list[str]:
 
 
 def each_once(ways: Sequence[str]) -> list[str]:
-    """Returns the ways with one for each argument, the first, and the arguments of one `by_role`.
+    """Returns the ways with one for each argument, the first, and the arguments of one call of each kind.
 
     A factor of the scale comes in place of 1, and it is no way where a scale by shape, which has no
     factor, is another: see `factor_beside_shape`.
     """
-    of_by_role = [match for way in ways if (match := _BY_ROLE.match(way))]
-    if len(of_by_role) > 1:
-        inner = ", ".join(each_once([match[2] for match in of_by_role if match[2]]))
-        called = f"{of_by_role[0][1]}=by_role{f'({inner})' * bool(inner)}"
-        ways = [*(way for way in ways if not _BY_ROLE.match(way)), called]
+    calls: dict[str, list[str]] = {}
+    for match in filter(None, map(_CALL.match, ways)):
+        calls.setdefault(match[1], []).extend([match[2]] if match[2] else [])
+    inner = {called: ", ".join(each_once(own)) for called, own in calls.items()}
+    ways = [way for way in ways if not _CALL.match(way)]
+    ways += [f"{called}({own})" if own else called for called, own in inner.items()]
     parts = [part for way in ways for part in ([way] if "(" in way else way.split(", "))]
     has_shape = any(part.startswith("shape_scale=") for part in parts)
     has_factor = any(_FACTOR.match(part) and part != _NO_FACTOR for part in parts)

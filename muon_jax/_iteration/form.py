@@ -65,9 +65,7 @@ def fastest_form(
     offered = [_offered_form(wanted, method, in_dtype) for method in methods]
     forms = [form for form in offered if isinstance(form, Form)]
     if not forms:
-        raise ValueError(
-            f"ns_method='gram' is not offered here: {offered[0]}. Pass ns_method='standard'"
-        )
+        raise ValueError(f"method='gram' is not offered here: {offered[0]}. Pass method='standard'")
     return min(forms, key=lambda form: form.products.microseconds(shape))
 
 
@@ -163,7 +161,7 @@ def _products_dtype(
             "float16 or 32 bits or more" if diverging == "bfloat16" else f"{least} bits or more"
         )
         reason = ", or rounding makes these coefficients diverge" * bool(diverging)
-        raise ValueError(f"ns_dtype must have {needed}{reason}, got {dtype}: pass ns_dtype='auto'")
+        raise ValueError(f"dtype must have {needed}{reason}, got {dtype}: pass dtype='auto'")
     if jnp.issubdtype(in_dtype, jnp.complexfloating):
         dtype = jnp.promote_types(dtype, jnp.complex64)
     return dtype

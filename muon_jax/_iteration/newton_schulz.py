@@ -1,4 +1,4 @@
-"""`Iteration`: a Newton–Schulz iteration, resolved once, that runs stacks of matrices."""
+"""`NewtonSchulz`: a Newton–Schulz iteration, resolved once, that runs stacks of matrices."""
 
 import dataclasses
 import functools
@@ -9,6 +9,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from muon_jax._checks import check_fields
 from muon_jax._iteration.form import (
     GROUP,
     Form,
@@ -39,60 +40,108 @@ from muon_jax._iteration.passes import (
     transposed_back,
 )
 from muon_jax._iteration.precision import backend_in_force, matmul_precision
+from muon_jax._iteration.published import DEFAULT_STEPS
 from muon_jax._iteration.runner import run_steps
-from muon_jax._iteration.schedules import NSCoeffs, is_traced, resolve_schedule
+from muon_jax._iteration.schedules import NSCoeffs, canonicalize, is_traced, resolve_schedule
 from muon_jax._iteration.steps import Schedule
 from pallas_kernels import _device
 
+# Of `newton_schulz`, and of optimizers.
+_DEFAULTS = {"steps": DEFAULT_STEPS, "eps_mode": "add", "preconditioning": "frobenius"}
+
 
 @jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass(frozen=True)
-class Iteration:
-    """A Newton–Schulz iteration.
+@dataclasses.dataclass(frozen=True, repr=False)
+class NewtonSchulz:
+    """A Newton–Schulz iteration: its coefficients, and how its products run.
+
+    Pass it in the place of coefficients, alone or by path:
+
+        muon(0.02, ns_coeffs=NewtonSchulz("balanced", dtype="bfloat16"))
+        newton_schulz(stack, NewtonSchulz("balanced"))
 
     As a pytree its leaves are what a trace may not know: `eps`, and traced coefficients or steps.
     Everything else is static.
 
     Attributes:
-        coeffs: canonical coefficients, or traced ones; see `resolve_schedule`.
-        steps: the number of steps, or a traced one.
-        eps, eps_mode, preconditioning, dtype: as for `newton_schulz`.
-        method: `"standard"`, `"gram"`, or None for the faster form.
-        implementation: of all products; None for the fastest.
+        coeffs: a triple (a, b, c), a table of triples, or a name; see `newton_schulz`.
+        steps, eps, eps_mode, preconditioning: as for `newton_schulz`. None stands for the argument
+            of the same name (`ns_steps` for `steps`) of the function that gets the iteration.
+        dtype: of the products; `"auto"` for what the coefficients need, None for the dtype of the
+            momentum, see `newton_schulz`.
+        method: `"standard"` or `"gram"`, see `newton_schulz`; None for the faster form. In an
+            optimizer it is the one that is faster on a stack of 16, however many matrices there
+            are.
+        implementation: of the products, `"xla"`, `"triton"`, `"mosaic_gpu"` or None for the
+            fastest; see `newton_schulz`.
+        max_group_bytes: an optimizer orthogonalizes matrices of one shape, or of the transposed
+            shape, together, in groups of at most this many bytes of momentum, and exchanges them in
+            such groups. None is 1 GiB, or less for 256 MiB of Gram matrices. 0 takes each parameter
+            by itself. A parameter is never cut: a larger stack of layers or experts is a group of
+            its own.
+
+    Raises:
+        TypeError: an attribute has another type.
+        ValueError: an attribute is none of the values above or out of range, or two contradict each
+            other.
     """
 
-    coeffs: Any
-    steps: int | jax.Array
-    eps: float | jax.Array
-    eps_mode: EpsMode = "add"
-    preconditioning: Preconditioning = "frobenius"
+    coeffs: NSCoeffs = "standard"
+    steps: int | jax.Array | None = None
+    eps: float | jax.Array | None = None
+    eps_mode: EpsMode | None = None
+    preconditioning: Preconditioning | None = None
     dtype: ProductsDType = "auto"
     method: Method | None = None
     implementation: str | None = None
+    max_group_bytes: int | None = None
 
-    @classmethod
-    def resolve(
-        cls,
-        ns_coeffs: NSCoeffs | jax.Array,
-        ns_steps: int | jax.Array,
-        eps: float | jax.Array,
-        *,
-        preconditioning: Preconditioning,
-        **attributes: Any,
-    ) -> Self:
-        """Returns the iteration with the steps that `ns_coeffs` and `ns_steps` stand for.
+    def __post_init__(self) -> None:
+        check_fields(self)
+        object.__setattr__(self, "coeffs", canonicalize(self.coeffs))
+        if self.steps is not None and not is_traced(self.steps):
+            object.__setattr__(self, "steps", int(self.steps))
+        if self.schedule.is_composed and self.dtype not in ("auto", None):
+            self.schedule.steps_in(self.dtype)  # raises where the schedule is unsafe
+
+    def filled(self, **arguments: Any) -> Self:
+        """Returns the iteration with these values for the attributes that are None.
+
+        Args:
+            **arguments: of the function that got the iteration, by the names of its attributes.
 
         Raises:
-            ValueError: as `resolve_schedule`.
+            ValueError: an argument that is not at its default contradicts the attribute. `eps` may
+                differ, because AdamW has it as well.
         """
-        resolve_schedule(ns_coeffs, ns_steps, preconditioning)
-        steps = ns_steps if is_traced(ns_steps) else int(ns_steps)
-        return cls(ns_coeffs, steps, eps, preconditioning=preconditioning, **attributes)
+        for name, value in arguments.items():
+            own, default = getattr(self, name), _DEFAULTS.get(name, value)
+            if own is not None and not is_traced((own, value)) and value not in (default, own):
+                argument = "ns_steps" if name == "steps" else name
+                raise ValueError(
+                    f"ns_coeffs={self} has {name}={own!r}, got {argument}={value!r} beside it: pass"
+                    " one of them"
+                )
+        return dataclasses.replace(
+            self, **{name: x for name, x in arguments.items() if getattr(self, name) is None}
+        )
+
+    def __repr__(self) -> str:
+        fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        others = [f"{field.name}={x!r}" for field, x in fields[1:] if x is not field.default]
+        return f"NewtonSchulz({', '.join([repr(self.coeffs), *others])})"
 
     @functools.cached_property
     def schedule(self) -> Schedule:
         """The steps."""
-        return resolve_schedule(self.coeffs, self.steps, self.preconditioning)
+        steps = DEFAULT_STEPS if self.steps is None else self.steps
+        return resolve_schedule(self.coeffs, steps, self.preconditioning or "frobenius")
+
+    @property
+    def key(self) -> Any:
+        """What two iterations have in common that are one: what hashes, else the arrays' ids."""
+        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return tuple(id(x) if isinstance(x, jax.Array) else x for x in fields)
 
     @property
     def _wanted(self) -> Wanted:
@@ -129,20 +178,19 @@ class Iteration:
             return form
         return form._replace(implementation=self.implementation)
 
-    def map(self, stacks: Sequence[jax.Array], max_group_bytes: int | None) -> list[jax.Array]:
+    def map(self, stacks: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the polar factors of an optimizer's matrices, group by group.
 
         Args:
             stacks: shapes `(batch, m, n)`, for any m and n. Those without elements stay as they
                 are.
-            max_group_bytes: as for `map_by_shape`.
         """
         full = [x for x in stacks if x.size]
         results = iter(
             map_by_shape(
                 lambda group: orthogonalize(self, group),
                 full,
-                max_group_bytes,
+                self.max_group_bytes,
                 self.shares_launches,
             )
         )
@@ -226,13 +274,18 @@ class Iteration:
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: Sequence[Any]) -> Self:
         """The inverse of `tree_flatten`."""
-        left = iter(leaves)
-        return cls(*(next(left) if leaf else x for leaf, x in static))
+        made, left = (
+            object.__new__(cls),
+            iter(leaves),
+        )  # leaves may be anything, which no check takes
+        for field, (is_leaf, x) in zip(dataclasses.fields(cls), static, strict=True):
+            object.__setattr__(made, field.name, next(left) if is_leaf else x)
+        return made
 
 
 # Jitted, so that groups of equal shapes are traced and lowered once.
 @jax.jit
-def orthogonalize(iteration: Iteration, stacks: list[jax.Array]) -> list[jax.Array]:
+def orthogonalize(iteration: NewtonSchulz, stacks: list[jax.Array]) -> list[jax.Array]:
     """Returns the polar factors of matrices that share launches, in the order of their stacks."""
     (m, n), *others = {tuple(sorted(x.shape[-2:])) for x in stacks}
     form = iteration.form((m, n), stacks[0].dtype)

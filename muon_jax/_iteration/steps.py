@@ -182,7 +182,7 @@ class Schedule:
             raise ValueError(
                 f"ns_coeffs={self.name!r} is unsafe in {name}: its rounding can make singular"
                 " values exceed 1.5. It needs float16 or bfloat16, or 32 bits or more: pass"
-                " ns_dtype='auto'"
+                " dtype='auto'"
             )
         return (self.bfloat16_steps or self.steps) if name == "bfloat16" else self.steps
 

@@ -13,7 +13,7 @@ from muon_jax._coefficients import Iterations, check_patterns, iterations_by_pat
 from muon_jax._foreign.calls import check_names
 from muon_jax._matrices.views import View, assigned_views
 from muon_jax._muon import muon
-from muon_jax._presets import arguments_of
+from muon_jax._presets import with_preset
 from muon_jax._tree_checks import check_params
 
 
@@ -39,7 +39,7 @@ def all_arguments(report: str, given: Mapping[str, Any], params: Any) -> dict[st
     optimizer = muon(**given | {"state_memory_kind": "device", "shardings": None})
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params)
     jax.eval_shape(optimizer.init, shapes)
-    call = signature.bind(**{**arguments_of(given.get("preset")), **given})
+    call = signature.bind(**with_preset(given))
     call.apply_defaults()
     return call.arguments
 
@@ -57,13 +57,10 @@ def iterations_of_muon(arguments: Mapping[str, Any], matrices: Any) -> Iteration
     """
     iterations_of = iterations_by_path(
         arguments["ns_coeffs"],
-        arguments["ns_steps"],
-        arguments["eps"],
+        steps=arguments["ns_steps"],
+        eps=arguments["eps"],
         eps_mode=arguments["eps_mode"],
         preconditioning=arguments["preconditioning"],
-        dtype=arguments["ns_dtype"],
-        method=arguments["ns_method"],
-        implementation=arguments["implementation"],
     )
     return iterations_of(matrices)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from muon_jax._by_use.by_use import Routes
 from muon_jax._checks import checks_arguments
 from muon_jax._iteration.grouping import groups
-from muon_jax._iteration.iteration import Iteration
+from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._matrices.by_role import by_role, named_shapes, routes
 from muon_jax._matrices.roles import NamedShape
 from muon_jax._matrices.views import View, shapes_of_stacks
@@ -145,7 +145,7 @@ def describe(params: Any, **arguments: Any) -> Description:
     flat = [*itertools.chain.from_iterable(stacks)]
     of_muon = [own for own, view in zip(stacks, views, strict=True) if view is not None]
     numbers = [n for n, own in zip(iterations.of_leaves, of_muon, strict=True) for _ in own]
-    grouped = _grouped(numbers, flat, given["max_group_bytes"])
+    grouped = _grouped(iterations.distinct, numbers, flat)
     group_of = {j: i for i, (_, group) in enumerate(grouped) for j in group}
     positions = itertools.count()
     parameters = [
@@ -183,13 +183,15 @@ def _optimizer_of(path: tuple[Any, ...], x: Any, view: View | None, adamh: str |
 
 
 def _grouped(
-    numbers: Sequence[int], stacks: Sequence[jax.ShapeDtypeStruct], max_group_bytes: int | None
+    iterations: Sequence[NewtonSchulz],
+    numbers: Sequence[int],
+    stacks: Sequence[jax.ShapeDtypeStruct],
 ) -> list[tuple[int, list[int]]]:
     """The number of the iteration of each group, and the indices of its stacks."""
     found = []
     for number in sorted({*numbers}):
         own = [i for i, of_stack in enumerate(numbers) if of_stack == number]
-        of_own = groups([stacks[i] for i in own], max_group_bytes)
+        of_own = groups([stacks[i] for i in own], iterations[number].max_group_bytes)
         found += [(number, [own[i] for i in group]) for group in of_own]
     return found
 
@@ -219,7 +221,7 @@ def _stacks_of(
 
 
 def _described_group(
-    stacks: Sequence[jax.ShapeDtypeStruct], iteration: Iteration, coefficients: str
+    stacks: Sequence[jax.ShapeDtypeStruct], iteration: NewtonSchulz, coefficients: str
 ) -> DescribedGroup:
     batch = sum(stack.shape[0] for stack in stacks)
     m, n = sorted(stacks[0].shape[1:])

@@ -64,7 +64,7 @@ def explain(
     units = units_of(lambda _: views, matrices, iterations)
     exchange_axes = ExchangeAxes.of_arguments(given["exchange_axes"], given["outside"])
     links = Links.of_arguments(given["bandwidth"], given["latency"])
-    limits = Limits(given["max_group_bytes"], given["distributed_gram"], exchange_axes, links=links)
+    limits = Limits(given["distributed_gram"], exchange_axes, links=links)
     plan = make_plan(units, specs, mesh.shape, limits, iterations.distinct)
     explanation = explained(plan, iterations.names, links)
     period = int(given["block_period"] or 1)

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec
 from muon_jax import MuonDimensionNumbers
 from muon_jax._distributed.buckets import _first_owners, deal
 from muon_jax._distributed.placement import leaf_of, placed
-from muon_jax._iteration.iteration import Iteration
+from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._matrices.views import Split, Unfold, batch_axes
 
 MATRICES = MuonDimensionNumbers(-2, -1)
-ITERATION = Iteration.resolve("standard", 5, 1e-8, preconditioning="frobenius")
+ITERATION = NewtonSchulz.resolve("standard", 5, 1e-8, preconditioning="frobenius")
 
 
 def leaves_of(parameters, mesh):
