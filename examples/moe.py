@@ -26,7 +26,7 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import by_role, describe, explain, muon
+from muon_jax import NewtonSchulz, by_role, describe, explain, muon
 
 LAYERS, HEADS = 2, 4
 CONTEXT, BATCH_SIZE = 64, 16
@@ -146,7 +146,7 @@ def make_optimizer(
 
 def muon_arguments(method: str | None) -> dict[str, Any]:
     """Those of `muon` that `describe` and `explain` need, too."""
-    chosen = {"ns_method": method} if method else {}
+    chosen = {"ns_coeffs": NewtonSchulz(method=method)} if method else {}
     return {"preset": "moe_fp16", "muon_weight_dimension_numbers": by_role} | chosen
 
 

@@ -13,8 +13,8 @@ from muon_jax._iteration.schedules import NSCoeffs
 from muon_jax._trees import check_patterns_decide, errors_naming, has_masked, path_name
 
 # Coefficients for each regular expression of paths, or a function of a path and a shape.
-type OfOnePath = NSCoeffs | NewtonSchulz
-type CoeffsByPath = Mapping[str, OfOnePath] | Callable[[str, tuple[int, ...]], OfOnePath]
+type _OfOnePath = NSCoeffs | NewtonSchulz
+type CoeffsByPath = Mapping[str, _OfOnePath] | Callable[[str, tuple[int, ...]], _OfOnePath]
 
 
 @dataclasses.dataclass(frozen=True)

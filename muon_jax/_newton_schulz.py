@@ -155,8 +155,8 @@ def newton_schulz(
         if given:
             raise ValueError(
                 f"ns_coeffs={ns_coeffs} has its own dtype, method and implementation, got"
-                f" {', '.join(f'{name}={x!r}' for name, x in given.items())} beside it: pass them to"
-                " NewtonSchulz"
+                f" {', '.join(f'{name}={x!r}' for name, x in given.items())} beside it: pass them"
+                " to NewtonSchulz"
             )
         iteration = ns_coeffs
     else:

@@ -51,9 +51,9 @@ _MOONLIGHT = {
     "adam_weight_decay": 0.1,
 }
 
-# tests/oracles.py has the file, commit and line of each number. Every preset names the dtype and the
-# method of its iteration, whose defaults are this library's own. Other arguments that a preset leaves out
-# have optax's defaults. The learning rate is the caller's.
+# tests/oracles.py has the file, commit and line of each number. Every preset names the dtype and
+# the method of its iteration, whose defaults are this library's own. Other arguments that a preset
+# leaves out have optax's defaults. The learning rate is the caller's.
 # Differences from all sources:
 # -   Norms are computed in float32. Most sources compute them in the dtype of the iteration.
 # -   A safety factor on the norm is part of the coefficients, and eps is divided by it.

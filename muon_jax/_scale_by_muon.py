@@ -198,15 +198,16 @@ def scale_by_muon(
     Raises:
         TypeError: an argument that is a number or a boolean got another type, such as a schedule.
         ValueError: an argument is none of the values above; `beta` is not in [0, 1); `eps` is
-            negative; no pattern of `ns_coeffs` matches a parameter, or one matches none in a tree without `optax.MaskedNode`; a dtype is that of integers other
-            than int8; `mu_dtype` is a float of 8 bits, or is complex where a parameter is real, or
-            conversely; under int8, explicit mesh axes cut a block, or the state has a large
-            momentum in another dtype; the state is in another memory than `init` puts it in; a
-            parameter is no matrix of floats; gradients do not fit the parameters; `shardings` is missing or wrong;
-            `distributed_gram` is True, matrices are sharded, and none of them can stay in pieces;
-            `exchange_axes`, `outside`, `bandwidth` or `latency` names an axis that the mesh lacks;
-            a mesh axis shards matrices that must not be exchanged over it, or that cannot be pieces
-            or blocks; or `adaptive` comes with `"gram"`, `"block"` or `block_period`.
+            negative; no pattern of `ns_coeffs` matches a parameter, or one matches none in a tree
+            without `optax.MaskedNode`; a dtype is that of integers other than int8; `mu_dtype` is a
+            float of 8 bits, or is complex where a parameter is real, or conversely; under int8,
+            explicit mesh axes cut a block, or the state has a large momentum in another dtype; the
+            state is in another memory than `init` puts it in; a parameter is no matrix of floats;
+            gradients do not fit the parameters; `shardings` is missing or wrong; `distributed_gram`
+            is True, matrices are sharded, and none of them can stay in pieces; `exchange_axes`,
+            `outside`, `bandwidth` or `latency` names an axis that the mesh lacks; a mesh axis
+            shards matrices that must not be exchanged over it, or that cannot be pieces or blocks;
+            or `adaptive` comes with `"gram"`, `"block"` or `block_period`.
         NotImplementedError: the named implementation, or the kind of memory, cannot be used here;
             or blocks are under a derivative on automatic mesh axes.
     """

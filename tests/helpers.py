@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import muon_jax
-from muon_jax import _newton_schulz, newton_schulz, scale_by_muon
+from muon_jax import NewtonSchulz, _newton_schulz, newton_schulz, scale_by_muon
 from pallas_kernels import _device, syrk, syrk_with_residual, syrkx
 from pallas_kernels._mosaic_gpu.config import MosaicSyrkxConfig
 from pallas_kernels._mosaic_gpu.syrkx import syrkx as mosaic_gpu_syrkx
@@ -94,7 +94,9 @@ def count_of_programs(jitted: Any) -> int:
 
 def compiled_update(grads, **kwargs):
     """An update of `scale_by_muon`, by default of two steps in float32: compiled; its result."""
-    optimizer = scale_by_muon(**{"ns_steps": 2, "ns_dtype": "float32", **kwargs})
+    optimizer = scale_by_muon(
+        **{"ns_steps": 2, "ns_coeffs": NewtonSchulz(dtype="float32"), **kwargs}
+    )
     state = optimizer.init(grads)
     compiled = jax.jit(optimizer.update).lower(grads, state).compile()
     updates, new_state = compiled(grads, state)

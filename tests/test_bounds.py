@@ -14,7 +14,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import muon
+from muon_jax import NewtonSchulz, muon
 
 SHAPES = ((16, 16), (16, 32), (32, 16), (8, 24), (16,), (32,))
 
@@ -39,8 +39,12 @@ def temporary_bytes(compiled):
         pytest.param({}, (128, 128), 3, marks=helpers.slow),
         pytest.param({"ns_coeffs": "balanced"}, (64, 256), 3, marks=helpers.slow),
         pytest.param({"ns_coeffs": "balanced"}, (128, 128), 7, marks=helpers.slow),
-        pytest.param({"ns_method": "gram"}, (128, 128), 7, marks=helpers.nightly),
-        pytest.param({"ns_dtype": "float32"}, (128, 128), 4, marks=helpers.nightly),
+        pytest.param(
+            {"ns_coeffs": NewtonSchulz(method="gram")}, (128, 128), 7, marks=helpers.nightly
+        ),
+        pytest.param(
+            {"ns_coeffs": NewtonSchulz(dtype="float32")}, (128, 128), 4, marks=helpers.nightly
+        ),
     ],
     ids=str,
 )

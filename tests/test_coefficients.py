@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from muon_jax import (
     PRESETS,
     MuonDimensionNumbers,
+    NewtonSchulz,
     Split,
     describe,
     explain,
@@ -43,7 +44,7 @@ def layers(shape=(8, 16), count=4):
 
 
 def updates_of(grads, **kwargs):
-    optimizer = scale_by_muon(ns_dtype="float32", **kwargs)
+    optimizer = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), **kwargs)
     return jax.jit(optimizer.update)(grads, optimizer.init(grads))[0]
 
 
@@ -88,12 +89,12 @@ def sharded(kind, grads, spec):
 def test_owners_share_all_matrices_in_one_exchange(kind):
     spec, grads = PartitionSpec("x"), layers()
     on_mesh = sharded(kind, grads, spec)
-    optimizer = scale_by_muon(BY_PATH, ns_dtype="float32")
+    optimizer = scale_by_muon(NewtonSchulz(BY_PATH, dtype="float32"))
     compiled = jax.jit(optimizer.update).lower(on_mesh, optimizer.init(on_mesh)).compile()
     assert collectives(compiled) == {"all-to-all": 2}
     updates, _ = compiled(on_mesh, optimizer.init(on_mesh))
     chex.assert_trees_all_close(jax.device_get(updates), expected_updates(grads), atol=2e-6)
-    explained = explain(on_mesh, ns_coeffs=BY_PATH, ns_dtype="float32")
+    explained = explain(on_mesh, ns_coeffs=NewtonSchulz(BY_PATH, dtype="float32"))
     assert [(g.coefficients, g.count, g.each) for g in explained.groups] == [
         ("standard", 2, 1),
         ("2 triples", 2, 1),
@@ -128,7 +129,7 @@ def test_owners_of_the_second_coefficients_come_after_those_of_the_first():
 def test_on_a_mesh(case, kind, shape, kwargs, monkeypatch):
     spec, grads = PartitionSpec(None, "x"), layers(shape)
     on_mesh = sharded(kind, grads, spec)
-    method = {"ns_method": "gram"} if case == "in pieces" else {}
+    method = {"ns_coeffs": NewtonSchulz(method="gram")} if case == "in pieces" else {}
     expected = expected_updates(grads, **method)
     run = functools.partial(updates_of, ns_coeffs=BY_PATH, **kwargs)
     if case == "manual":
@@ -229,7 +230,7 @@ def test_schedules_by_path_are_checked_like_any():
         with pytest.raises(ValueError, match="'fast' is a whole of 1 step"):
             scale_by_muon(ns_coeffs, ns_steps=3).init(layers())
         with pytest.raises(ValueError, match="'fast' is unsafe in float8_e4m3fn"):
-            scale_by_muon(ns_coeffs, ns_dtype="float8_e4m3fn").init(layers())
+            scale_by_muon(NewtonSchulz(ns_coeffs, dtype="float8_e4m3fn")).init(layers())
         with pytest.raises(TypeError, match="of one matrix must be .*: pass coefficients by path"):
             newton_schulz(jnp.eye(4), ns_coeffs)
 

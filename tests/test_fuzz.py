@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 import muon_jax
 import pallas_kernels
-from muon_jax import KeyHeads, MuonDimensionNumbers, QueryHeads, Split, Unfold
+from muon_jax import KeyHeads, MuonDimensionNumbers, NewtonSchulz, QueryHeads, Split, Unfold
 from muon_jax._iteration.published import NAMED
 
 CASES = int(os.environ.get("MUON_JAX_FUZZ_CASES", 5000))
@@ -87,9 +87,15 @@ ARGUMENTS = {
     "adam_eps": ([*EPSILONS, None], NOT_POSITIVE),
     "adam_eps_root": EPS,
     "consistent_rms": ([0.2, 1, None], NOT_POSITIVE),
-    "ns_coeffs": (
-        [*NAMED, "balanced", "fast", (2, -1.5, 0.5), [[2.0, -1.5, 0.5]]],
-        [*NO_COEFFICIENTS, {"(": "standard"}, {3: "standard"}, {".*": "balancedd"}],
+    "ns_coeffs": NewtonSchulz(
+        (
+            [*NAMED, "balanced", "fast", (2, -1.5, 0.5), [[2.0, -1.5, 0.5]]],
+            [*NO_COEFFICIENTS, {"(": "standard"}, {3: "standard"}, {".*": "balancedd"}],
+        ),
+        method=NAME("standard", None),
+        implementation=NAME("xla", None),
+        dtype=(["float32", "auto", None, jnp.dtype("float32")], NO_DTYPE),
+        max_group_bytes=([0, 2**20, None], [*NO_INTEGER, jnp.array(1), float("inf")]),
     ),
     "ns_steps": ([5, 5.0, np.int64(5), jnp.array(5)], [*NO_INTEGER, 0, 10**6, None]),
     "nesterov": FLAG,
@@ -131,17 +137,13 @@ ARGUMENTS = {
     "averaged": NAME("fan_in", "shorter"),
     "mu_rounding": NAME("nearest", None),
     "state_memory_kind": NAME("device", "pinned_host"),
-    "ns_method": NAME("standard", None),
     "method": NAME("standard", None),
-    "implementation": NAME("xla", None),
     "preset": NAME("keller", "moonlight", None),
     "mu_dtype": (
         ["float32", jnp.float32, "int8", None],
         [*NO_DTYPE[1:], "int16", "auto", "float8_e4m3fn"],
     ),
-    "ns_dtype": (["float32", "auto", None, jnp.dtype("float32")], NO_DTYPE),
     "dtype": (["float32", "auto", None, jnp.dtype("float32")], NO_DTYPE),
-    "max_group_bytes": ([0, 2**20, None], [*NO_INTEGER, jnp.array(1), float("inf")]),
     "muon_weight_dimension_numbers": VIEWS,
     "weight_dimension_numbers": VIEWS,
     "shardings": ([None, PartitionSpec()], ["x", 3, {"a": "x"}, [True]]),
@@ -404,7 +406,9 @@ def check_update(case) -> str:
 @functools.cache
 def jitted(name):
     if name == "muon":
-        optimizer = muon_jax.muon(0.1, eps=0.0, adam_eps=1e-8, ns_dtype="float32")
+        optimizer = muon_jax.muon(
+            0.1, eps=0.0, adam_eps=1e-8, ns_coeffs=NewtonSchulz(dtype="float32")
+        )
         state = optimizer.init({"w": MATRIX, "b": MATRIX[0]})
         return jax.jit(lambda g: optimizer.update(g, state, {"w": MATRIX, "b": MATRIX[0]})[0])
     return jax.jit(functools.partial(muon_jax.newton_schulz, ns_coeffs=name, dtype="float32"))

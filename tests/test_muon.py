@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import muon_jax
-from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, muon, scale_by_muon
 from muon_jax._iteration.published import NAMED
 from muon_jax._transforms.shape_scale import scale_by_shape
 
@@ -88,7 +88,7 @@ def trajectory(optimizer, steps, names=tuple(DIMENSION_NUMBERS)):
 def test_a_hundred_steps_are_those_of_optax(kwargs):
     kwargs = {"learning_rate": 1e-2, "muon_weight_dimension_numbers": DIMENSION_NUMBERS, **kwargs}
     with jax.default_matmul_precision("highest"):
-        ours = trajectory(muon(**kwargs, ns_dtype=None), 100)
+        ours = trajectory(muon(**kwargs, ns_coeffs=NewtonSchulz(dtype=None)), 100)
         theirs = trajectory(optax.contrib.muon(**kwargs), 100)
     for ours_, theirs_ in zip(ours[:2], theirs[:2], strict=True):
         for name in DIMENSION_NUMBERS:
@@ -107,10 +107,6 @@ def test_the_default_dtype_is_bfloat16_and_close_to_optax():
 
 
 OF_THE_ITERATION = [
-    "ns_dtype",
-    "ns_method",
-    "implementation",
-    "max_group_bytes",
     "shardings",
     "mu_rounding",
     "distributed_gram",
@@ -223,7 +219,11 @@ def test_ranks_need_not_be_promoted():
     stack = {"w": jnp.ones((3, 8, 16)), "v": jnp.ones((16, 8)), "b": jnp.ones(3)}
     views = {"w": MuonDimensionNumbers(-2, -1), "v": MuonDimensionNumbers(), "b": None}
     with jax.numpy_rank_promotion("raise"):
-        for kwargs in ({}, {"ns_method": "gram"}, {"ns_coeffs": "balanced", "ns_method": "gram"}):
+        for kwargs in (
+            {},
+            {"ns_coeffs": NewtonSchulz(method="gram")},
+            {"ns_coeffs": NewtonSchulz("balanced", method="gram")},
+        ):
             optimizer = muon(0.1, muon_weight_dimension_numbers=views, **kwargs)
             optimizer.update(stack, optimizer.init(stack), stack)
 
@@ -366,7 +366,9 @@ def test_the_factor_and_a_constant_learning_rate_are_rounded_one_after_the_other
     grads = {"wide": tree()["wide"]}
     optimizer = muon(0.1)
     updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads), grads)
-    orthogonal = helpers.compiled_update(grads, ns_steps=5, ns_dtype="auto")[1]["wide"]
+    orthogonal = helpers.compiled_update(grads, ns_steps=5, ns_coeffs=NewtonSchulz(dtype="auto"))[
+        1
+    ]["wide"]
     factor = np.float32(math.sqrt(50 / 20))
     chex.assert_trees_all_equal(updates["wide"], np.float32(-0.1) * (factor * orthogonal))
 
@@ -386,13 +388,13 @@ def test_none_in_the_parameters_is_none_in_the_updates():
 def test_zero_gradients_give_zero_updates():
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
         params = {"w": jnp.zeros((8, 12), dtype)}
-        optimizer = muon(1e-2, ns_dtype=None)
+        optimizer = muon(1e-2, ns_coeffs=NewtonSchulz(dtype=None))
         updates, _ = optimizer.update(params, optimizer.init(params), params)
         chex.assert_trees_all_equal(updates, params)
 
 
 def test_derivatives_through_an_update():
-    optimizer = scale_by_muon(ns_dtype="float32")
+    optimizer = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"))
     params = {"w": jax.random.normal(jax.random.key(0), (16, 32))}
     state = optimizer.init(params)
 
@@ -447,17 +449,29 @@ def test_eps_reaches_every_preconditioning(preconditioning):
         (lambda: muon(0.1, ns_steps=0), r"ns_steps must be an integer in \[1, 100\], got 0"),
         (lambda: muon(0.1, ns_coeffs="fast", ns_steps=3), r"'fast' is a whole of 1 .*ns_steps=3"),
         (lambda: muon(0.1, "fast", preconditioning="aol"), r"'fast'.*preconditioning='aol'"),
-        (lambda: muon(0.1, "fast", ns_dtype="float8_e4m3fn"), r"'fast' is unsafe in float8_e4m3fn"),
-        (lambda: muon(0.1, ns_method=["gram"]), r"ns_method must be .*got \['gram'\]"),
-        (lambda: muon(0.1, implementation=["xla"]), r"implementation must be .*got \['xla'\]"),
+        (
+            lambda: muon(0.1, NewtonSchulz("fast", dtype="float8_e4m3fn")),
+            r"'fast' is unsafe in float8_e4m3fn",
+        ),
+        (
+            lambda: muon(0.1, ns_coeffs=NewtonSchulz(method=["gram"])),
+            r"method must be .*got \['gram'\]",
+        ),
+        (
+            lambda: muon(0.1, ns_coeffs=NewtonSchulz(implementation=["xla"])),
+            r"implementation must be .*got \['xla'\]",
+        ),
         (
             lambda: muon(0.1).update(BIAS, muon(0.1).init(BIAS), {"b": jnp.ones(3)}),
             r"at \['a'\] the gradients have float32\[3\], the parameters nothing",
         ),
-        (lambda: muon(0.1, ns_dtype="int8"), "ns_dtype must be a float dtype, got int8"),
+        (
+            lambda: muon(0.1, ns_coeffs=NewtonSchulz(dtype="int8")),
+            "dtype must be a float dtype, got int8",
+        ),
         (lambda: muon(0.1, mu_dtype="int16"), "mu_dtype must be a float dtype or int8, got int16"),
         (
-            lambda: muon(0.1, max_group_bytes=-1),
+            lambda: muon(0.1, ns_coeffs=NewtonSchulz(max_group_bytes=-1)),
             r"max_group_bytes must be an integer in \[0, inf\), got -1",
         ),
         (lambda: muon(0.1, beta=1.0), r"beta must be in \[0, 1\), got 1.0"),
@@ -472,12 +486,8 @@ def test_eps_reaches_every_preconditioning(preconditioning):
             r"parameter \['a'\] of shape \(3,\) is no matrix.*MuonDimensionNumbers",
         ),
         (
-            lambda: optax.inject_hyperparams(muon)(0.1, ns_dtype=jnp.bfloat16).init(BIAS),
-            r"ns_dtype.*static_args",
-        ),
-        (
-            lambda: optax.inject_hyperparams(muon)(0.1, max_group_bytes=2**20).init(BIAS),
-            r"max_group_bytes.*static_args",
+            lambda: optax.inject_hyperparams(muon)(0.1, mu_dtype=jnp.bfloat16).init(BIAS),
+            r"mu_dtype.*static_args",
         ),
         (
             lambda: muon(0.1).update({"a": None}, muon(0.1).init(BIAS)),

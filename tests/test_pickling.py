@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import muon_jax
 from muon_jax import (
     MuonDimensionNumbers,
+    NewtonSchulz,
     Split,
     Unfold,
     by_role,
@@ -72,7 +73,9 @@ OPTIMIZERS = {
 }
 DIRECTIONS = {
     "scale_by_muon": scale_by_muon,
-    "scale_by_muon, adaptive": lambda: scale_by_muon(adaptive=True, ns_method="standard"),
+    "scale_by_muon, adaptive": lambda: scale_by_muon(
+        adaptive=True, ns_coeffs=NewtonSchulz(method="standard")
+    ),
     "normuon": lambda: optax.chain(scale_by_muon("balanced"), scale_by_normuon(averaged="shorter")),
     "norms": lambda: optax.chain(
         scale_by_muon(), scale_to_param_norm(), optax.scale(-0.1), keep_param_norm()

@@ -1,6 +1,7 @@
 """Each number of each preset matters where it is compared with its oracle; PRESETS is read-only."""
 
 import copy
+import dataclasses
 import functools
 import inspect
 import json
@@ -100,7 +101,6 @@ def arguments(preset):
     static = {
         name: given[name]
         for name in (
-            "ns_coeffs",
             "ns_steps",
             "nesterov",
             "preconditioning",
@@ -112,10 +112,10 @@ def arguments(preset):
             "fixed_norms",
             "normuon_averaged",
             "adam_nesterov",
-            "ns_method",
         )
     }
-    return numbers, static | {"ns_dtype": "float32"}
+    iteration = dataclasses.replace(PRESETS[preset]["ns_coeffs"], dtype="float32")
+    return numbers, static | {"ns_coeffs": iteration}
 
 
 def error(preset, numbers, static):

@@ -1,5 +1,6 @@
 """Presets against NumPy in float64, PyTorch and optax; the arguments that they set."""
 
+import dataclasses
 import functools
 import inspect
 from pathlib import Path
@@ -15,7 +16,15 @@ import oracles
 import pytest
 
 import muon_jax
-from muon_jax import PRESETS, MuonDimensionNumbers, MuonState, _presets, muon, scale_by_muon
+from muon_jax import (
+    PRESETS,
+    MuonDimensionNumbers,
+    MuonState,
+    NewtonSchulz,
+    _presets,
+    muon,
+    scale_by_muon,
+)
 from muon_jax._presets import takes_preset
 from muon_jax._transforms.shape_scale import scale_by_shape
 
@@ -120,7 +129,7 @@ def expected(preset):
 
 
 @pytest.mark.parametrize(
-    ("preset", "ns_dtype"),
+    ("preset", "dtype"),
     [
         pytest.param(
             preset,
@@ -129,21 +138,21 @@ def expected(preset):
             marks=helpers.nightly if dtype != "float32" else helpers.slow if preset in SLOW else [],
         )
         for preset, kwargs in PRESETS.items()
-        for dtype in {"float32": None, kwargs.get("ns_dtype") or "float32": None}
+        for dtype in {"float32": None, kwargs["ns_coeffs"].dtype or "float32": None}
     ],
 )
-def test_twenty_steps_are_those_of_the_system(preset, ns_dtype):
+def test_twenty_steps_are_those_of_the_system(preset, dtype):
     optimizer = muon(
         learning_rate,
         preset=preset,
         muon_weight_dimension_numbers={name: NUMBERS[name] for name in names_for(preset)},
-        ns_dtype=ns_dtype,
+        ns_coeffs=dataclasses.replace(PRESETS[preset]["ns_coeffs"], dtype=dtype),
     )
     ours = run(optimizer, names=names_for(preset))
     for name, theirs in expected(preset).items():
         start = as_pytorch(tree(0, [name])[name])
         error = helpers.relative_error(as_pytorch(ours[name]) - start, theirs - start)
-        assert error < (1e-4 if NUMBERS[name] is None else TOLERANCE[ns_dtype]), name
+        assert error < (1e-4 if NUMBERS[name] is None else TOLERANCE[dtype]), name
 
 
 def test_every_preset_has_a_system_and_arguments_of_muon():
@@ -151,7 +160,8 @@ def test_every_preset_has_a_system_and_arguments_of_muon():
     parameters = inspect.signature(muon).parameters
     for preset, kwargs in PRESETS.items():
         assert kwargs.keys() <= parameters.keys() - {"learning_rate", "preset"}, preset
-        assert {"ns_dtype", "ns_method"} <= kwargs.keys(), preset  # our defaults are not optax's
+        iteration = kwargs["ns_coeffs"]  # our defaults are not optax's
+        assert iteration.dtype != "auto" and iteration.method is not None, preset
         assert preset in inspect.getdoc(muon)
 
 
@@ -284,7 +294,7 @@ def one_update(dtype=jnp.float32, gradients=None, schedule=False, **kwargs):
     params = tree(0, names, dtype)
     gradients = tree(1, names, dtype) if gradients is None else gradients
     rate = (lambda count: ETA * count) if schedule else ETA
-    optimizer = muon(rate, ns_dtype=None, momentum="ema", **kwargs)
+    optimizer = muon(rate, ns_coeffs=NewtonSchulz(dtype=None), momentum="ema", **kwargs)
     _, state = optimizer.update(gradients, optimizer.init(params), params)
     return params, optimizer.update(gradients, state, params)[0]
 
@@ -438,7 +448,8 @@ def test_converted_momentum_is_rescaled_wherever_it_is(source, target, factor):
 def test_training_goes_on_after_conversion_as_it_would_have():
     names = ("wide", "bias")
     ema, heavy_ball = (
-        muon(0.1, momentum=form, ns_dtype="float32") for form in ("ema", "heavy_ball")
+        muon(0.1, momentum=form, ns_coeffs=NewtonSchulz(dtype="float32"))
+        for form in ("ema", "heavy_ball")
     )
     params = tree(0, names)
     params, state = train(ema, params, ema.init(params), range(1, 5))
@@ -528,7 +539,7 @@ def test_without_nesterov_the_momentum_is_not_overwritten(form):
 # flash-muon accepts stacks and has buffers for one matrix.
 def test_a_stack_is_its_matrices():
     stack = {"w": jnp.stack([tree(seed)["wide"] for seed in range(3)])}
-    kwargs = {"preset": "moonlight", "ns_dtype": "float32"}
+    kwargs = {"preset": "moonlight", "ns_coeffs": NewtonSchulz(dtype="float32")}
     numbers = {"w": MuonDimensionNumbers(1, 2)}
     optimizer = muon(0.1, muon_weight_dimension_numbers=numbers, **kwargs)
     updates, _ = optimizer.update(stack, optimizer.init(stack), stack)

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from muon_jax import (
+    NewtonSchulz,
     by_role,
     keep_param_norm,
     metrics,
@@ -92,7 +93,7 @@ MUONS = {
         "weight_decay": lambda count: 0.1 / (1 + count),
     },
     "blocks": {"block_period": 2, "block_learning_rate": 0.05},
-    "no groups": {"max_group_bytes": 0},
+    "no groups": {"ns_coeffs": NewtonSchulz(max_group_bytes=0)},
     "by path": {"ns_coeffs": {"^a|frozen": "dion", ".*": "standard"}},
 }
 

@@ -103,7 +103,7 @@ def ways_by_kind(values: Any, parameters: Sequence[str]) -> list[str]:
 
 
 def each_once(ways: Sequence[str]) -> list[str]:
-    """Returns the ways with one for each argument, the first, and the arguments of one call of each kind.
+    """Returns the ways with one for each argument, the first, and one call of each function.
 
     A factor of the scale comes in place of 1, and it is no way where a scale by shape, which has no
     factor, is another: see `factor_beside_shape`.

@@ -146,7 +146,8 @@ class NewtonSchulz:
     @property
     def _wanted(self) -> Wanted:
         """What the caller says of the form."""
-        return Wanted(self.schedule.without_arrays(), self.method, self.preconditioning, self.dtype)
+        preconditioning = self.preconditioning or "frobenius"
+        return Wanted(self.schedule.without_arrays(), self.method, preconditioning, self.dtype)
 
     def form(self, shape: tuple[int, int], in_dtype: jnp.dtype) -> Form:
         """Returns the form of an optimizer's matrices `(m, n)` of `in_dtype`, m ≤ n.
@@ -247,8 +248,9 @@ class NewtonSchulz:
             operand: the matrices whole or, in the gram form, in pieces.
         """
         schedule, given = self.schedule, x
-        norm = "schatten_4" if schedule.is_composed else self.preconditioning
-        normalization = Normalization(norm, self.eps, self.eps_mode, scale, gain)
+        norm = "schatten_4" if schedule.is_composed else self.preconditioning or "frobenius"
+        eps = 0.0 if self.eps is None else self.eps
+        normalization = Normalization(norm, eps, self.eps_mode or "add", scale, gain)
         if _device.platform() == "cpu":  # where XLA cannot run a product merged with a transpose
             x = jax.lax.optimization_barrier(x)
         x = jax.tree.map(lambda x: pad_for_kernels(x, operand), x)

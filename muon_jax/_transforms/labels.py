@@ -6,13 +6,17 @@ import jax
 import optax
 
 from muon_jax._coefficients import CoeffsByPath, check_patterns
+from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.schedules import NSCoeffs
 from muon_jax._matrices.views import Views, assigned_views
 from muon_jax._transforms.adamh import check_adamh, label_of_adam
 
 
 def labels_of(
-    params: optax.Params, views: Views, adamh: str | None, ns_coeffs: NSCoeffs | CoeffsByPath
+    params: optax.Params,
+    views: Views,
+    adamh: str | None,
+    ns_coeffs: NSCoeffs | NewtonSchulz | CoeffsByPath,
 ) -> Any:
     """Returns `"muon"`, `"adam"` or `"adamh"` for each parameter, by the arguments of `muon`.
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from test_exchange_axes import COLLECTIVE, FRONT_ENDS, MATRICES, SIZES
 from test_layouts import placed
 
-from muon_jax import Split, explain, muon, newton_schulz, scale_by_muon
+from muon_jax import NewtonSchulz, Split, explain, muon, newton_schulz, scale_by_muon
 
 # Cut along both sides, along a batch axis alone, and not at all.
 TREE = {
@@ -21,7 +21,7 @@ TREE = {
     "layers": ((4, 16, 24), ("fsdp",)),
     "whole": ((16, 32), ()),
 }
-KWARGS = {"ns_steps": 2, "ns_dtype": "float32"}
+KWARGS = {"ns_steps": 2, "ns_coeffs": NewtonSchulz(dtype="float32")}
 
 
 def steps(optimizer, grads, count=3, params=None):

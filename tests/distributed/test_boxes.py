@@ -12,11 +12,11 @@ from helpers import mostly_nightly
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from muon_jax import MuonDimensionNumbers, muon, scale_by_normuon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, muon, scale_by_normuon
 from muon_jax._matrices.views import Split, Unfold
 
 NORMUONS = {"argument": {"normuon_b2": 0.9}, "nanogpt": {"preset": "nanogpt"}}
-MUON = functools.partial(muon, 1e-2, ns_steps=2, ns_dtype="float32")
+MUON = functools.partial(muon, 1e-2, ns_steps=2, ns_coeffs=NewtonSchulz(dtype="float32"))
 each_normuon = pytest.mark.parametrize("name", mostly_nightly(NORMUONS, (), ["argument"]))
 
 

@@ -10,11 +10,13 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, muon
 
 SHAPES = {"q": (16, 16), "layers": (6, 16, 32), "bias": (16,)}
 NUMBERS = {"q": MuonDimensionNumbers(), "layers": MuonDimensionNumbers(1, 2), "bias": None}
-OPTIMIZER = muon(0.1, muon_weight_dimension_numbers=NUMBERS, ns_dtype="float32")
+OPTIMIZER = muon(
+    0.1, muon_weight_dimension_numbers=NUMBERS, ns_coeffs=NewtonSchulz(dtype="float32")
+)
 MESHES = {
     "4×2": ((4, 2), ("fsdp", "tp"), PartitionSpec("fsdp", "tp"), PartitionSpec(None, "fsdp", "tp")),
     "8": ((8,), ("fsdp",), PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")),

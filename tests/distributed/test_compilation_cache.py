@@ -10,7 +10,7 @@ import pytest
 from helpers import mostly_nightly, slow
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import scale_by_muon
+from muon_jax import NewtonSchulz, scale_by_muon
 
 PROGRAM = """
 import sys
@@ -66,7 +66,7 @@ def test_an_update_that_is_not_jitted_has_its_own_coefficients():
     whole = {"w": jax.random.normal(jax.random.key(0), (16, 32))}
     divided = jax.device_put(whole, NamedSharding(mesh, PartitionSpec("fsdp")))
     for ns_coeffs in ("standard", "cubic"):
-        transform = scale_by_muon(ns_coeffs, ns_dtype="float32")
+        transform = scale_by_muon(NewtonSchulz(ns_coeffs, dtype="float32"))
         updates, _ = transform.update(divided, transform.init(divided))
         expected, _ = transform.update(whole, transform.init(whole))
         np.testing.assert_allclose(updates["w"], expected["w"], atol=1e-5)

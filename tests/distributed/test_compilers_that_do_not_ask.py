@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_layouts import LAYOUTS, problem
 
-from muon_jax import muon, scale_by_muon
+from muon_jax import NewtonSchulz, muon, scale_by_muon
 from muon_jax._distributed import devices
 from muon_jax.benchmarks._times.sharded import collectives
 
@@ -58,7 +58,11 @@ def lowered(optimizer, grads, state):
 )
 def test_layouts_that_nobody_knows(name):
     grads, _, views = problem(name, AxisType.Auto)
-    kwargs = {"weight_dimension_numbers": views, "ns_dtype": "float32", "ns_steps": 2}
+    kwargs = {
+        "weight_dimension_numbers": views,
+        "ns_coeffs": NewtonSchulz(dtype="float32"),
+        "ns_steps": 2,
+    }
     expected = helpers.on_one_device(grads, **kwargs)
     optimizer = scale_by_muon(**kwargs)
     state = state_of(optimizer, grads)
@@ -108,7 +112,7 @@ def test_the_warning_comes_once_for_all_parameters_and_steps():
 def test_an_update_outside_jit_sees_its_arrays():
     x, sharding = matrix(["x"])
     grads = {"w": jax.device_put(x, sharding)}
-    optimizer = scale_by_muon(ns_dtype="float32", ns_steps=1)
+    optimizer = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), ns_steps=1)
     updates, _ = optimizer.update(grads, state_of(optimizer, grads))
     expected, _ = optimizer.update({"w": x}, optimizer.init({"w": x}))
     helpers.assert_close(updates, expected)
@@ -137,12 +141,14 @@ def test_shardings_that_only_jit_knows(named):
     """A NamedSharding has the mesh; with a PartitionSpec alone XLA is left to itself."""
     x, sharding = matrix(["x"])
     stated = sharding if named else sharding.spec
-    optimizer = scale_by_muon(ns_dtype="float32", ns_steps=1, shardings=stated)
+    optimizer = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), ns_steps=1, shardings=stated)
 
     def update(x):
         return optimizer.update(x, optimizer.init(x))[0]
 
-    expected, _ = scale_by_muon(ns_dtype="float32", ns_steps=1).update(x, optimizer.init(x))
+    expected, _ = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), ns_steps=1).update(
+        x, optimizer.init(x)
+    )
     jitted = jax.jit(update, in_shardings=sharding, out_shardings=sharding)
     if named:
         compiled = jitted.lower(x).compile()
@@ -178,7 +184,7 @@ def test_an_ensemble_that_nobody_knows():
     mesh = jax.make_mesh((2, 4), ("member", "fsdp"), (AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, PartitionSpec("member", "fsdp"))
     x = np.random.default_rng(0).standard_normal((2, 16, 32)).astype(np.float32)
-    optimizer = scale_by_muon(ns_dtype="float32", ns_steps=1)
+    optimizer = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), ns_steps=1)
     update = jax.jit(jax.vmap(lambda x: optimizer.update(x, optimizer.init(x))[0]))
     expected = update(x)
     with pytest.warns(UserWarning, match=UNKNOWN):
@@ -195,7 +201,9 @@ def test_stacks_are_bounded_in_bytes_of_a_device(max_group_bytes, count):
     """16 matrices on 8 devices: one stack of two for each, or two stacks of one for each."""
     x, sharding = matrix(["x"])
     grads = {f"layer {i}": jax.device_put(x * (i + 1), sharding) for i in range(16)}
-    optimizer = scale_by_muon(ns_dtype="float32", ns_steps=1, max_group_bytes=max_group_bytes)
+    optimizer = scale_by_muon(
+        ns_coeffs=NewtonSchulz(dtype="float32", max_group_bytes=max_group_bytes), ns_steps=1
+    )
     state = state_of(optimizer, grads)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -5,7 +5,7 @@ import jax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import scale_by_muon
+from muon_jax import NewtonSchulz, scale_by_muon
 from muon_jax.benchmarks._times.sharded import collectives
 
 AXES = ("member", "data", "rows")
@@ -22,7 +22,7 @@ def _members(kind, spec, count=2):
 
 
 def _mapped(grads, mapping=None, **arguments):
-    transform = scale_by_muon(ns_dtype="float32", **arguments)
+    transform = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), **arguments)
 
     def update(g):
         return transform.update(g, transform.init(g))[0]
@@ -31,7 +31,7 @@ def _mapped(grads, mapping=None, **arguments):
 
 
 def _one_by_one(grads):
-    transform = scale_by_muon(ns_dtype="float32")
+    transform = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"))
     grads = jax.device_get(grads)
     count = len(grads["a"])
     members = [{name: x[i] for name, x in grads.items()} for i in range(count)]
@@ -78,7 +78,7 @@ def test_members_on_automatic_axes_with_stated_shardings(mapping, outside):
 def test_members_over_the_caller_s_shard_map(mapping, check_vma):
     grads = _members(AxisType.Auto, P("member"))
     mesh = grads["a"].sharding.mesh
-    transform = scale_by_muon(ns_dtype="float32", shardings=P("rows"), **FREE)
+    transform = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), shardings=P("rows"), **FREE)
 
     def update(g):
         return transform.update(g, transform.init(g))[0]

@@ -55,7 +55,7 @@ def test_matrices_come_as_they_would_be_on_one_device_bit_for_bit(ns_dtype, monk
     sharding = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))
     grads = {"one": x[0], "other": x[1].at[:2].set(1e-3 * x[1, :2])}
     sharded = {name: jax.device_put(g, sharding) for name, g in grads.items()}
-    optimizer = muon(0.02, ns_dtype=ns_dtype)
+    optimizer = muon(0.02, ns_coeffs=NewtonSchulz(dtype=ns_dtype))
 
     def update(grads):
         return jax.jit(optimizer.update)(grads, optimizer.init(grads), grads)[0]
@@ -68,7 +68,7 @@ def test_matrices_come_as_they_would_be_on_one_device_bit_for_bit(ns_dtype, monk
 def test_the_largest_numbers_are_not_rounded_to_infinities(ns_dtype):
     x = jnp.sign(jax.random.normal(jax.random.key(0), (16, 72))) * jnp.finfo(jnp.float32).max
     sharding = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))
-    arguments = {"beta": 0.0, "nesterov": False, "ns_dtype": ns_dtype}
+    arguments = {"beta": 0.0, "nesterov": False, "ns_coeffs": NewtonSchulz(dtype=ns_dtype)}
     _, updates = helpers.compiled_update({"x": jax.device_put(x, sharding)}, **arguments)
     assert jnp.isfinite(updates["x"]).all()
     chex.assert_trees_all_equal(updates, helpers.on_one_device({"x": x}, **arguments))
@@ -83,7 +83,7 @@ def test_elements_are_exchanged_in_blocks(shape, wire):
     """TPUs' compiler takes minutes to reshape large arrays that have none."""
     sharding = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))
     grads = {"w": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)}
-    optimizer = scale_by_muon(ns_dtype="bfloat16")
+    optimizer = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="bfloat16"))
     state = jax.eval_shape(optimizer.init, grads)
     text = jax.jit(optimizer.update).trace(grads, state).lower().as_text()
     operand = "x".join(map(str, (*wire, "bf16")))

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from test_layouts import MESHES, layouts, placed
 
-from muon_jax import MuonDimensionNumbers, Split, Unfold, explain, muon, scale_by_muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, Split, Unfold, explain, muon, scale_by_muon
 from muon_jax._distributed.sharding import axes_of_entry
 from muon_jax._matrices.axes import matrix_axes
 
@@ -138,9 +138,9 @@ def compiled_update(parameters, front_end, **kwargs):
 @front_ends
 def test_replicas_that_split_the_work_have_the_bits_of_those_that_repeat_it(front_end):
     parameters = {name: TREE[name] for name in ("up", "experts")}
-    _, _, repeated = compiled_update(parameters, front_end, ns_dtype="auto")
+    _, _, repeated = compiled_update(parameters, front_end, ns_coeffs=NewtonSchulz(dtype="auto"))
     _, compiled, split = compiled_update(
-        parameters, front_end, ns_dtype="auto", outside={"replica": "split"}
+        parameters, front_end, ns_coeffs=NewtonSchulz(dtype="auto"), outside={"replica": "split"}
     )
     chex.assert_trees_all_equal(split, repeated)
     found = collectives_over(compiled, SIZES)
@@ -176,11 +176,11 @@ def test_blocks_that_need_no_exchange_have_the_bits_of_a_loop():
         FRONT_ENDS[0],
         exchange_axes=(),
         outside="block",
-        ns_dtype="auto",
+        ns_coeffs=NewtonSchulz(dtype="auto"),
     )
     assert not collectives_over(compiled, SIZES)
     expected = block_by_block(
-        lambda *block: on_one_device(*block, ns_dtype="auto"),
+        lambda *block: on_one_device(*block, ns_coeffs=NewtonSchulz(dtype="auto")),
         *(grads, specs, views, SIZES, ["fsdp", "tp"]),
     )
     chex.assert_trees_all_equal(updates, expected)
@@ -222,7 +222,9 @@ def test_sums_of_gram_matrices_alone_are_over_axes_outside(names, front_end):
             sizes = re.findall(r"\[([\d,]*)\]", result)
             elements = sum(math.prod(map(int, filter(None, size.split(",")))) for size in sizes)
             assert elements <= 64 * 64, line  # a part of "wide" has 2·16·256/4
-    helpers.assert_close(updates, on_one_device(grads, views, ns_method="gram"), 4e-6)
+    helpers.assert_close(
+        updates, on_one_device(grads, views, ns_coeffs=NewtonSchulz(method="gram")), 4e-6
+    )
 
 
 SCALES = [{"consistent_rms": 0.2}, {"shape_scale": "ratio"}, {}, {"shape_scale": "none"}]
@@ -242,7 +244,7 @@ def test_the_scale_of_a_block_is_that_of_its_shape(scale):
         optimizer = muon(
             0.5,
             ns_steps=2,
-            ns_dtype="float32",
+            ns_coeffs=NewtonSchulz(dtype="float32"),
             muon_weight_dimension_numbers=views,
             **scale,
             **kwargs,
@@ -257,7 +259,11 @@ def test_the_scale_of_a_block_is_that_of_its_shape(scale):
 def test_inside_the_caller_s_shard_map(check_vma):
     parameters = {"up": TREE["up"], "layers": ((3, 16, 16), (None, "tp"))}
     grads, specs, views = placed(SIZES, parameters, AxisType.Auto)
-    kwargs = {"ns_steps": 2, "ns_dtype": "float32", "weight_dimension_numbers": views}
+    kwargs = {
+        "ns_steps": 2,
+        "ns_coeffs": NewtonSchulz(dtype="float32"),
+        "weight_dimension_numbers": views,
+    }
     transform = scale_by_muon(
         shardings=specs, exchange_axes="fsdp", outside=("split", "block"), **kwargs
     )
@@ -483,7 +489,11 @@ def test_explain_counts_what_is_gathered():
             r"outside='gram', but its matrices cannot .* its view, Split.*Pass outside='block'",
         ),
         (
-            {"exchange_axes": "fsdp", "outside": "gram", "ns_method": "standard"},
+            {
+                "exchange_axes": "fsdp",
+                "outside": "gram",
+                "ns_coeffs": NewtonSchulz(method="standard"),
+            },
             r"cannot stay in pieces: the standard form was asked for.*name in exchange_axes",
         ),
         (

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, explain, muon, newton_schulz, scale_by_muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, muon, newton_schulz, scale_by_muon
 from muon_jax._distributed import sources as _sources
 from muon_jax._matrices.views import Split
 from muon_jax.benchmarks._times.sharded import collectives
@@ -46,7 +46,7 @@ def optimizer(**kwargs):
             muon(
                 1e-2,
                 ns_steps=2,
-                ns_dtype="float32",
+                ns_coeffs=NewtonSchulz(dtype="float32"),
                 weight_decay=0.1,
                 muon_weight_dimension_numbers=VIEWS,
                 **kwargs,
@@ -95,7 +95,9 @@ def test_training_steps_with_clipping_accumulation_and_donated_state():
 def test_the_whole_update_of_muon_exchanges_twice(axis_type):
     """Neither views nor scales by shape nor AdamW move a parameter."""
     params = parameters(mesh_of(axis_type))
-    transform = muon(1e-2, ns_dtype="float32", muon_weight_dimension_numbers=VIEWS)
+    transform = muon(
+        1e-2, ns_coeffs=NewtonSchulz(dtype="float32"), muon_weight_dimension_numbers=VIEWS
+    )
     state = transform.init(params)
     compiled = jax.jit(transform.update).lower(params, state, params).compile()
     assert collectives(compiled) == {"all-to-all": 2}
@@ -112,7 +114,12 @@ def test_inside_the_caller_s_shard_map(check_vma):
     """The scale by shape is that of the whole matrices, part by part."""
     mesh = mesh_of(AxisType.Auto)
     specs = {**SPECS, "qkv": PartitionSpec(None, "fsdp")}
-    transform = muon(1.0, ns_dtype="float32", muon_weight_dimension_numbers=VIEWS, shardings=specs)
+    transform = muon(
+        1.0,
+        ns_coeffs=NewtonSchulz(dtype="float32"),
+        muon_weight_dimension_numbers=VIEWS,
+        shardings=specs,
+    )
 
     def update(params):
         return transform.update(params, transform.init(params), params)[0]
@@ -143,7 +150,7 @@ def test_a_shard_map_that_tracks_what_varies_keeps_replicas(specs):
     params = {k: jnp.asarray(rng.standard_normal(s), jnp.float32) for k, s in shapes.items()}
     specs = {name: PartitionSpec(*spec) for name, spec in specs.items()}
     transform = scale_by_muon(
-        ns_dtype="float32",
+        ns_coeffs=NewtonSchulz(dtype="float32"),
         shardings=specs,
         weight_dimension_numbers=MuonDimensionNumbers(-2, -1),
     )
@@ -160,7 +167,9 @@ def test_a_shard_map_that_tracks_what_varies_keeps_replicas(specs):
 )
 def test_dual_norms_are_those_of_whole_parameters(spec):
     spec, params = PartitionSpec(*spec), {"out": parameters()["out"]}
-    transform = scale_by_muon(adaptive=True, ns_dtype="float32", shardings=spec)
+    transform = scale_by_muon(
+        adaptive=True, ns_coeffs=NewtonSchulz(dtype="float32"), shardings=spec
+    )
 
     def update(params):
         return transform.update(params, transform.init(params))[0]
@@ -216,7 +225,9 @@ def test_nnx_s_parameters():
 def test_injected_hyperparameters_are_operands():
     for axis_type in (AxisType.Auto, AxisType.Explicit):
         params = dict.fromkeys("ab", parameters(mesh_of(axis_type))["out"])
-        injected = optax.inject_hyperparams(muon)(1e-2, (3.0, -3.0, 1.0), 3, ns_dtype="float32")
+        injected = optax.inject_hyperparams(muon)(
+            1e-2, (3.0, -3.0, 1.0), 3, ns_coeffs=NewtonSchulz(dtype="float32")
+        )
         updates, _ = jax.jit(injected.update)(params, injected.init(params), params)
         one = dict.fromkeys("ab", parameters()["out"])
         expected, _ = injected.update(one, injected.init(one), one)
@@ -228,10 +239,10 @@ def test_an_injected_number_of_steps_of_a_named_set():
     """`optax.inject_hyperparams` makes an array of the default, too."""
     params = parameters(mesh_of(AxisType.Auto))
     injected = optax.inject_hyperparams(muon)(
-        1e-2, "dion", ns_dtype="float32", muon_weight_dimension_numbers=VIEWS
+        1e-2, "dion", ns_coeffs=NewtonSchulz(dtype="float32"), muon_weight_dimension_numbers=VIEWS
     )
     updates, _ = jax.jit(injected.update)(params, injected.init(params), params)
-    plain = muon(1e-2, "dion", ns_dtype="float32", muon_weight_dimension_numbers=VIEWS)
+    plain = muon(1e-2, NewtonSchulz("dion", dtype="float32"), muon_weight_dimension_numbers=VIEWS)
     expected, _ = plain.update(parameters(), plain.init(parameters()), parameters())
     chex.assert_trees_all_close(jax.device_get(updates), expected, atol=1e-6)
 
@@ -242,7 +253,7 @@ def test_an_injected_number_of_steps_of_a_named_set():
 def test_vmap(axis_type):
     mesh = mesh_of(axis_type)
     x = np.random.default_rng(0).standard_normal((3, 16, 32)).astype(np.float32)
-    transform = scale_by_muon(ns_dtype="float32", ns_steps=2)
+    transform = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), ns_steps=2)
     updates = jax.vmap(lambda x: transform.update(x, transform.init(x))[0])
     sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "fsdp")))
     compiled = jax.jit(updates).lower(sharded).compile()
@@ -265,7 +276,9 @@ def test_an_ensemble_whose_members_are_on_devices_of_their_own(axis_type):
     }
     views = {"tall": MuonDimensionNumbers(1, 0), "wide": MuonDimensionNumbers(1, 2)}
     views["split"] = Split(1, (32, 16), [MuonDimensionNumbers(0, 1), MuonDimensionNumbers(-2, -1)])
-    transform = scale_by_muon(ns_dtype="float32", ns_steps=2, weight_dimension_numbers=views)
+    transform = scale_by_muon(
+        ns_coeffs=NewtonSchulz(dtype="float32"), ns_steps=2, weight_dimension_numbers=views
+    )
     update = jax.vmap(lambda x: transform.update(x, transform.init(x))[0])
     compiled = jax.jit(update).lower(members).compile()
     assert not re.search(r"= f32\S* (all-gather|all-to-all|while)\(", compiled.as_text())
@@ -285,7 +298,7 @@ def test_an_ensemble_of_modules_that_are_callable():
     sharding = NamedSharding(mesh_of(AxisType.Auto, (8,), ("member",)), PartitionSpec("member"))
     linear = functools.partial(eqx.nn.Linear, 16, 32, use_bias=False)
     members = jax.vmap(lambda key: linear(key=key))(jax.random.split(jax.random.key(0), 8))
-    transform = scale_by_muon(ns_dtype="float32", ns_steps=2)
+    transform = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), ns_steps=2)
 
     def update(module):
         return transform.update(module, transform.init(module))[0]
@@ -301,7 +314,7 @@ def test_an_ensemble_over_hyperparameters():
     params = {"out": parameters(mesh_of(AxisType.Auto))["out"]}
 
     def update(eps):
-        transform = scale_by_muon(eps=eps, ns_dtype="float32", ns_steps=2)
+        transform = scale_by_muon(eps=eps, ns_coeffs=NewtonSchulz(dtype="float32"), ns_steps=2)
         return transform.update(params, transform.init(params))[0]["out"]
 
     eps = jnp.array([1e-8, 10.0])
@@ -320,7 +333,11 @@ def test_programs_differ_where_the_partitioned_operation_does(monkeypatch):
         return re.sub(r'backend_config = "\d+"', "", text)
 
     assert program() == program()
-    others = [{"ns_coeffs": "dion"}, {"max_group_bytes": 1}, {"ns_dtype": "float32"}]
+    others = [
+        {"ns_coeffs": "dion"},
+        {"ns_coeffs": NewtonSchulz(max_group_bytes=1)},
+        {"ns_coeffs": NewtonSchulz(dtype="float32")},
+    ]
     others += [{"distributed_gram": value} for value in (True, False)]
     others += [{"outside": "split"}, {"exchange_axes": "fsdp"}]
     programs = {program(**kwargs) for kwargs in [{}, *others]}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, explain, scale_by_muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, scale_by_muon
 from muon_jax._matrices.views import Split
 from muon_jax.benchmarks._times.sharded import collectives
 
@@ -44,7 +44,7 @@ def sharded(axis_type, sizes, **parameters):
 )
 def test_one_matrix(sizes, shape, spec, exchanges):
     grads = sharded(AxisType.Auto, sizes, w=(shape, spec))
-    expected = helpers.on_one_device(grads, ns_method="gram")
+    expected = helpers.on_one_device(grads, ns_coeffs=NewtonSchulz(method="gram"))
     for stated, axis_type in (
         (PartitionSpec(*spec), AxisType.Auto),
         (None, AxisType.Auto),
@@ -64,13 +64,15 @@ def test_it_has_a_derivative():
     grads = sharded(AxisType.Explicit, (8,), w=((16, 104), (None, "x")))
 
     def loss(grads, **kwargs):
-        transform = scale_by_muon(ns_steps=2, ns_dtype="float32", implementation="xla", **kwargs)
+        transform = scale_by_muon(
+            ns_steps=2, ns_coeffs=NewtonSchulz(dtype="float32", implementation="xla"), **kwargs
+        )
         return jnp.sum(transform.update(grads, transform.init(grads))[0]["w"] ** 3)
 
     derivative = jax.jit(jax.grad(functools.partial(loss, distributed_gram=True)))(grads)
     assert derivative["w"].sharding == grads["w"].sharding
     whole = {"w": jnp.asarray(np.asarray(grads["w"]))}
-    expected = jax.grad(functools.partial(loss, ns_method="gram"))(whole)["w"]
+    expected = jax.grad(functools.partial(loss, ns_coeffs=NewtonSchulz(method="gram")))(whole)["w"]
     np.testing.assert_allclose(derivative["w"], expected, atol=1e-5 * jnp.abs(expected).max())
 
 
@@ -92,7 +94,9 @@ def test_several_matrices_have_teams(axis_type):
     }
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", compiled.as_text())
     assert gathered == ["2,8,16", "8,8,16"]  # XXᵀ of a team, Q of all teams
-    helpers.assert_close(updates, helpers.on_one_device(grads, ns_method="gram", **kwargs))
+    helpers.assert_close(
+        updates, helpers.on_one_device(grads, ns_coeffs=NewtonSchulz(method="gram"), **kwargs)
+    )
 
 
 @helpers.slow
@@ -102,7 +106,9 @@ def test_more_matrices_than_owners_go_in_rounds():
     kwargs = {"weight_dimension_numbers": {"w": MATRICES}}
     compiled, updates = helpers.compiled_update(grads, distributed_gram=True, **kwargs)
     assert collectives(compiled)["reduce-scatter"] == 1
-    helpers.assert_close(updates, helpers.on_one_device(grads, ns_method="gram", **kwargs))
+    helpers.assert_close(
+        updates, helpers.on_one_device(grads, ns_coeffs=NewtonSchulz(method="gram"), **kwargs)
+    )
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -112,7 +118,11 @@ def test_inside_the_caller_s_shard_map(check_vma):
     parameters = {"one": ((8, 32), (None, "x")), "two": ((2, 32, 16), (None, "x"))}
     grads = sharded(AxisType.Auto, (4,), **parameters)
     views = {"one": MATRICES, "two": MATRICES}
-    kwargs = {"ns_steps": 1, "ns_dtype": "float32", "weight_dimension_numbers": views}
+    kwargs = {
+        "ns_steps": 1,
+        "ns_coeffs": NewtonSchulz(dtype="float32"),
+        "weight_dimension_numbers": views,
+    }
     transform = scale_by_muon(shardings=specs, distributed_gram=True, **kwargs)
     updates = jax.jit(
         jax.shard_map(
@@ -123,7 +133,9 @@ def test_inside_the_caller_s_shard_map(check_vma):
             check_vma=check_vma,
         )
     )(grads)
-    helpers.assert_close(updates, helpers.on_one_device(grads, ns_method="gram", **kwargs))
+    helpers.assert_close(
+        updates, helpers.on_one_device(grads, ns_coeffs=NewtonSchulz(method="gram"), **kwargs)
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +151,7 @@ def test_inside_the_caller_s_shard_map(check_vma):
 def test_half_precision_of_any_scale(kwargs, sums):
     """A power of two changes no bit; zeros stay zeros, and NaN stays in its matrix."""
     kwargs |= {"weight_dimension_numbers": {"w": MATRICES}, "eps": 0.0}
-    kwargs |= {"ns_steps": 5, "ns_dtype": "auto"}
+    kwargs |= {"ns_steps": 5, "ns_coeffs": NewtonSchulz(dtype="auto")}
     grads = sharded(AxisType.Auto, (4,), w=((3, 16, 64), (None, None, "x")))
     grads["w"] = grads["w"].at[1].set(0).at[2, 3, 5].set(jnp.nan)
     compiled, updates = helpers.compiled_update(grads, distributed_gram=True, **kwargs)
@@ -147,7 +159,7 @@ def test_half_precision_of_any_scale(kwargs, sums):
     assert counts["reduce-scatter"] == sums
     if "preconditioning" not in kwargs:  # AOL's scales are spread as well
         assert counts == {"all-reduce": 1, "reduce-scatter": sums, "all-gather": sums}
-    expected = helpers.on_one_device(grads, ns_method="gram", **kwargs)
+    expected = helpers.on_one_device(grads, ns_coeffs=NewtonSchulz(method="gram"), **kwargs)
     np.testing.assert_allclose(updates["w"], expected["w"], atol=1e-3)
     assert not np.any(updates["w"][1])
     assert np.isnan(updates["w"][2]).all()
@@ -175,7 +187,7 @@ def modes(count, shape, spec=("x",), owners=8, replicas=1, **kwargs):
         (1, (64, 1024), {}, "exchange over x"),
         (8, (4096, 65536), {}, "exchange over x"),
         (1, (4096, 65536), {"distributed_gram": False}, "exchange over x"),
-        (1, (4096, 65536), {"ns_method": "standard"}, "exchange over x"),
+        (1, (4096, 65536), {"ns_coeffs": NewtonSchulz(method="standard")}, "exchange over x"),
         (1, (4096, 65536), {"preconditioning": "spectral"}, "exchange over x"),
         (1, (4096, 65536), {"replicas": 2}, "exchange over x"),
         (1, (4096, 65536), {"replicas": 2, "distributed_gram": True}, "gram over x"),
@@ -215,7 +227,10 @@ def test_parts_of_an_axis_stay_with_owners():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"ns_method": "standard"}, r"the parameter \['0'\]: the standard form was asked for"),
+        (
+            {"ns_coeffs": NewtonSchulz(method="standard")},
+            r"the parameter \['0'\]: the standard form was asked for",
+        ),
         ({"preconditioning": "spectral"}, r"needs more than the Gram matrix\. Pass distributed_gr"),
         (
             {"muon_weight_dimension_numbers": Split(-1, (16, 48))},

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import muon_jax
-from muon_jax import muon
+from muon_jax import NewtonSchulz, muon
 from muon_jax.benchmarks._times.sharded import collectives
 
 PAGE = Path(muon_jax.__file__).parent / "docs" / "distributed.md"
@@ -82,7 +82,7 @@ def test_owners_that_keep_the_momentum():
 @helpers.slow
 def test_steps_inside_a_scan(kind):
     """The two exchanges are in the body of the loop."""
-    optimizer = muon(0.1, ns_steps=2, ns_dtype="float32")
+    optimizer = muon(0.1, ns_steps=2, ns_coeffs=NewtonSchulz(dtype="float32"))
     mesh = jax.make_mesh((8,), ("fsdp",), (AxisType[kind],))
     params = helpers.random_tree({"a": (16, 32), "b": (32, 16), "bias": (16,)}, 0)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, explain, muon, scale_by_muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, muon, scale_by_muon
 from muon_jax._matrices.views import Split, Unfold
 from muon_jax.benchmarks._times.sharded import collectives
 
@@ -170,7 +170,9 @@ def test_layouts(name, capfd):
         assert sorted(map(sum, parts)) == sizes
         helpers.assert_close(updates, expected)
     assert REMATERIALIZATION not in capfd.readouterr().err
-    explained = explain(grads, muon_weight_dimension_numbers=views, ns_dtype="float32")
+    explained = explain(
+        grads, muon_weight_dimension_numbers=views, ns_coeffs=NewtonSchulz(dtype="float32")
+    )
     megabytes = sum(group.megabytes for group in explained.groups)
     assert 1e6 * megabytes == pytest.approx(sum(sum(others) for _, *others in parts))
 
@@ -205,14 +207,14 @@ def test_buckets(max_group_bytes, buckets):
 @pytest.mark.parametrize(
     ("kwargs", "wire", "atol"),
     [
-        ({"ns_dtype": "auto"}, "bf16", 2e-2),
+        ({"ns_coeffs": NewtonSchulz(dtype="auto")}, "bf16", 2e-2),
         pytest.param(
-            {"ns_dtype": "auto", "ns_coeffs": "balanced", "ns_steps": 5},
+            {"ns_coeffs": NewtonSchulz("balanced", dtype="auto"), "ns_steps": 5},
             "f16",
             1e-2,
             marks=helpers.nightly,
         ),
-        pytest.param({"ns_dtype": None}, "f32", 2e-6, marks=helpers.nightly),
+        pytest.param({"ns_coeffs": NewtonSchulz(dtype=None)}, "f32", 2e-6, marks=helpers.nightly),
     ],
 )
 @helpers.slow
@@ -240,9 +242,8 @@ def test_a_nan_stays_in_its_matrix(coefficients):
     _, updates = helpers.compiled_update(
         grads,
         weight_dimension_numbers=views,
-        ns_dtype="auto",
         ns_steps=5,
-        ns_coeffs=coefficients,
+        ns_coeffs=NewtonSchulz(coefficients, dtype="auto"),
     )
     bad = {name: np.isnan(update) for name, update in updates.items()}
     assert bad.pop("up 1").all()
@@ -291,7 +292,7 @@ def assert_a_random_layout_is_right(data):
         st.sampled_from([(AxisType.Auto, True), (AxisType.Auto, False), (AxisType.Explicit, False)])
     )
     kwargs = {
-        "max_group_bytes": data.draw(st.sampled_from([None, 1, 2**15])),
+        "ns_coeffs": NewtonSchulz(max_group_bytes=data.draw(st.sampled_from([None, 1, 2**15]))),
         "distributed_gram": data.draw(st.sampled_from([None, False])),
         # As slow and as fast as it takes for small matrices to stay in pieces.
         "bandwidth": {name: data.draw(st.sampled_from([1e4, 1e6, 1e12])) for name in sizes},

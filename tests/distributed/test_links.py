@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, explain
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain
 from muon_jax._distributed.links import Collective, Links
 from muon_jax.benchmarks._times.sharded import collectives
 
@@ -174,7 +174,9 @@ def test_what_explain_shows_is_what_runs():
         ({}, "exchange over x", {"all-to-all": 2}),
         ({"bandwidth": {"x": 1e5}, "latency": {"x": 0}}, "gram over x", {"all-reduce": 2}),
     ):
-        (group,) = explain(grads, ns_dtype="float32", ns_steps=2, **kwargs).groups
+        (group,) = explain(
+            grads, ns_coeffs=NewtonSchulz(dtype="float32"), ns_steps=2, **kwargs
+        ).groups
         compiled, updates = helpers.compiled_update(grads, **kwargs)
         assert (group.mode, collectives(compiled)) == (mode, kinds)
         helpers.assert_close(updates, helpers.on_one_device(grads), atol=4e-6)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, explain, muon, scale_by_muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, muon, scale_by_muon
 from muon_jax.benchmarks._times.sharded import collectives
 
 P = PartitionSpec
@@ -83,7 +83,7 @@ def test_the_default_keeps_no_matrix_in_pieces_that_repeat_does_not(layout, kind
     grads = {str(i): jax.random.normal(jax.random.key(i), (16, 256)) for i in range(6)}
     grads = jax.device_put(grads, NamedSharding(mesh, P(None, "fsdp")))
     links = {"bandwidth": {"fsdp": 1e5, "replica": 1e15}, "latency": dict.fromkeys(sizes, 0.0)}
-    arguments = {"ns_dtype": "float32", "ns_steps": 2, **links}
+    arguments = {"ns_coeffs": NewtonSchulz(dtype="float32"), "ns_steps": 2, **links}
     modes = {group.mode for group in explain(grads, **arguments).groups}
     assert modes == {"split over replica; exchange over fsdp"}
     (stated,) = explain(grads, outside="split", **arguments).groups
@@ -140,7 +140,7 @@ def in_shard_map(transform, check_vma, in_spec, out_spec, mesh, grads):
 
 def alone(stack):
     """Each matrix orthogonalized on one device."""
-    transform = scale_by_muon(ns_dtype="float32")
+    transform = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"))
     return [np.asarray(transform.update({"w": x}, transform.init({"w": x}))[0]["w"]) for x in stack]
 
 
@@ -150,7 +150,7 @@ def test_gradients_of_each_replica_stay_its_own(names, check_vma):
     """Nothing is averaged: each device orthogonalizes what it has."""
     mesh = jax.make_mesh((8, 1)[: len(names)], names, (AxisType.Auto,) * len(names))
     own = {str(i): jax.random.normal(jax.random.key(i), (8, 16, 32)) for i in range(8)}
-    transform = scale_by_muon(ns_dtype="float32", shardings=P(), **free(names))
+    transform = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), shardings=P(), **free(names))
     program = in_shard_map(transform, check_vma, P(names), P(names), mesh, own)
     assert collectives(program) == {}
     found = jax.tree.map(lambda x: x.reshape(8, 16, 32), program(own))
@@ -162,7 +162,7 @@ def test_gradients_of_each_replica_stated_as_equal():
     """Without `check_vma` nothing says that they are not: the first device's come back."""
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
     own = {str(i): jax.random.normal(jax.random.key(i), (8, 16, 32)) for i in range(8)}
-    arguments = {"ns_dtype": "float32", "shardings": P()}
+    arguments = {"ns_coeffs": NewtonSchulz(dtype="float32"), "shardings": P()}
     found = {
         word: in_shard_map(
             scale_by_muon(**arguments, **free(["data"]), **kwargs), False, P("data"), P(), mesh, own
@@ -192,7 +192,7 @@ def test_gradients_of_each_replica_stated_as_equal():
 def test_the_caller_s_shard_map_with_equal_gradients(names, arguments, check_vma, gathers):
     mesh = jax.make_mesh((8, 1)[: len(names)], names, (AxisType.Auto,) * len(names))
     grads = {str(i): jax.random.normal(jax.random.key(i), (16, 32)) for i in range(9)}
-    kwargs = {"ns_dtype": "float32", "shardings": P(), **free(names)}
+    kwargs = {"ns_coeffs": NewtonSchulz(dtype="float32"), "shardings": P(), **free(names)}
     program = in_shard_map(scale_by_muon(**kwargs, **arguments), check_vma, P(), P(), mesh, grads)
     repeat = in_shard_map(
         scale_by_muon(**kwargs, outside="repeat"), check_vma, P(), P(), mesh, grads
@@ -209,7 +209,10 @@ def test_derivatives_are_those_of_repeat(kind, stated):
     found = []
     for outside in ("faster", "repeat", "split"):
         transform = scale_by_muon(
-            ns_dtype="float32", outside=outside, shardings=P() if stated else None, **free(sizes)
+            ns_coeffs=NewtonSchulz(dtype="float32"),
+            outside=outside,
+            shardings=P() if stated else None,
+            **free(sizes),
         )
 
         def loss(g, transform=transform):

@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, explain, muon, scale_by_muon, with_metrics
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, muon, scale_by_muon, with_metrics
 from muon_jax.benchmarks._times.sharded import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -39,7 +39,13 @@ def parameters(dense_type, expert_type):
 
 
 def of_muon(**kwargs):
-    return muon(0.1, ns_steps=2, ns_dtype="float32", muon_weight_dimension_numbers=VIEWS, **kwargs)
+    return muon(
+        0.1,
+        ns_steps=2,
+        ns_coeffs=NewtonSchulz(dtype="float32"),
+        muon_weight_dimension_numbers=VIEWS,
+        **kwargs,
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from muon_jax import (
     MuonDimensionNumbers,
+    NewtonSchulz,
     keep_param_norm,
     metrics,
     muon,
@@ -43,7 +44,11 @@ SUMS, MUONS = {"all-reduce"}, {"all-reduce", "all-to-all"}
 
 def of_muon(**kwargs):
     return functools.partial(
-        muon, 1e-2, ns_dtype="float32", muon_weight_dimension_numbers=VIEWS, **kwargs
+        muon,
+        1e-2,
+        ns_coeffs=NewtonSchulz(dtype="float32"),
+        muon_weight_dimension_numbers=VIEWS,
+        **kwargs,
     )
 
 
@@ -156,7 +161,9 @@ def measured(gradients, params, **kwargs):
     def views(tree):
         return {name: VIEWS[name] for name in tree}
 
-    muon = scale_by_muon(ns_dtype="float32", weight_dimension_numbers=views, **kwargs)
+    muon = scale_by_muon(
+        ns_coeffs=NewtonSchulz(dtype="float32"), weight_dimension_numbers=views, **kwargs
+    )
     transform = with_metrics(muon, views, **kwargs)
     return metrics(transform.update(gradients, transform.init(params), params)[1])
 
@@ -196,7 +203,7 @@ def test_metrics_of_equal_layers_are_one_loop(kind):
     specs = {f"layer {i}": P(None, "x") for i in range(4)} | {"other": P("y")}
     rng = np.random.default_rng(0)
     params = {name: rng.standard_normal((16, 32)).astype("f") for name in specs}
-    transform = with_metrics(scale_by_muon(ns_dtype="float32"))
+    transform = with_metrics(scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32")))
 
     def found(params):
         return metrics(transform.update(params, transform.init(params))[1])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, by_role, explain, muon, scale_by_muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, by_role, explain, muon, scale_by_muon
 from muon_jax._matrices.views import MATRICES, Split
 from muon_jax.benchmarks._times.sharded import collectives
 
@@ -30,7 +30,9 @@ def test_only_jit_knows_the_mesh():
     sharding = NamedSharding(mesh_of(AxisType.Auto), SPEC)
     expected = helpers.on_one_device(grads)
     for stated in (SPEC, sharding):
-        optimizer = scale_by_muon(ns_steps=2, ns_dtype="float32", shardings=stated)
+        optimizer = scale_by_muon(
+            ns_steps=2, ns_coeffs=NewtonSchulz(dtype="float32"), shardings=stated
+        )
         state = optimizer.init(grads)
         jitted = jax.jit(optimizer.update, in_shardings=(sharding, None))
         for arguments in (grads, jax.eval_shape(lambda: grads)):
@@ -50,7 +52,7 @@ def test_shardings_of_which_only_the_compiler_knows(told):
     """The parameters are on no mesh, and nothing is stated."""
     grads = helpers.random_tree({"a": (16, 32), "b": (32, 64)}, 0)
     sharding = NamedSharding(mesh_of(AxisType.Auto), SPEC)
-    optimizer = scale_by_muon(ns_steps=2, ns_dtype="float32")
+    optimizer = scale_by_muon(ns_steps=2, ns_coeffs=NewtonSchulz(dtype="float32"))
     state = optimizer.init(grads)
     keywords = {told: sharding} if told == "out_shardings" else {"in_shardings": (sharding, None)}
     update = jax.jit(lambda grads, state: optimizer.update(grads, state)[0], **keywords)
@@ -63,7 +65,7 @@ def test_shardings_of_which_only_the_compiler_knows(told):
 
 
 def norm_of_update(x, eps):
-    optimizer = scale_by_muon(ns_steps=1, ns_dtype="float32", eps=eps)
+    optimizer = scale_by_muon(ns_steps=1, ns_coeffs=NewtonSchulz(dtype="float32"), eps=eps)
     updates, _ = optimizer.update({"a": x, "b": x.T}, optimizer.init({"a": x, "b": x.T}))
     return jnp.linalg.norm(updates["a"]) + jnp.sum(updates["b"] ** 3)
 
@@ -117,7 +119,7 @@ def test_what_is_stated_is_what_the_type_says():
 @helpers.slow
 def test_automatic_axes_of_an_explicit_mesh():
     grads = helpers.random_tree({"a": (16, 32), "b": (32, 64)}, 0)
-    optimizer = scale_by_muon(ns_steps=2, ns_dtype="float32")
+    optimizer = scale_by_muon(ns_steps=2, ns_coeffs=NewtonSchulz(dtype="float32"))
     with jax.set_mesh(mesh_of(AxisType.Explicit)):
         sharded = jax.device_put(grads, SPEC)
         state = optimizer.init(sharded)
@@ -165,7 +167,9 @@ def test_in_a_shard_map_roles_are_those_of_whole_parameters():
         "ffn": {"gate": {"kernel": SPEC}},
         "norm": {"scale": PartitionSpec()},
     }
-    of_muon = functools.partial(muon, 1.0, ns_steps=2, ns_dtype="float32", shardings=specs)
+    of_muon = functools.partial(
+        muon, 1.0, ns_steps=2, ns_coeffs=NewtonSchulz(dtype="float32"), shardings=specs
+    )
 
     def update(optimizer, params):
         return optimizer.update(params, optimizer.init(params), params)[0]

@@ -14,9 +14,9 @@ from flax.linen import spmd
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from muon_jax import MuonDimensionNumbers, Quantized, muon, state_shardings
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, Quantized, muon, state_shardings
 
-MUON = functools.partial(muon, 0.1, ns_steps=2, ns_dtype="float32")
+MUON = functools.partial(muon, 0.1, ns_steps=2, ns_coeffs=NewtonSchulz(dtype="float32"))
 SHAPES = {"in": {"kernel": (256, 96), "bias": (96,)}, "heads": (64, 4, 32)}
 SPECS = {"in": {"kernel": P("x"), "bias": P("x")}, "heads": P("x")}
 VIEWS = {

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import muon, scale_by_muon
+from muon_jax import NewtonSchulz, muon, scale_by_muon
 from muon_jax._distributed import automatic
 
 P = PartitionSpec
@@ -124,9 +124,16 @@ def test_the_mesh_in_force_says_which_names_are_wrong(arguments):
     [
         ({"exchange_axes": "tensor"}, r"which exchange_axes=\('tensor',\) leaves out"),
         ({"exchange_axes": ()}, r"which exchange_axes=\(\) leaves out"),
-        ({"distributed_gram": True, "ns_method": "standard"}, "no sharded matrix can stay in pie"),
         (
-            {"exchange_axes": "tensor", "outside": "gram", "ns_method": "standard"},
+            {"distributed_gram": True, "ns_coeffs": NewtonSchulz(method="standard")},
+            "no sharded matrix can stay in pie",
+        ),
+        (
+            {
+                "exchange_axes": "tensor",
+                "outside": "gram",
+                "ns_coeffs": NewtonSchulz(method="standard"),
+            },
             "its matrices cannot stay in pieces",
         ),
     ],

@@ -130,10 +130,11 @@ def test_presets_are_those_of_the_table():
     expected = []
     for name, given in PRESETS.items():
         rms, shape_scale = given.get("consistent_rms"), given.get("shape_scale", "clipped_ratio")
-        dtype = given["ns_dtype"]
+        iteration = given["ns_coeffs"]
+        dtype = iteration.dtype
         cells = [
             f'`"{name}"`',
-            f'`"{given.get("ns_coeffs", "standard")}"`',
+            f'`"{iteration.coeffs}"`',
             f'`"{dtype}"`' if dtype else "`None`",
             f'`"{given.get("momentum", "bias_corrected")}"`',
             "yes" if given.get("nesterov", True) else "no",

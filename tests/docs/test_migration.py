@@ -14,7 +14,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, MuonState, muon
+from muon_jax import MuonDimensionNumbers, MuonState, NewtonSchulz, muon
 
 X = jax.random.normal(jax.random.key(0), (16, 8))
 SCHEDULE = optax.linear_schedule(0.02, 0.0, 100)
@@ -22,7 +22,7 @@ RUNS = [
     {"learning_rate": SCHEDULE, "weight_decay": 0.1, "adam_weight_decay": 0.1},
     pytest.param({"learning_rate": 0.02}, marks=pytest.mark.slow),
 ]
-KNOWN = {"preset": "optax", "ns_dtype": "float32"}
+KNOWN = {"preset": "optax", "ns_coeffs": NewtonSchulz(dtype="float32")}
 
 
 class Mlp(nnx.Module):
@@ -175,9 +175,11 @@ def test_data_parallel_updates_need_shardings(how):
     batch = jax.random.normal(jax.random.key(2), (4 * jax.device_count(), 16))
     run = functools.partial(data_parallel, how, params=params, batch=batch)
     with pytest.raises(ValueError, match="PartitionSpec.. where devices have them whole"):
-        run(optimizer=muon(0.02, ns_dtype="float32"))
-    after = run(optimizer=muon(0.02, ns_dtype="float32", shardings=PartitionSpec()))
-    optimizer = muon(0.02, ns_dtype="float32")
+        run(optimizer=muon(0.02, ns_coeffs=NewtonSchulz(dtype="float32")))
+    after = run(
+        optimizer=muon(0.02, ns_coeffs=NewtonSchulz(dtype="float32"), shardings=PartitionSpec())
+    )
+    optimizer = muon(0.02, ns_coeffs=NewtonSchulz(dtype="float32"))
     gradients = jax.grad(lambda p: jnp.mean((batch @ p["w"] + p["b"] - 1) ** 2))(params)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
     expected = optax.apply_updates(params, updates)
@@ -302,7 +304,13 @@ ROWS = {
 def test_code_corresponds_to_arguments(row, shape):
     momentum, divide, scale, step, arguments = ROWS[row]
     scale = scale or (lambda i, o: max(1, o / i) ** 0.5)
-    optimizer = muon(LR, beta=B, eps=1e-7, ns_dtype="float32", ns_method="standard", **arguments)
+    optimizer = muon(
+        LR,
+        beta=B,
+        eps=1e-7,
+        ns_coeffs=NewtonSchulz(dtype="float32", method="standard"),
+        **arguments,
+    )
     update = jax.jit(optimizer.update)
     w = ours = jax.random.normal(jax.random.key(0), shape)
     m, state = jnp.zeros(shape), optimizer.init(w)

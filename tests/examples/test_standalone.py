@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import standalone
-from muon_jax import muon, newton_schulz
+from muon_jax import NewtonSchulz, muon, newton_schulz
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_it_is_muon(monkeypatch):
         standalone.LEARNING_RATE,
         preset="keller",
         weight_decay=standalone.WEIGHT_DECAY,
-        ns_dtype="float32",
+        ns_coeffs=NewtonSchulz(dtype="float32"),
     )
 
     @jax.jit

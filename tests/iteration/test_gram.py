@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from muon_jax import muon, newton_schulz
+from muon_jax import NewtonSchulz, muon, newton_schulz
 from muon_jax._iteration.gram import products_of_gram_form, segments
 from muon_jax._iteration.published import DIVERGING, NAMED
 from muon_jax._iteration.schedules import resolve_schedule
@@ -201,6 +201,6 @@ def test_the_optimizer_takes_it():
     parameters = {"w": jnp.asarray(np.random.default_rng(4).standard_normal((16, 64)), jnp.float32)}
     updates = []
     for method in ("standard", "gram"):
-        optimizer = muon(0.02, ns_method=method)
+        optimizer = muon(0.02, ns_coeffs=NewtonSchulz(method=method))
         updates.append(optimizer.update(parameters, optimizer.init(parameters), parameters)[0]["w"])
     assert 0 < helpers.relative_error(updates[1], np.asarray(updates[0])) < 0.05

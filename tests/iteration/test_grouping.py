@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from muon_jax import MuonDimensionNumbers, describe, muon, scale_by_muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, describe, muon, scale_by_muon
 from muon_jax._iteration.grouping import groups, map_by_shape
 from muon_jax._numerics import total
 
@@ -35,8 +35,8 @@ def updates(grads, **kwargs):
 # Libraries for GPUs sum a product otherwise in a stack than alone; float32 keeps that in the last
 # digits.
 def test_each_gets_its_own_update():
-    apart = updates(gradients(), max_group_bytes=0, ns_dtype="float32")
-    for name, update in updates(gradients(), ns_dtype="float32").items():
+    apart = updates(gradients(), ns_coeffs=NewtonSchulz(max_group_bytes=0, dtype="float32"))
+    for name, update in updates(gradients(), ns_coeffs=NewtonSchulz(dtype="float32")).items():
         np.testing.assert_allclose(update, apart[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
@@ -67,8 +67,8 @@ def assert_same_alone(m, n, dtype=jnp.float32, **kwargs):
             pytest.param(*case, marks=helpers.nightly)
             for case in (
                 (16, 40, {}),
-                (33, 70, {"ns_dtype": "float32", "dtype": jnp.bfloat16}),
-                (128, 300, {"ns_method": "gram"}),
+                (33, 70, {"ns_coeffs": NewtonSchulz(dtype="float32"), "dtype": jnp.bfloat16}),
+                (128, 300, {"ns_coeffs": NewtonSchulz(method="gram")}),
                 (128, 300, {"ns_coeffs": "aol", "preconditioning": "aol"}),
             )
         ),
@@ -99,7 +99,9 @@ def test_a_nan_stays_in_its_matrix():
     ],
 )
 def test_groups_are_bounded(max_group_bytes, groups):
-    optimizer = scale_by_muon(weight_dimension_numbers=NUMBERS, max_group_bytes=max_group_bytes)
+    optimizer = scale_by_muon(
+        weight_dimension_numbers=NUMBERS, ns_coeffs=NewtonSchulz(max_group_bytes=max_group_bytes)
+    )
     state = optimizer.init(gradients())
     text = str(jax.make_jaxpr(optimizer.update)(gradients(), state))
     assert text.count("name=orthogonalize") == groups
@@ -204,8 +206,7 @@ def test_muon_groups_what_it_gets_beside_adamw():
         optimizer = muon(
             0.1,
             muon_weight_dimension_numbers=numbers,
-            max_group_bytes=max_group_bytes,
-            ns_dtype="float32",
+            ns_coeffs=NewtonSchulz(max_group_bytes=max_group_bytes, dtype="float32"),
         )
         return optimizer.update(params, optimizer.init(params), params)[0]
 

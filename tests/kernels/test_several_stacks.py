@@ -1,5 +1,6 @@
 """Products of several stacks in one launch, with the interpreter and for a described GPU."""
 
+import dataclasses
 import functools
 
 import chex
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from muon_jax import MuonDimensionNumbers, scale_by_muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, scale_by_muon
 from pallas_kernels._several_stacks import gemm_of_stacks, syrk_of_stacks
 
 SHAPES = ((2, 64, 192), (1, 64, 128), (2, 64, 64))
@@ -75,7 +76,7 @@ def updates_of(updates, **arguments):
 @pytest.mark.parametrize("ns_coeffs", ["balanced", "standard"])
 def test_matrices_of_one_m_share_kernels(ns_coeffs, axis, kernels):
     """XXᵀ, the products between, and QX. Under `vmap` the first and the last are one for each n."""
-    tx = scale_by_muon(ns_coeffs=ns_coeffs, ns_method="gram")
+    tx = scale_by_muon(ns_coeffs=NewtonSchulz(ns_coeffs, method="gram"))
     params = [jax.ShapeDtypeStruct((*axis, *x.shape), x.dtype) for x in gradients()[:4]]
     update, init = (jax.vmap(f) if axis else f for f in (tx.update, tx.init))
     with helpers.described_gpu("H200"):
@@ -95,13 +96,14 @@ def test_matrices_without_elements_need_no_kernel():
 
 @pytest.mark.gpu
 @helpers.needs_hopper
-@pytest.mark.parametrize("ns_method", ["standard", "gram"])
+@pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("ns_coeffs", ["balanced", "standard"])
-def test_on_a_gpu_an_update_is_that_of_each_matrix_alone_bit_for_bit(ns_coeffs, ns_method):
-    options = {"ns_coeffs": ns_coeffs, "ns_method": ns_method, "implementation": "mosaic_gpu"}
-    together = updates_of(gradients(), **options)
-    chex.assert_trees_all_equal(together, updates_of(gradients(), max_group_bytes=0, **options))
+def test_on_a_gpu_an_update_is_that_of_each_matrix_alone_bit_for_bit(ns_coeffs, method):
+    iteration = NewtonSchulz(ns_coeffs, method=method, implementation="mosaic_gpu")
+    together = updates_of(gradients(), ns_coeffs=iteration)
+    alone = dataclasses.replace(iteration, max_group_bytes=0)
+    chex.assert_trees_all_equal(together, updates_of(gradients(), ns_coeffs=alone))
     stacks = [jnp.stack([x, 2 - x]) for x in gradients()]
-    tx = scale_by_muon(**options)
+    tx = scale_by_muon(iteration)
     mapped, _ = jax.vmap(tx.update)(stacks, jax.vmap(tx.init)(stacks))
     chex.assert_trees_all_equal(together, jax.tree.map(lambda x: x[0], mapped))

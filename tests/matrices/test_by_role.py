@@ -17,7 +17,15 @@ from flax import linen, nnx
 from helpers import mostly_nightly, nested
 from model_shapes import shapes
 
-from muon_jax import MuonDimensionNumbers, Split, by_role, describe, muon, scale_by_muon
+from muon_jax import (
+    MuonDimensionNumbers,
+    NewtonSchulz,
+    Split,
+    by_role,
+    describe,
+    muon,
+    scale_by_muon,
+)
 from muon_jax._matrices.by_role import routes
 from muon_jax._matrices.shapes import Unknown
 from muon_jax._matrices.views import MATRICES
@@ -137,7 +145,9 @@ def test_models(params, rules, matrices, others):
 def test_updates_follow_the_routes(name):
     params, rules, matrices, _ = MODELS[name]
     params = jax.tree.map(lambda p: jnp.ones(p.shape).at[..., 0].set(2), params())
-    optimizer = muon(1e-3, consistent_rms=0.2, ns_dtype="float32", **views(rules))
+    optimizer = muon(
+        1e-3, consistent_rms=0.2, ns_coeffs=NewtonSchulz(dtype="float32"), **views(rules)
+    )
     state = optimizer.init(params)
     updates, _ = jax.jit(optimizer.update)(params, state, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
@@ -635,7 +645,7 @@ def test_boxes_of_flax_are_no_part_of_the_path():
 
 def test_the_table(capsys):
     params = {"up": {"kernel": jnp.zeros((8, 16))}, "norm": jnp.zeros(8)}
-    description = describe(params, ns_coeffs="balanced", implementation="xla")
+    description = describe(params, ns_coeffs=NewtonSchulz("balanced", implementation="xla"))
     assert capsys.readouterr().out == f"{description}\n"
     assert str(description).splitlines() == [
         "path       shape  role     optimizer  matrices  group",
@@ -649,7 +659,10 @@ def test_the_table(capsys):
 
 def test_groups_are_those_of_the_update():
     params = nnx.to_pure_dict(flax_models.nnx_gpt())
-    one, many = (describe(params, max_group_bytes=size, **views({})).groups for size in (2**30, 0))
+    one, many = (
+        describe(params, ns_coeffs=NewtonSchulz(max_group_bytes=size), **views({})).groups
+        for size in (2**30, 0)
+    )
     assert [group.shape for group in one] == [(8, 8, 8), (4, 8, 32)]
     assert len(many) == 12
     assert sum(g.flops for g in one) == sum(g.flops for g in many)
@@ -659,7 +672,7 @@ def test_arguments_are_those_of_muon():
     params = {"up": {"kernel": jnp.zeros((8, 16))}}
     (group,) = describe(params, preset="gram").groups
     assert (group.method, group.dtype) == ("gram", "float16")
-    (group,) = describe(params, preset="gram", ns_method="standard").groups
+    (group,) = describe(params, preset="gram", ns_coeffs=NewtonSchulz(method="standard")).groups
     assert group.method == "standard"
     half = jax.ShapeDtypeStruct((16, 32), jnp.bfloat16)
     for kwargs, expected in (
@@ -667,7 +680,7 @@ def test_arguments_are_those_of_muon():
         ({"mu_dtype": "float32"}, "float32"),
         ({"mu_rounding": "stochastic"}, "float32"),
     ):
-        (group,) = describe({"w": half}, ns_dtype=None, **kwargs).groups
+        (group,) = describe({"w": half}, ns_coeffs=NewtonSchulz(dtype=None), **kwargs).groups
         assert group.dtype == expected
     with pytest.raises(ValueError, match=r"preset must be one of .*'keller'.*, got 'kj'"):
         describe(params, preset="kj")
@@ -678,6 +691,6 @@ def test_arguments_are_those_of_muon():
     with pytest.raises(ValueError, match=r"mu_rounding must be one of .*, got 'up'"):
         describe({}, mu_rounding="up")
     with pytest.raises(NotImplementedError, match="'mosaic_gpu' cannot run: the default device"):
-        describe({"w": half}, implementation="mosaic_gpu")
+        describe({"w": half}, ns_coeffs=NewtonSchulz(implementation="mosaic_gpu"))
     with pytest.raises(ValueError, match=r"parameter \['w'\] of shape \(16, 32\): Split"):
         describe({"w": half}, muon_weight_dimension_numbers={"w": Split(0, (3, 4))})

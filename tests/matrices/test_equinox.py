@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from muon_jax import MuonDimensionNumbers, Unfold, by_role, describe, muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, Unfold, by_role, describe, muon
 
 HEADS, HEAD_DIM = 2, 4
 PROJECTIONS_TO_HEADS = [f"attention/{name}_proj/weight" for name in ("query", "key", "value")]
@@ -22,7 +22,12 @@ MATRICES = {
     "attention/output_proj/weight": (1, HEADS * HEAD_DIM, 16),
     "mlp/layers/0/weight": (1, 16, 8),
 }
-ARGUMENTS = {"adam_learning_rate": 0.01, "ns_dtype": "float32", "ns_steps": 2, "weight_decay": 0.1}
+ARGUMENTS = {
+    "adam_learning_rate": 0.01,
+    "ns_coeffs": NewtonSchulz(dtype="float32"),
+    "ns_steps": 2,
+    "weight_decay": 0.1,
+}
 
 
 class Network(eqx.Module):

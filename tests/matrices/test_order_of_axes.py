@@ -13,7 +13,7 @@ import pytest
 from helpers import flat, nested, slow
 from model_shapes import shapes
 
-from muon_jax import MuonDimensionNumbers, Split, Unfold, by_role, describe, muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, Split, Unfold, by_role, describe, muon
 from muon_jax._matrices.by_role import routes
 from muon_jax._matrices.shapes import Unknown
 
@@ -36,7 +36,9 @@ def updates_of(tree, views):
         for i, (name, shape) in enumerate(tree.items())
     }
     tree = nested(params)
-    optimizer = muon(1.0, ns_dtype="float32", muon_weight_dimension_numbers=views)
+    optimizer = muon(
+        1.0, ns_coeffs=NewtonSchulz(dtype="float32"), muon_weight_dimension_numbers=views
+    )
     updates, _ = jax.jit(optimizer.update)(tree, optimizer.init(tree), tree)
     return params, flat(updates)
 

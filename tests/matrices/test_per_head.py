@@ -19,7 +19,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from model_shapes import shapes
 
 import muon_jax
-from muon_jax import MuonDimensionNumbers, Unfold, by_role, describe, explain, muon, scale_by_muon
+from muon_jax import (
+    MuonDimensionNumbers,
+    NewtonSchulz,
+    Unfold,
+    by_role,
+    describe,
+    explain,
+    muon,
+    scale_by_muon,
+)
 from muon_jax.benchmarks._times.sharded import collectives
 
 PAGE = Path(muon_jax.__file__).parent / "docs" / "muon.md"
@@ -77,7 +86,7 @@ KERNELS = {
     "latent/self_attn/kv_a_proj_with_mqa/kernel": ((8, 8 + 4), [12]),
     "latent/self_attn/o_proj/kernel": ((16, 8), [8]),
 }
-UPDATE = {"learning_rate": 1.0, "ns_dtype": "float32", "ns_steps": 2}
+UPDATE = {"learning_rate": 1.0, "ns_coeffs": NewtonSchulz(dtype="float32"), "ns_steps": 2}
 
 
 def loop(kernel, ends):
@@ -126,7 +135,9 @@ def test_heads_that_are_sharded_over_a_tensor_axis_exchange_nothing(axis_type):
 
     def compiled_update(params, **arguments):
         views = by_role(**arguments)
-        optimizer = scale_by_muon(ns_dtype="float32", ns_steps=2, weight_dimension_numbers=views)
+        optimizer = scale_by_muon(
+            ns_coeffs=NewtonSchulz(dtype="float32"), ns_steps=2, weight_dimension_numbers=views
+        )
         state = optimizer.init(params)
         compiled = jax.jit(optimizer.update).lower(params, state).compile()
         return compiled, compiled(params, state)[0]

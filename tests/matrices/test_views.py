@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from muon_jax import MuonDimensionNumbers, Split, Unfold, muon, newton_schulz
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, Split, Unfold, muon, newton_schulz
 from muon_jax._matrices.views import MATRICES, stacks_of_tree, to_stacks
 
 HEADS = MuonDimensionNumbers(-3, -1)  # (…, rows, heads, cols): a matrix for each head
@@ -64,7 +64,9 @@ def test_muon_updates_each_part_by_itself_with_its_own_scale():
     rng = np.random.default_rng(0)
     gradient = jnp.asarray(rng.standard_normal((2, 8, 48)), jnp.float32)
     views = Split(-1, (32, 8, 8))
-    optimizer = muon(1.0, muon_weight_dimension_numbers=views, ns_dtype="float32")
+    optimizer = muon(
+        1.0, muon_weight_dimension_numbers=views, ns_coeffs=NewtonSchulz(dtype="float32")
+    )
     updates, _ = jax.jit(optimizer.update)(gradient, optimizer.init(gradient), gradient)
     for part, scale in [(slice(0, 32), 2.0), (slice(32, 40), 1.0), (slice(40, 48), 1.0)]:
         expected = -scale * newton_schulz(gradient[..., part], dtype="float32")

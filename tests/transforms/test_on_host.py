@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import (
     MuonDimensionNumbers,
+    NewtonSchulz,
     cast_momentum,
     convert_momentum,
     metrics,
@@ -34,7 +35,11 @@ SPECS = {
     "bias": PartitionSpec(),
 }
 MUON = functools.partial(
-    muon, 0.1, ns_steps=1, ns_dtype="float32", muon_weight_dimension_numbers=VIEWS
+    muon,
+    0.1,
+    ns_steps=1,
+    ns_coeffs=NewtonSchulz(dtype="float32"),
+    muon_weight_dimension_numbers=VIEWS,
 )
 ON_HOST = functools.partial(MUON, state_memory_kind="pinned_host")
 HOST, DEVICE = on_host.HOST, on_host.DEVICE

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import muon_jax
-from muon_jax import MuonState, Quantized, cast_momentum, muon, scale_by_muon
+from muon_jax import MuonState, NewtonSchulz, Quantized, cast_momentum, muon, scale_by_muon
 from muon_jax._transforms import quantized
 from muon_jax._transforms.quantized import (
     count_blocks,
@@ -23,7 +23,7 @@ from muon_jax._transforms.quantized import (
     quantize,
 )
 
-MUON = functools.partial(muon, 0.1, ns_steps=2, ns_dtype="float32")
+MUON = functools.partial(muon, 0.1, ns_steps=2, ns_coeffs=NewtonSchulz(dtype="float32"))
 SHAPES = {"up": (48, 256), "stack": (3, 64, 96), "bias": (256,)}
 VIEWS = {"up": muon_jax.MuonDimensionNumbers(), "stack": None, "bias": None}
 OPTIMIZER = MUON(mu_dtype="int8", muon_weight_dimension_numbers=VIEWS)
@@ -356,7 +356,7 @@ def test_updates_are_near_those_of_a_momentum_in_float32():
     gradients = helpers.random_tree({"w": (20, 64, 256)}, 0)
 
     def run(mu_dtype):
-        transform = scale_by_muon(ns_dtype="float32", mu_dtype=mu_dtype)
+        transform = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), mu_dtype=mu_dtype)
 
         def step(state, gradient):
             updates, state = transform.update(gradient, state)
@@ -449,7 +449,7 @@ def test_explicit_axes_that_cut_a_block_are_refused():
 
 @helpers.slow
 def test_scan_over_steps_and_vmap_over_layers():
-    transform = scale_by_muon(ns_steps=1, ns_dtype="float32", mu_dtype="int8")
+    transform = scale_by_muon(ns_steps=1, ns_coeffs=NewtonSchulz(dtype="float32"), mu_dtype="int8")
     gradients = helpers.random_tree({"w": (2, 64, 96)}, 0)["w"]
 
     def steps_of(gradient):

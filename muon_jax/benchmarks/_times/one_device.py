@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax import newton_schulz
+from muon_jax import NewtonSchulz, newton_schulz
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax.benchmarks._accuracy.polar_error import arguments_for_coefficients, is_offered
 from muon_jax.benchmarks._accuracy.polar_error_on_device import polar_errors
@@ -185,7 +185,9 @@ def measure_muon(model: str, dtype: str, turns: Turns = DEFAULT_TURNS) -> dict[s
         start = time.perf_counter()
         programs[name] = _compile_update(make, gradients, parameters)
         compile_seconds[name] = round(time.perf_counter() - start, 2)
-    exact = functools.partial(COMPARED["balanced"], ns_method="standard", ns_dtype="float32")
+    exact = functools.partial(
+        COMPARED["balanced"], ns_coeffs=NewtonSchulz(method="standard", dtype="float32")
+    )
     references = {
         "None": ("that of optax", programs["optax"]),
         "balanced": ("that computed in float32", _compile_update(exact, gradients, parameters)),
