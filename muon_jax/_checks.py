@@ -254,8 +254,9 @@ def _check_or_translate(check: Check, name: str, value: Any, names: Sequence[str
 
 def check_fields(instance: Any) -> None:
     """Raises TypeError or ValueError where a field of a dataclass is not as declared."""
-    for name, check in _checks_of_class(type(instance)).items():
-        check(name, getattr(instance, name))
+    checks = _checks_of_class(type(instance))
+    for name, check in checks.items():
+        _check_or_translate(check, name, getattr(instance, name), [*checks])
 
 
 @functools.cache

@@ -260,11 +260,14 @@ def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:
                 f" preset={preset!r} sets: pass consistent_rms=None as well, or leave out"
                 " shape_scale"
             )
-        naming = functools.partial(
-            _naming_preset,
-            preset,
-            {k: (value, signature.parameters[k].default) for k, value in set_by_preset.items()},
-        )
+        undone = {
+            name: (repr(value), repr(signature.parameters[name].default))
+            for name, value in set_by_preset.items()
+        }
+        coeffs = given.get("ns_coeffs")
+        if of_preset and isinstance(coeffs, str | tuple):  # their dtype and method are the preset's
+            undone["ns_coeffs"] = repr(of_preset["ns_coeffs"]), f"NewtonSchulz({coeffs!r})"
+        naming = functools.partial(_naming_preset, preset, undone)
         call: Callable[..., R] = naming(function)
         made = call(**with_preset(given))
         if not (set_by_preset and isinstance(made, optax.GradientTransformation)):
@@ -290,14 +293,14 @@ def _with_coeffs(of_preset: NewtonSchulz, coeffs: Any) -> Any:
 
 def _naming_preset[**P, R](
     preset: str | None,
-    set_by_preset: Mapping[str, tuple[Any, Any]],
+    undone: Mapping[str, tuple[str, str]],
     function: Callable[P, R],
 ) -> Callable[P, R]:
     """Returns `function` with errors that say which of the arguments they name a preset has set.
 
     Args:
         preset: its name.
-        set_by_preset: for each argument that it sets, the value and the default of `muon`.
+        undone: for each argument that it sets, the value, and what to pass to undo that.
         function: `muon`, or `init` or `update` of the optimizer.
     """
 
@@ -308,14 +311,16 @@ def _naming_preset[**P, R](
         except (TypeError, ValueError) as error:
             message = str(error)
             # A name of one word, such as momentum, is also an ordinary word.
+            patterns = {name: rf"{name}(?!\w)" if "_" in name else f"{name}=" for name in undone}
+            patterns["ns_coeffs"] = r"(?:ns_coeffs(?!\w)|(?:dtype|method)(?:=| must))"
             named = {
                 name: values
-                for name, values in set_by_preset.items()
-                if re.search(rf"\b{name}(?!\w){'' if '_' in name else '='}", message)
+                for name, values in undone.items()
+                if re.search(rf"\b{patterns[name]}", message)
             }
             if named and f"preset={preset!r} sets" not in message:
                 values, defaults = (
-                    ", ".join(f"{name}={pair[i]!r}" for name, pair in named.items()) for i in (0, 1)
+                    ", ".join(f"{name}={pair[i]}" for name, pair in named.items()) for i in (0, 1)
                 )
                 error.args = (
                     f"{message} (preset={preset!r} sets {values}; to undo that, pass {defaults})",
