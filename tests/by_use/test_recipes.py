@@ -1,0 +1,63 @@
+"""The recipes of the page run, and give Muon the parameters that they should."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import muon_jax
+from muon_jax import muon
+from muon_jax._trees import path_name
+
+PAGE = (Path(muon_jax.__file__).parent / "docs" / "routing.md").read_text()
+BLOCK = r"^```python\n(.*?)^```$(?:\n\nprints[^\n]*\n\n```text\n(.*?)^```$)?"
+RECIPES = {
+    section.partition("\n")[0]: re.findall(BLOCK, section, re.S | re.M)
+    for section in re.split(r"^##* ", PAGE, flags=re.M)[1:]
+}
+MUON = {
+    "Which parameters are matrices": {"layers/gate_up", "layers/down"},
+    "Flax linen": {"Dense_0/kernel", "Dense_1/kernel"},
+    "Flax nnx": {"first/kernel", "second/kernel"},
+    "Equinox": {"layers/0/weight", "layers/1/weight"},
+    "Haiku": {"mlp/~/linear_0/w", "mlp/~/linear_1/w"},
+    "Networks that feed each other": {"actor/0", "actor/1", "critic/0", "critic/1"},
+    "What raises": {"out", "head"},
+    "A matrix for each head": {"q", "k", "v", "o"},
+}
+
+
+def test_all_recipes_are_here():
+    assert {name: 1 for name in MUON} == {n: len(blocks) for n, blocks in RECIPES.items() if blocks}
+
+
+@pytest.mark.parametrize("name", MUON)
+def test_muon_gets_the_hidden_matrices(name, capsys):
+    ((code, printed),) = RECIPES[name]
+    made = {}
+    exec(compile(code, name, "exec"), made)
+    if printed:
+        assert capsys.readouterr().out.strip() == printed.strip()
+    params, optimizer = made["params"], muon(0.02, muon_weight_dimension_numbers=made["routes"])
+    state = optimizer.init(params)
+
+    def of_muon(path):
+        return path.removesuffix("/value") in MUON[name]
+
+    mu = jax.tree.leaves_with_path(state.inner_states["muon"].inner_state[0].mu)
+    assert {path_name(path).removesuffix("/value") for path, _ in mu} == MUON[name]
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+    grads = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape, x.dtype), params)
+    updates, _ = optimizer.update(grads, state, params)
+    for path, update in paths_of(updates):
+        assert np.all(np.isfinite(update)) and np.any(update)
+        # AdamW's first step moves all entries by the same distance, Muon's does not.
+        of_adamw = np.allclose(np.abs(update), np.abs(update).max(), rtol=1e-2)
+        assert of_adamw != of_muon(path), path
+
+
+def paths_of(tree):
+    return [(path_name(path), jnp.asarray(x)) for path, x in jax.tree.leaves_with_path(tree)]
