@@ -64,7 +64,8 @@ SLOW = ("numerics.md", "migration.md", "distributed.md", "layouts.md")
 def test_code_runs(name, code, printed, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [*sys.path])  # to which code may add
-    exec(compile(code, name, "exec"), {})
+    made = {"routes": None} if name.endswith("migration.md") else {}  # of a loss not shown
+    exec(compile(code, name, "exec"), made)
     if printed:
         assert capsys.readouterr().out.strip() == printed.strip()
 
