@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import muon_jax
-from muon_jax import muon
+from muon_jax import MuonDimensionNumbers, by_use, muon
 from muon_jax._trees import path_name
 
 PAGE = (Path(muon_jax.__file__).parent / "docs" / "routing.md").read_text()
@@ -61,3 +61,47 @@ def test_muon_gets_the_hidden_matrices(name, capsys):
 
 def paths_of(tree):
     return [(path_name(path), jnp.asarray(x)) for path, x in jax.tree.leaves_with_path(tree)]
+
+
+def tower(p, x):
+    return jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"]
+
+
+def siamese(p, x):
+    return (tower(p, x) * tower(p, x[::-1])).sum(-1)
+
+
+def sparse_autoencoder(p, x):
+    h = jnp.tanh(x @ p["a"]) @ p["b"]
+    return jnp.where(h >= jax.lax.top_k(h, 8)[0][..., -1:], h, 0) @ p["c"]
+
+
+def hypernetwork(p, x):
+    return x @ (jnp.tanh(x[0] @ p["a"]) @ p["b"]).reshape(8, 4) @ p["c"][:4]
+
+
+@pytest.mark.parametrize(
+    ("fn", "path", "role", "view"),
+    [
+        (siamese, "c", "output", None),
+        (sparse_autoencoder, "b", "router", None),
+        (hypernetwork, "b", "hidden", MuonDimensionNumbers(0, 1)),
+    ],
+)
+def test_the_limits_are_as_the_page_says(fn, path, role, view):
+    """If one of these is told better, take it off the page."""
+    params = {"a": jnp.ones((8, 32)), "b": jnp.ones((32, 32)), "c": jnp.ones((32, 16))}
+    routed = by_use(fn, params, jnp.ones((4, 8)))[path]
+    assert (routed.role, routed.view) == (role, view)
+    assert f"`{role}`" in PAGE.partition("## Limits")[2].partition("\n## ")[0]
+
+
+def test_kernels_that_data_mix_are_a_limit():
+    def fn(p, x):
+        h = jnp.tanh(x @ p["a"])
+        kernels = jnp.einsum("be,eio->bio", jax.nn.softmax(h @ p["gate"]), p["experts"])
+        return jnp.tanh(jnp.einsum("bi,bio->bo", h, kernels)) @ p["head"]
+
+    shapes = {"a": (8, 32), "gate": (32, 4), "experts": (4, 32, 16), "head": (16, 3)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    assert by_use(fn, params, jnp.ones((4, 8)))["experts"].view == MuonDimensionNumbers(0, (1, 2))
