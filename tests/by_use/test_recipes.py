@@ -63,7 +63,7 @@ def paths_of(tree):
     return [(path_name(path), jnp.asarray(x)) for path, x in jax.tree.leaves_with_path(tree)]
 
 
-def tower(p, x):
+def tower(p, x):  # or a generator of two layers, and its discriminator
     return jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"]
 
 
@@ -85,6 +85,7 @@ def hypernetwork(p, x):
     [
         (siamese, "c", "output", None),
         (sparse_autoencoder, "b", "router", None),
+        (tower, "b", "hidden", MuonDimensionNumbers(0, 1)),
         (hypernetwork, "b", "hidden", MuonDimensionNumbers(0, 1)),
     ],
 )

@@ -339,7 +339,7 @@ TRIED = r"third,\s+one\s+and\s+three|`?k`? = 1/3, 1 and 3"
 def test_the_reference_sends_users_of_adamw_to_the_routing():
     _, _, text = (muon_jax.muon.__doc__ or "").partition(" consistent_rms:")
     said = text.partition("preset:")[0]
-    assert "by_role" in said and re.search(TRIED, said)
+    assert "by_use" in said and re.search(TRIED, said)
     assert "parameters.md#from-adamw" in DOCUMENTS["muon_jax/docs/muon.md"]
 
 
