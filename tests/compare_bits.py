@@ -9,7 +9,7 @@ Both processes run at once.
 A configuration's digest is the SHA-256 of all arrays that it returns: paths, dtypes, shapes, and
 the bytes of every shard. The script exits with status 1 when a digest differs, when a configuration
 raises an error of another type, or when only one of the trees has it. It uses public names alone,
-so it runs on any version.
+so it runs on any version (`iteration` spells what moved).
 """
 
 import argparse
@@ -346,6 +346,16 @@ def gpt() -> dict[str, Any]:
     return tree
 
 
+def iteration(coeffs: Any = "standard", **attributes: Any) -> dict[str, Any]:
+    """The arguments of an optimizer for `NewtonSchulz(coeffs, **attributes)`, in either spelling."""
+    import muon_jax
+
+    if hasattr(muon_jax, "NewtonSchulz"):
+        return {"ns_coeffs": muon_jax.NewtonSchulz(coeffs, **attributes)}
+    old = {"dtype": "ns_dtype", "method": "ns_method"}
+    return {"ns_coeffs": coeffs, **{old.get(name, name): x for name, x in attributes.items()}}
+
+
 def define_updates() -> None:
     """Adds the configurations of optimizers on one device."""
     import jax
@@ -381,15 +391,15 @@ def define_updates() -> None:
         cautious_weight_decay=True,
     )
     for scale in ("clipped_ratio", "ratio", "none"):
-        updates(f"muon, scale {scale}", muon, 0.02, shape_scale=scale, ns_method="gram")
+        updates(f"muon, scale {scale}", muon, 0.02, shape_scale=scale, **iteration(method="gram"))
     updates("muon, consistent_rms", muon, 0.02, consistent_rms=0.2, adam_learning_rate=1e-3)
     for averaged in ("fan_in", "shorter"):
         updates(f"muon, NorMuon {averaged}", muon, 0.02, normuon_b2=0.9, normuon_averaged=averaged)
     rounding = {"mu_dtype": "bfloat16", "mu_rounding": "stochastic"}
     updates("muon, stochastic rounding", muon, 0.02, **rounding)
-    updates("muon, momentum in bfloat16", muon, 0.02, mu_dtype="bfloat16", ns_dtype=None)
+    updates("muon, momentum in bfloat16", muon, 0.02, mu_dtype="bfloat16", **iteration(dtype=None))
     for size in (0, 2 * 16 * 24 * 4):
-        updates(f"muon, groups of {size} bytes", muon, 0.02, max_group_bytes=size)
+        updates(f"muon, groups of {size} bytes", muon, 0.02, **iteration(max_group_bytes=size))
     for kind in ("spectral", "schatten", "aol"):
         updates(f"muon, {kind}", muon, 0.02, "cubic", preconditioning=kind)
 
@@ -429,7 +439,7 @@ def define_updates() -> None:
     by_views: dict[str, Any] = {"weight_dimension_numbers": views}
     of("views", viewed, scale_by_muon, **by_views)
     of("views, adaptive", viewed, scale_by_muon, **by_views, adaptive=True, nesterov=False)
-    of("views, cans", viewed, scale_by_muon, **by_views, ns_coeffs="cans", ns_dtype="auto")
+    of("views, cans", viewed, scale_by_muon, **by_views, ns_coeffs="cans")
     of("views, a callable", viewed, scale_by_muon, weight_dimension_numbers=lambda params: views)
     in_muon = {"learning_rate": 0.02, "muon_weight_dimension_numbers": views}
     of("views, NorMuon", viewed, muon, **in_muon, normuon_b2=0.9, consistent_rms=0.2)
@@ -475,10 +485,12 @@ def define_updates() -> None:
         return convert(state, source="bias_corrected", target="heavy_ball", beta=0.95)
 
     add("update, qk_clip", clipped)
-    add("update, injected", injected, 0.02, (3.0, -3.0, 1.0), 3, ns_dtype="float32")
+    given = iteration((3.0, -3.0, 1.0), dtype="float32")
+    add("update, injected", injected, 0.02, ns_steps=3, **given)
     add("update, injected, a table", injected, 0.02, ((3.0, -3.0, 1.0), (2.0, -1.5, 0.5)))
     add("update, injected, dion", injected, 0.02, "dion", beta=0.9, eps=0.5, weight_decay=0.1)
-    add("update, injected, static steps", injected, 0.02, ns_method="gram", static=("ns_steps",))
+    gram = iteration(method="gram")
+    add("update, injected, static steps", injected, 0.02, static=("ns_steps",), **gram)
     add("update, vmap", ensemble)
     add("update, converted momentum", converted)
 
@@ -548,9 +560,9 @@ def define_sharded() -> None:
     for name in ("balanced", "accurate", "polar_express"):
         sharded(f"{name}, in pieces", "both", auto, distributed_gram=True, ns_coeffs=name)
     sharded("balanced", "fsdp", auto, ns_coeffs="balanced")
-    sharded("adaptive", "both", auto, adaptive=True, ns_dtype="float32")
-    sharded("groups of 4096 bytes", "fsdp", auto, max_group_bytes=4096)
-    sharded("each by itself", "both", explicit, max_group_bytes=0)
+    sharded("adaptive", "both", auto, adaptive=True, **iteration(dtype="float32"))
+    sharded("groups of 4096 bytes", "fsdp", auto, **iteration(max_group_bytes=4096))
+    sharded("each by itself", "both", explicit, **iteration(max_group_bytes=0))
     rounding = {"mu_dtype": "bfloat16", "mu_rounding": "stochastic"}
     sharded("stochastic rounding", "fsdp", auto, **rounding)
 
@@ -605,11 +617,14 @@ def define_sharded() -> None:
     def injected() -> Any:
         import optax
 
-        made = optax.inject_hyperparams(muon)(1e-2, (3.0, -3.0, 1.0), 3, ns_dtype="float32")
+        given = iteration((3.0, -3.0, 1.0), dtype="float32")
+        made = optax.inject_hyperparams(muon)(1e-2, ns_steps=3, **given)
         return updates_of(made, placed("fsdp", names=("a", "b", "c")))
 
     def differentiated() -> Any:
-        transform = scale_by_muon(ns_steps=2, implementation="xla", distributed_gram=True)
+        transform = scale_by_muon(
+            ns_steps=2, distributed_gram=True, **iteration(implementation="xla")
+        )
 
         def loss(gradients: Any) -> Any:
             updates, _ = transform.update(gradients, transform.init(gradients))

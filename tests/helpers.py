@@ -92,11 +92,23 @@ def count_of_programs(jitted: Any) -> int:
     return jitted._cache_size()
 
 
+def two_steps(
+    ns_coeffs="standard",
+    ns_steps=2,
+    *,
+    dtype="float32",
+    method=None,
+    max_group_bytes=None,
+    **kwargs,
+):
+    """`scale_by_muon`, by default of two steps in float32."""
+    attributes = {"method": method, "max_group_bytes": max_group_bytes}
+    return scale_by_muon(NewtonSchulz(ns_coeffs, dtype=dtype, **attributes), ns_steps, **kwargs)
+
+
 def compiled_update(grads, **kwargs):
-    """An update of `scale_by_muon`, by default of two steps in float32: compiled; its result."""
-    optimizer = scale_by_muon(
-        **{"ns_steps": 2, "ns_coeffs": NewtonSchulz(dtype="float32"), **kwargs}
-    )
+    """An update of `two_steps`: compiled; its result."""
+    optimizer = two_steps(**kwargs)
     state = optimizer.init(grads)
     compiled = jax.jit(optimizer.update).lower(grads, state).compile()
     updates, new_state = compiled(grads, state)

@@ -185,7 +185,7 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
         ),
         (of_muon(ns_steps=True), Type, rf"ns_steps {NUMBER} True"),
         (
-            of_muon(max_group_bytes=1.5),
+            lambda: NewtonSchulz(max_group_bytes=1.5),
             Value,
             r"max_group_bytes must be an integer .* got 1.5",
         ),
@@ -213,7 +213,11 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
         (of_muon(ns_coeffs=((2, -1, 0),) * 101), Value, r"at most 100 steps, got \(101, 3\)"),
         (lambda: newton_schulz(MATRIX, (1j, 1, 1)), Value, "ns_coeffs must be finite real"),
         # Names.
-        (of_muon(implementation=""), Value, r"implementation must be one of .* None, got ''"),
+        (
+            lambda: NewtonSchulz(implementation=""),
+            Value,
+            r"implementation must be one of .* None, got ''",
+        ),
         (of_muon(normuon_averaged="x"), Value, r"normuon_averaged must be one of .*, got 'x'"),
         (of_muon(preset="kellr"), Value, "got 'kellr': did you mean 'keller'"),
         (of_muon(ns_coeffs="balancd"), Value, "got 'balancd': did you mean 'balanced'"),

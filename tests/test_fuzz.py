@@ -73,6 +73,7 @@ DECAY = ([*RATES, None], NOT_POSITIVE)
 BETA, EPS = (BETAS, [*NOT_IN_UNIT, None, SCHEDULE]), (EPSILONS, [*NOT_POSITIVE, None, SCHEDULE])
 FLAG, NAME = (FLAGS, [*NO_FLAG, None]), (lambda *names: ([*names], [*NO_NAME, SCHEDULE]))
 VIEWS = ([None, lambda tree: None], NO_VIEWS)
+COEFFICIENTS = [*NAMED, "balanced", "fast", (2, -1.5, 0.5), [[2.0, -1.5, 0.5]]]
 ARGUMENTS = {
     "learning_rate": RATE,
     "adam_learning_rate": DECAY,
@@ -87,16 +88,12 @@ ARGUMENTS = {
     "adam_eps": ([*EPSILONS, None], NOT_POSITIVE),
     "adam_eps_root": EPS,
     "consistent_rms": ([0.2, 1, None], NOT_POSITIVE),
-    "ns_coeffs": NewtonSchulz(
-        (
-            [*NAMED, "balanced", "fast", (2, -1.5, 0.5), [[2.0, -1.5, 0.5]]],
-            [*NO_COEFFICIENTS, {"(": "standard"}, {3: "standard"}, {".*": "balancedd"}],
-        ),
-        method=NAME("standard", None),
-        implementation=NAME("xla", None),
-        dtype=(["float32", "auto", None, jnp.dtype("float32")], NO_DTYPE),
-        max_group_bytes=([0, 2**20, None], [*NO_INTEGER, jnp.array(1), float("inf")]),
+    "ns_coeffs": (
+        [*COEFFICIENTS, NewtonSchulz("balanced"), NewtonSchulz(dtype="float32", method="gram")],
+        [*NO_COEFFICIENTS, {"(": "standard"}, {3: "standard"}, {".*": "balancedd"}],
     ),
+    "coeffs": (COEFFICIENTS, [*NO_COEFFICIENTS, {".*": "standard"}, NewtonSchulz(), SCHEDULE]),
+    "steps": ([5, 5.0, np.int64(5), jnp.array(5), None], [*NO_INTEGER, 0, 10**6]),
     "ns_steps": ([5, 5.0, np.int64(5), jnp.array(5)], [*NO_INTEGER, 0, 10**6, None]),
     "nesterov": FLAG,
     "adaptive": FLAG,
@@ -138,6 +135,8 @@ ARGUMENTS = {
     "mu_rounding": NAME("nearest", None),
     "state_memory_kind": NAME("device", "pinned_host"),
     "method": NAME("standard", None),
+    "implementation": NAME("xla", None),
+    "max_group_bytes": ([0, 2**20, None], [*NO_INTEGER, jnp.array(1), float("inf")]),
     "preset": NAME("keller", "moonlight", None),
     "mu_dtype": (
         ["float32", jnp.float32, "int8", None],
@@ -180,6 +179,7 @@ of_muon, of_scale = (
     {*inspect.signature(f).parameters} for f in (muon_jax.muon, muon_jax.scale_by_muon)
 )
 of_iteration = "ns_coeffs ns_steps eps eps_mode dtype preconditioning method implementation"
+of_object = "coeffs steps dtype method implementation max_group_bytes"
 of_product = "alpha diagonal symmetrize_output implementation"
 
 
@@ -218,6 +218,7 @@ CALLS = {
         [],
     ),
     "by_role": (functools.partial(muon_jax.by_role, PARAMS), [], ["rules"]),
+    "NewtonSchulz": (NewtonSchulz, [], of_object.split()),
     "newton_schulz": (traced(muon_jax.newton_schulz, ABSTRACT), [], of_iteration.split()),
     "syrk": (traced(pallas_kernels.syrk, ABSTRACT), [], of_product.split()),
     "syrkx": (traced(pallas_kernels.syrkx, ABSTRACT, ABSTRACT), [], of_product.split()),

@@ -539,7 +539,8 @@ def test_without_nesterov_the_momentum_is_not_overwritten(form):
 # flash-muon accepts stacks and has buffers for one matrix.
 def test_a_stack_is_its_matrices():
     stack = {"w": jnp.stack([tree(seed)["wide"] for seed in range(3)])}
-    kwargs = {"preset": "moonlight", "ns_coeffs": NewtonSchulz(dtype="float32")}
+    iteration = dataclasses.replace(PRESETS["moonlight"]["ns_coeffs"], dtype="float32")
+    kwargs = {"preset": "moonlight", "ns_coeffs": iteration}
     numbers = {"w": MuonDimensionNumbers(1, 2)}
     optimizer = muon(0.1, muon_weight_dimension_numbers=numbers, **kwargs)
     updates, _ = optimizer.update(stack, optimizer.init(stack), stack)

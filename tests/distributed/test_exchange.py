@@ -46,8 +46,8 @@ def assert_units_are_written(owners, counts, data):
     assert not packed[:, :column].any()
 
 
-@pytest.mark.parametrize("ns_dtype", helpers.mostly_nightly(["float16", "bfloat16"], ["float16"]))
-def test_matrices_come_as_they_would_be_on_one_device_bit_for_bit(ns_dtype, monkeypatch):
+@pytest.mark.parametrize("dtype", helpers.mostly_nightly(["float16", "bfloat16"], ["float16"]))
+def test_matrices_come_as_they_would_be_on_one_device_bit_for_bit(dtype, monkeypatch):
     """Where entries are small as well, in float16 subnormal, on a device that has no large ones."""
     monkeypatch.setattr(NewtonSchulz, "iterate", lambda self, x, *args: x)
     exponents = jax.random.randint(jax.random.key(1), (2, 16, 72), -45, 0)
@@ -55,7 +55,7 @@ def test_matrices_come_as_they_would_be_on_one_device_bit_for_bit(ns_dtype, monk
     sharding = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))
     grads = {"one": x[0], "other": x[1].at[:2].set(1e-3 * x[1, :2])}
     sharded = {name: jax.device_put(g, sharding) for name, g in grads.items()}
-    optimizer = muon(0.02, ns_coeffs=NewtonSchulz(dtype=ns_dtype))
+    optimizer = muon(0.02, ns_coeffs=NewtonSchulz(dtype=dtype))
 
     def update(grads):
         return jax.jit(optimizer.update)(grads, optimizer.init(grads), grads)[0]
@@ -64,11 +64,11 @@ def test_matrices_come_as_they_would_be_on_one_device_bit_for_bit(ns_dtype, monk
     jax.clear_caches()  # of what is no iteration
 
 
-@pytest.mark.parametrize("ns_dtype", helpers.mostly_nightly(["float16", "bfloat16"], ["float16"]))
-def test_the_largest_numbers_are_not_rounded_to_infinities(ns_dtype):
+@pytest.mark.parametrize("dtype", helpers.mostly_nightly(["float16", "bfloat16"], ["float16"]))
+def test_the_largest_numbers_are_not_rounded_to_infinities(dtype):
     x = jnp.sign(jax.random.normal(jax.random.key(0), (16, 72))) * jnp.finfo(jnp.float32).max
     sharding = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))
-    arguments = {"beta": 0.0, "nesterov": False, "ns_coeffs": NewtonSchulz(dtype=ns_dtype)}
+    arguments = {"beta": 0.0, "nesterov": False, "dtype": dtype}
     _, updates = helpers.compiled_update({"x": jax.device_put(x, sharding)}, **arguments)
     assert jnp.isfinite(updates["x"]).all()
     chex.assert_trees_all_equal(updates, helpers.on_one_device({"x": x}, **arguments))

@@ -138,9 +138,9 @@ def compiled_update(parameters, front_end, **kwargs):
 @front_ends
 def test_replicas_that_split_the_work_have_the_bits_of_those_that_repeat_it(front_end):
     parameters = {name: TREE[name] for name in ("up", "experts")}
-    _, _, repeated = compiled_update(parameters, front_end, ns_coeffs=NewtonSchulz(dtype="auto"))
+    _, _, repeated = compiled_update(parameters, front_end, dtype="auto")
     _, compiled, split = compiled_update(
-        parameters, front_end, ns_coeffs=NewtonSchulz(dtype="auto"), outside={"replica": "split"}
+        parameters, front_end, dtype="auto", outside={"replica": "split"}
     )
     chex.assert_trees_all_equal(split, repeated)
     found = collectives_over(compiled, SIZES)
@@ -176,11 +176,11 @@ def test_blocks_that_need_no_exchange_have_the_bits_of_a_loop():
         FRONT_ENDS[0],
         exchange_axes=(),
         outside="block",
-        ns_coeffs=NewtonSchulz(dtype="auto"),
+        dtype="auto",
     )
     assert not collectives_over(compiled, SIZES)
     expected = block_by_block(
-        lambda *block: on_one_device(*block, ns_coeffs=NewtonSchulz(dtype="auto")),
+        lambda *block: on_one_device(*block, dtype="auto"),
         *(grads, specs, views, SIZES, ["fsdp", "tp"]),
     )
     chex.assert_trees_all_equal(updates, expected)
@@ -222,9 +222,7 @@ def test_sums_of_gram_matrices_alone_are_over_axes_outside(names, front_end):
             sizes = re.findall(r"\[([\d,]*)\]", result)
             elements = sum(math.prod(map(int, filter(None, size.split(",")))) for size in sizes)
             assert elements <= 64 * 64, line  # a part of "wide" has 2·16·256/4
-    helpers.assert_close(
-        updates, on_one_device(grads, views, ns_coeffs=NewtonSchulz(method="gram")), 4e-6
-    )
+    helpers.assert_close(updates, on_one_device(grads, views, method="gram"), 4e-6)
 
 
 SCALES = [{"consistent_rms": 0.2}, {"shape_scale": "ratio"}, {}, {"shape_scale": "none"}]

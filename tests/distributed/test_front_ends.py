@@ -225,9 +225,8 @@ def test_nnx_s_parameters():
 def test_injected_hyperparameters_are_operands():
     for axis_type in (AxisType.Auto, AxisType.Explicit):
         params = dict.fromkeys("ab", parameters(mesh_of(axis_type))["out"])
-        injected = optax.inject_hyperparams(muon)(
-            1e-2, (3.0, -3.0, 1.0), 3, ns_coeffs=NewtonSchulz(dtype="float32")
-        )
+        iteration = NewtonSchulz((3.0, -3.0, 1.0), dtype="float32")
+        injected = optax.inject_hyperparams(muon)(1e-2, iteration, 3)
         updates, _ = jax.jit(injected.update)(params, injected.init(params), params)
         one = dict.fromkeys("ab", parameters()["out"])
         expected, _ = injected.update(one, injected.init(one), one)
@@ -239,7 +238,7 @@ def test_an_injected_number_of_steps_of_a_named_set():
     """`optax.inject_hyperparams` makes an array of the default, too."""
     params = parameters(mesh_of(AxisType.Auto))
     injected = optax.inject_hyperparams(muon)(
-        1e-2, "dion", ns_coeffs=NewtonSchulz(dtype="float32"), muon_weight_dimension_numbers=VIEWS
+        1e-2, NewtonSchulz("dion", dtype="float32"), muon_weight_dimension_numbers=VIEWS
     )
     updates, _ = jax.jit(injected.update)(params, injected.init(params), params)
     plain = muon(1e-2, NewtonSchulz("dion", dtype="float32"), muon_weight_dimension_numbers=VIEWS)

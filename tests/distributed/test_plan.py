@@ -18,7 +18,7 @@ from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._matrices.views import Split, Unfold, batch_axes
 
 MATRICES = MuonDimensionNumbers(-2, -1)
-ITERATION = NewtonSchulz.resolve("standard", 5, 1e-8, preconditioning="frobenius")
+ITERATION = NewtonSchulz()
 
 
 def leaves_of(parameters, mesh):

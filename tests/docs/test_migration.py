@@ -22,7 +22,7 @@ RUNS = [
     {"learning_rate": SCHEDULE, "weight_decay": 0.1, "adam_weight_decay": 0.1},
     pytest.param({"learning_rate": 0.02}, marks=pytest.mark.slow),
 ]
-KNOWN = {"preset": "optax", "ns_coeffs": NewtonSchulz(dtype="float32")}
+KNOWN = {"preset": "optax", "ns_coeffs": NewtonSchulz(dtype="float32", method="standard")}
 
 
 class Mlp(nnx.Module):

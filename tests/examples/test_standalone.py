@@ -30,7 +30,7 @@ def test_it_is_muon(monkeypatch):
         standalone.LEARNING_RATE,
         preset="keller",
         weight_decay=standalone.WEIGHT_DECAY,
-        ns_coeffs=NewtonSchulz(dtype="float32"),
+        ns_coeffs=NewtonSchulz(dtype="float32", method="standard"),
     )
 
     @jax.jit

@@ -1,5 +1,6 @@
 """Matrices of one shape are orthogonalized together; the result is each one's own."""
 
+import dataclasses
 import functools
 
 import chex
@@ -40,7 +41,7 @@ def test_each_gets_its_own_update():
         np.testing.assert_allclose(update, apart[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def assert_same_alone(m, n, dtype=jnp.float32, **kwargs):
+def assert_same_alone(m, n, dtype=jnp.float32, ns_coeffs=NewtonSchulz(), **kwargs):  # noqa: B008
     """Asserts that updates do not depend on the grouping nor on stacks, bit for bit."""
     shapes = {"square": (2, m, m), "wide": (2, m, n), "tall": (2, n, m), "one": (1, n, m)}
     stacks = helpers.random_tree(shapes, seed=0, dtype=dtype)
@@ -48,9 +49,10 @@ def assert_same_alone(m, n, dtype=jnp.float32, **kwargs):
     run = functools.partial(
         updates, weight_dimension_numbers=MuonDimensionNumbers(-2, -1), **kwargs
     )
-    together, alone = run(stacks), run(matrices, max_group_bytes=0)
-    chex.assert_trees_all_equal(run(stacks, max_group_bytes=0), together)
-    chex.assert_trees_all_equal(run(matrices), alone)
+    apart = dataclasses.replace(ns_coeffs, max_group_bytes=0)
+    together, alone = run(stacks, ns_coeffs=ns_coeffs), run(matrices, ns_coeffs=apart)
+    chex.assert_trees_all_equal(run(stacks, ns_coeffs=apart), together)
+    chex.assert_trees_all_equal(run(matrices, ns_coeffs=ns_coeffs), alone)
     for name, update in alone.items():
         stack, index = name.split()
         chex.assert_trees_all_equal(update, together[stack][int(index)])
@@ -62,14 +64,14 @@ def assert_same_alone(m, n, dtype=jnp.float32, **kwargs):
 @pytest.mark.parametrize(
     ("m", "n", "kwargs"),
     [
-        (33, 70, {"ns_coeffs": "balanced"}),
+        (33, 70, {"ns_coeffs": NewtonSchulz("balanced")}),
         *(
             pytest.param(*case, marks=helpers.nightly)
             for case in (
                 (16, 40, {}),
                 (33, 70, {"ns_coeffs": NewtonSchulz(dtype="float32"), "dtype": jnp.bfloat16}),
                 (128, 300, {"ns_coeffs": NewtonSchulz(method="gram")}),
-                (128, 300, {"ns_coeffs": "aol", "preconditioning": "aol"}),
+                (128, 300, {"ns_coeffs": NewtonSchulz("aol", preconditioning="aol")}),
             )
         ),
     ],

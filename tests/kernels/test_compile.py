@@ -95,9 +95,8 @@ mesh = mesh_of({hosts}, 8)
 rows = NamedSharding(mesh, PartitionSpec(None, "x"))
 gradients = [jax.ShapeDtypeStruct(({hosts}, 512, 1024), jnp.float32, sharding=rows)] * 40
 optimizer = scale_by_muon(
-    implementation="mosaic_gpu",
+    NewtonSchulz(implementation="mosaic_gpu", max_group_bytes=2 * 2**20),
     weight_dimension_numbers=MuonDimensionNumbers(-2, -1),
-    max_group_bytes=2 * 2**20,
     shardings={shardings},
 )
 with jax.set_mesh(mesh):
@@ -113,7 +112,7 @@ gradients = [
     jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
     for shape in [(512, 1024), (1024, 512)] * 12
 ]
-optimizer = scale_by_muon(implementation="mosaic_gpu", max_group_bytes=16 * 2**20)
+optimizer = scale_by_muon(NewtonSchulz(implementation="mosaic_gpu", max_group_bytes=16 * 2**20))
 with jax.set_mesh(mesh):
     state = jax.eval_shape(optimizer.init, gradients)._replace(mu=gradients)
     compiled = jax.jit(optimizer.update).lower(gradients, state).compile()
@@ -143,7 +142,7 @@ mesh = mesh_of(1, 8)
 columns = NamedSharding(mesh, PartitionSpec(None, None, "x"))
 gradients = jax.ShapeDtypeStruct(({count}, 512, 4096), jnp.float32, sharding=columns)
 optimizer = scale_by_muon(
-    implementation="mosaic_gpu",
+    NewtonSchulz(implementation="mosaic_gpu"),
     weight_dimension_numbers=MuonDimensionNumbers(-2, -1),
     distributed_gram=True,
 )

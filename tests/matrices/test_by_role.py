@@ -1,5 +1,6 @@
 """Which parameters of real models are matrices, and the table that tells it."""
 
+import dataclasses
 import functools
 import math
 import pickle
@@ -18,6 +19,7 @@ from helpers import mostly_nightly, nested
 from model_shapes import shapes
 
 from muon_jax import (
+    PRESETS,
     MuonDimensionNumbers,
     NewtonSchulz,
     Split,
@@ -672,7 +674,8 @@ def test_arguments_are_those_of_muon():
     params = {"up": {"kernel": jnp.zeros((8, 16))}}
     (group,) = describe(params, preset="gram").groups
     assert (group.method, group.dtype) == ("gram", "float16")
-    (group,) = describe(params, preset="gram", ns_coeffs=NewtonSchulz(method="standard")).groups
+    standard = dataclasses.replace(PRESETS["gram"]["ns_coeffs"], method="standard")
+    (group,) = describe(params, preset="gram", ns_coeffs=standard).groups
     assert group.method == "standard"
     half = jax.ShapeDtypeStruct((16, 32), jnp.bfloat16)
     for kwargs, expected in (
