@@ -347,7 +347,7 @@ def gpt() -> dict[str, Any]:
 
 
 def iteration(coeffs: Any = "standard", **attributes: Any) -> dict[str, Any]:
-    """The arguments of an optimizer for `NewtonSchulz(coeffs, **attributes)`, in either spelling."""
+    """Arguments of an optimizer for `NewtonSchulz(coeffs, **attributes)`, in either spelling."""
     import muon_jax
 
     if hasattr(muon_jax, "NewtonSchulz"):

@@ -18,6 +18,7 @@ import muon_jax
 from muon_jax import (
     KeyHeads,
     MuonDimensionNumbers,
+    NewtonSchulz,
     QueryHeads,
     Split,
     Unfold,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, muon, scale_by_muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, muon
 from muon_jax._matrices.views import Split, Unfold
 from muon_jax.benchmarks._times.sharded import collectives
 
