@@ -132,7 +132,7 @@ def newton_schulz(
         Jordan et al., `Muon: an optimizer for hidden layers in neural networks
         <https://kellerjordan.github.io/posts/muon/>`_, 2024. Boissin et al., `Turbo-Muon
         <https://arxiv.org/abs/2512.04632>`_, 2025 (`"aol"`). Grishina et al., `Accelerating
-        Newton-Schulz NewtonSchulz for Orthogonalization via Chebyshev-type Polynomials
+        Newton-Schulz Iteration for Orthogonalization via Chebyshev-type Polynomials
         <https://arxiv.org/abs/2506.10935>`_, 2025 (`"schatten"`, `"cans"`). Amsel et al., `The
         Polar Express <https://arxiv.org/abs/2505.16932>`_, 2025 (composition, `"polar_express"`).
     """

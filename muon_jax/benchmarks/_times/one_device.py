@@ -185,9 +185,8 @@ def measure_muon(model: str, dtype: str, turns: Turns = DEFAULT_TURNS) -> dict[s
         start = time.perf_counter()
         programs[name] = _compile_update(make, gradients, parameters)
         compile_seconds[name] = round(time.perf_counter() - start, 2)
-    exact = functools.partial(
-        COMPARED["balanced"], ns_coeffs=NewtonSchulz(method="standard", dtype="float32")
-    )
+    in_float32 = NewtonSchulz("balanced", dtype="float32", method="standard")
+    exact = functools.partial(COMPARED["balanced"], ns_coeffs=in_float32)
     references = {
         "None": ("that of optax", programs["optax"]),
         "balanced": ("that computed in float32", _compile_update(exact, gradients, parameters)),
