@@ -4,8 +4,8 @@ Muon orthogonalizes the momentum of each weight matrix: it replaces M = UΣVᵀ 
 UVᵀ, computed by a few Newton–Schulz steps X <- (aI + bA + cA²)X with A = XXᵀ.
 
 `muon` is the optimizer, a drop-in for `optax.contrib.muon`; `scale_by_muon` its transformation for
-chains of one's own; `newton_schulz` the iteration alone, and `NewtonSchulz` its coefficients and how
-its products run. `PRESETS` holds the arguments of `muon` that make it other published Muons;
+chains of one's own; `newton_schulz` the iteration alone, and `NewtonSchulz` its coefficients and
+how its products run. `PRESETS` holds the arguments of `muon` that make it other published Muons;
 `explain` tells who orthogonalizes what where parameters are sharded.
 """
 

@@ -228,7 +228,8 @@ def checks_arguments[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         if not takes_more:
             check_positions(called, args, kwargs, by_position)
         if not takes_any:
-            check_names(called, kwargs, names)
+            given_by_name = dict(zip(by_position, args, strict=False)) | kwargs
+            check_names(called, given_by_name, names)
         given = signature.bind_partial(*args, **kwargs)
         for name, value in given.arguments.items():
             if name in checks:

@@ -296,15 +296,24 @@ def test_what_the_message_says_is_taken(name, value, way):
             TypeError,
             "'G' or 'steps': pass x=..., ns",
         ),
-        (
-            lambda: newton_schulz(MATRIX, ns_dtype="float32"),
-            TypeError,
-            "pass dtype='float32'",
-        ),
-        (
-            lambda: newton_schulz(MATRIX, ns_method="gram"),
-            TypeError,
-            "pass method='gram'",
+        (lambda: newton_schulz(MATRIX, ns_dtype="float32"), TypeError, "pass dtype='float32'"),
+        (lambda: newton_schulz(MATRIX, ns_method="gram"), TypeError, "pass method='gram'"),
+        *(
+            (
+                lambda args=args, kwargs=kwargs: muon(0.02, *args, **kwargs, ns_dtype="float32"),
+                TypeError,
+                f"pass ns_coeffs={way}dtype='float32')",
+            )
+            for args, kwargs, way in [
+                ((), {}, "NewtonSchulz("),
+                (("fast",), {}, "NewtonSchulz('fast', "),
+                ((), {"ns_coeffs": "fast", "preset": "keller"}, "NewtonSchulz('fast', "),
+                (
+                    (),
+                    {"preset": "keller"},
+                    "dataclasses.replace(PRESETS['keller']['ns_coeffs'], ",
+                ),
+            ]
         ),
         (
             lambda: newton_schulz(MATRIX, use_gram_newton_schulz=True),

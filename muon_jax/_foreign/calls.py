@@ -39,7 +39,7 @@ def check_names(function: str, given: Mapping[str, Any], parameters: Sequence[st
         *first, last = (repr(name) for name in unknown)
         named = f"{', '.join(first)} or {last}" if first else last
         raise TypeError(
-            f"{function} has no argument {named}{_advice(function, unknown, parameters)}"
+            f"{function} has no argument {named}{_advice(function, unknown, given, parameters)}"
         )
 
 
@@ -151,8 +151,10 @@ def is_transformation(value: Any) -> bool:
     return isinstance(value, tuple) and hasattr(value, "init") and hasattr(value, "update")
 
 
-def _advice(function: str, unknown: Mapping[str, Any], parameters: Sequence[str]) -> str:
-    """What to write for names that the function does not have."""
+def _advice(
+    function: str, unknown: Mapping[str, Any], given: Mapping[str, Any], parameters: Sequence[str]
+) -> str:
+    """What to write for names, of those given, that the function does not have."""
     passed, elsewhere, others, near = [], [], [], []
     for name, value in unknown.items():
         row, known = row_of(name, parameters)
@@ -172,7 +174,7 @@ def _advice(function: str, unknown: Mapping[str, Any], parameters: Sequence[str]
         else:
             choices = [f"{way} for {key!r}" for key, way in row.by_value.items()]
             others.append(f"in its place {', '.join(choices)}")
-    found = [f"pass {', '.join(each_once(passed))}"] if passed else []
+    found = [f"pass {_with_coeffs(', '.join(each_once(passed)), given)}"] if passed else []
     if factor := factor_beside_shape(passed):
         others.append(
             f"shape_scale has no factor: multiply learning_rate by {factor} and divide weight_decay"
@@ -180,6 +182,17 @@ def _advice(function: str, unknown: Mapping[str, Any], parameters: Sequence[str]
         )
     found += dict.fromkeys(elsewhere + others + [text for text in near if text])
     return f": {'; '.join(found)}" if found else ""
+
+
+def _with_coeffs(ways: str, given: Mapping[str, Any]) -> str:
+    """The ways, in which a `NewtonSchulz` has the coefficients of the call or of its preset."""
+    coeffs, preset = given.get("ns_coeffs"), given.get("preset")
+    made = "NewtonSchulz("
+    if isinstance(coeffs, str | tuple):
+        made += f"{written(coeffs)}, "
+    elif preset and coeffs is None:
+        made = f"dataclasses.replace(PRESETS[{preset!r}]['ns_coeffs'], "
+    return ways.replace("NewtonSchulz(", made)
 
 
 def _passed(given: Mapping[str, Any], parameters: Sequence[str]) -> list[str]:
