@@ -472,13 +472,22 @@ def first_error(arguments):
     return None
 
 
+def attributes_in(arguments):
+    """Those of the `NewtonSchulz` that arguments have, which are not at their defaults."""
+    iteration = arguments.get("ns_coeffs")
+    if not isinstance(iteration, NewtonSchulz):
+        return set()
+    fields = dataclasses.fields(iteration)
+    return {x.name for x in fields if getattr(iteration, x.name) != x.default}
+
+
 def foreign_to_the_call(message, passed, preset):
     """Arguments that a message blames, and that neither the call nor the preset has."""
     blamed = re.split(r": (?:pass|leave|set|name|give)\b|\bPass\b", message)[0]
     names = {*inspect.signature(muon).parameters} | INNER
     named = {n for n in names if re.search(rf"(?<![\w.]){n}(?==| must\b| compares| sums)", blamed)}
     by_preset = {*PRESETS[preset]} if f"preset={preset!r} sets" in message else set()
-    fields = {"dtype", "method"} if "ns_coeffs" in {*passed} | {*PRESETS.get(preset, ())} else set()
+    fields = attributes_in(PRESETS.get(preset, {})) | attributes_in(passed)
     known = {"block_period", "exchange_axes", "ns_steps"} | fields
     return named - {*passed} - by_preset - known | (named & INNER - {*passed} - fields)
 
@@ -500,7 +509,8 @@ def test_an_error_blames_what_the_call_has(preset):
         if VIEWS in arguments or "shardings" in arguments:
             continue
         assert foreign_to_the_call(message, given | arguments, preset) == set(), message
-        named = [n for n in arguments if re.search(rf"\b{n}\b", message)]
+        own = {*arguments} | attributes_in(arguments)
+        named = [n for n in own if re.search(rf"\b{n}\b", message)]
         assert named or f"preset={preset!r} sets" in message, (arguments, message)
     assert n_errors > 8
 
