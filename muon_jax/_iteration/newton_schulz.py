@@ -276,10 +276,7 @@ class NewtonSchulz:
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: Sequence[Any]) -> Self:
         """The inverse of `tree_flatten`."""
-        made, left = (
-            object.__new__(cls),
-            iter(leaves),
-        )  # leaves may be anything, which no check takes
+        made, left = object.__new__(cls), iter(leaves)  # any objects, which no check takes
         for field, (is_leaf, x) in zip(dataclasses.fields(cls), static, strict=True):
             object.__setattr__(made, field.name, next(left) if is_leaf else x)
         return made
