@@ -19,8 +19,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from model_shapes import shapes
 
 import muon_jax
+from benchmarks._times.sharded import collectives
 from muon_jax import MuonDimensionNumbers, Unfold, by_role, describe, explain, muon, scale_by_muon
-from muon_jax.benchmarks._times.sharded import collectives
 
 PAGE = Path(muon_jax.__file__).parent / "docs" / "muon.md"
 PER_HEAD = by_role(per_head=True)
