@@ -1,6 +1,6 @@
 """Measured times of the symmetric product, one table a device: `tuned/*.json`.
 
-`python -m muon_jax.benchmarks tune` writes the table of the GPU that it runs on.
+`python -m pallas_kernels.tune` writes the table of the GPU that it runs on.
 """
 
 import functools

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("muon_jax", "pallas_kernels")
-LEFT_OUT = ("benchmarks", "docs")
 
 # What an update works out, by the module's last names and the function. Names of older trees stand
 # beside today's. Where a function is memoized, only its executions count.
@@ -100,13 +99,11 @@ class Module:
         return parts[1] if len(parts) > 1 else "__init__"
 
 
-def modules_of(tree: Path, package: str, left_out: Iterable[str] = LEFT_OUT) -> list[Module]:
+def modules_of(tree: Path, package: str) -> list[Module]:
     """Returns the modules of a package in a checkout, sorted by path."""
     root, found = tree / package, []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        if parts[0] in left_out:
-            continue
         parts = parts[:-1] if parts[-1] == "__init__" else parts
         found.append(Module(".".join((package, *parts)), path))
     return found
@@ -295,7 +292,7 @@ def _module_of(filename: str, tree: Path) -> str | None:
     if not path.is_relative_to(tree):
         return None
     parts = path.relative_to(tree).with_suffix("").parts
-    return ".".join(parts) if parts[0] in PACKAGES and parts[1] not in LEFT_OUT else None
+    return ".".join(parts) if parts[0] in PACKAGES else None
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from benchmarks._times.sharded import collectives
 from muon_jax import (
     PRESETS,
     MuonDimensionNumbers,
@@ -26,7 +27,6 @@ from muon_jax import (
 from muon_jax._distributed import devices
 from muon_jax._distributed.planning import Limits, make_plan, units_of
 from muon_jax._reports.arguments import all_arguments, iterations_of_muon
-from muon_jax.benchmarks._times.sharded import collectives
 
 MATRICES = MuonDimensionNumbers()
 TABLE = ((4.0, -6.0, 3.0), (3.4445, -4.775, 2.0315))

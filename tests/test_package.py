@@ -26,12 +26,13 @@ def test_a_tree_that_is_not_installed_has_no_version(monkeypatch):
     importlib.reload(muon_jax)
 
 
-def test_the_wheel_leaves_documents_and_results_out():
-    excluded = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["exclude"]
-    assert {"muon_jax/docs", "muon_jax/benchmarks/results"} <= {*excluded}
+def test_the_wheel_has_the_library_and_the_kernels_alone():
+    assert PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"] == {
+        "packages": ["muon_jax", "pallas_kernels"]
+    }
 
 
-def test_the_extra_holds_what_the_benchmarks_need():
-    packages = PROJECT["project"]["optional-dependencies"]["benchmarks"]
+def test_the_group_holds_what_the_benchmarks_need():
+    packages = PROJECT["dependency-groups"]["benchmarks"]
     needed = ["matplotlib", "scikit-learn", "scipy", "tokenizers", "tqdm"]
     assert [package.split()[0] for package in packages] == needed

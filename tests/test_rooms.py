@@ -18,19 +18,7 @@ import pallas_kernels
 TREE = Path(__file__).parents[1]
 ALLOWED = {
     "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
-    "muon_jax": {
-        "jax",
-        "matplotlib",
-        "muon_jax",
-        "numpy",
-        "optax",
-        "pallas_kernels",
-        "scipy",
-        "sklearn",
-        "tokenizers",
-        "tqdm",
-    }
-    | {"torch", "gram_newton_schulz", "dion", "quack"},  # rivals in the benchmarks, where installed
+    "muon_jax": {"jax", "muon_jax", "numpy", "optax", "pallas_kernels"},
 }
 # The rooms, the lowest first. A room imports from lower rooms alone.
 ORDER = {
@@ -50,6 +38,7 @@ ORDER = {
         "_gemm",
         "_several_stacks",
         "__init__",
+        "tune",
     ),
     "muon_jax": (
         "_argument_kinds",
@@ -71,7 +60,6 @@ ORDER = {
         "_muon",
         "_reports",
         "__init__",
-        "benchmarks",
     ),
 }
 # The iteration knows stacks of matrices alone.
@@ -86,11 +74,10 @@ SURFACE = (
     "_selection.IMPLEMENTATIONS",
     "_several_stacks",
 )
-SURFACE_OF_BENCHMARKS = (*SURFACE, "_tuning", "_mosaic_gpu", "_triton")
 # One interface that each implementation has under the same name.
 INTERFACE = {"gemm", "syrkx", "unsupported_reason"}
 
-MODULES = {package: house.modules_of(TREE, package, ["docs"]) for package in house.PACKAGES}
+MODULES = {package: house.modules_of(TREE, package) for package in house.PACKAGES}
 EVERY = [module for modules in MODULES.values() for module in modules]
 packages = pytest.mark.parametrize("package", house.PACKAGES)
 
@@ -148,16 +135,13 @@ def test_what_is_taken_from_the_kernels():
         for module in MODULES["muon_jax"]
         for name in house.imports_of(module)
         if name.split(".")[0] == "pallas_kernels" and name not in public
-        if not any(
-            f"{name}.".startswith(f"pallas_kernels.{known}.")
-            for known in (SURFACE_OF_BENCHMARKS if module.room == "benchmarks" else SURFACE)
-        )
+        if not any(f"{name}.".startswith(f"pallas_kernels.{known}.") for known in SURFACE)
     ]
     assert not taken
 
 
 def test_a_room_says_in_a_sentence_what_it_is():
-    roots = {*house.PACKAGES, "muon_jax.benchmarks"}  # their docstrings are longer
+    roots = {*house.PACKAGES}  # their docstrings are longer
     rooms = [m for m in EVERY if m.path.name == "__init__.py" and m.name not in roots]
     assert len(rooms) > 5
     for room in rooms:

@@ -33,7 +33,7 @@ class TritonSyrkxConfig:
 def triton_syrkx_beats_xla(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Returns whether this kernel is faster than XLA for `(..., m, n)` operands.
 
-    Measured on an H200 against `_reference.syrkx` by `python -m muon_jax.benchmarks syrk`, untuned
+    Measured on an H200 against `_reference.syrkx` by `python -m benchmarks syrk`, untuned
     elsewhere. XLA is faster
 
     - in float32;

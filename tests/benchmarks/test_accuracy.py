@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import __main__ as benchmarks
+from benchmarks._accuracy import polar_error, spectra
+from benchmarks._accuracy.spectra import Case
+from benchmarks._records.tables import measurement_line
 from muon_jax import newton_schulz
 from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks._accuracy import polar_error, spectra
-from muon_jax.benchmarks._accuracy.spectra import Case
-from muon_jax.benchmarks._records.tables import measurement_line
 
 ABSENT = {"momentum, step 5": "scikit-learn is not installed"}
 

@@ -9,18 +9,18 @@ import jax
 import numpy as np
 import pytest
 
-from muon_jax import newton_schulz
-from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks._accuracy import polar_error
-from muon_jax.benchmarks._adversary import command, inputs
-from muon_jax.benchmarks._adversary import search as searching
-from muon_jax.benchmarks._adversary.limits import limit_of, maximum_of_map
-from muon_jax.benchmarks._adversary.search import (
+from benchmarks import __main__ as benchmarks
+from benchmarks._accuracy import polar_error
+from benchmarks._adversary import command, inputs
+from benchmarks._adversary import search as searching
+from benchmarks._adversary.limits import limit_of, maximum_of_map
+from benchmarks._adversary.search import (
     largest_singular_values,
     population_size,
     search,
 )
+from muon_jax import newton_schulz
+from muon_jax._iteration.fitted import SCHEDULES
 
 # Coefficients, dtype, input. Fits without a worst case had singular values of 1.55 to 10^16 there,
 # and published sets without noise 2.83, 2.04 and 57.

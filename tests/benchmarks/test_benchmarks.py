@@ -16,13 +16,10 @@ import optax.contrib
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from muon_jax import muon, newton_schulz
-from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks._records.headline import headline_figure
-from muon_jax.benchmarks._records.plots import figure_of_reports
-from muon_jax.benchmarks._times import (
-    commands,
-    dispatch_table,
+from benchmarks import __main__ as benchmarks
+from benchmarks._records.headline import headline_figure
+from benchmarks._records.plots import figure_of_reports
+from benchmarks._times import (
     models,
     one_device,
     overlap,
@@ -30,9 +27,9 @@ from muon_jax.benchmarks._times import (
     sharded,
     timing,
 )
-from muon_jax.benchmarks._times.shapes import SETS, shapes
-from muon_jax.benchmarks._times.updates import COMPARED
-from pallas_kernels import _tuning
+from benchmarks._times.shapes import SETS, shapes
+from benchmarks._times.updates import COMPARED
+from muon_jax import muon, newton_schulz
 
 TINY = {"embedding": (32, 8), "layer/w": (8, 24), "layer/b": (24,), "experts": (3, 24, 8)}
 TWICE = timing.Turns(rounds=2)
@@ -154,32 +151,6 @@ def test_what_is_exposed_of_exchanges(computing, exchanging, exposed):
     assert overlap.overlap_times(*overlap.kernel_intervals(plane)) == times
 
 
-def test_tune_writes_the_table_that_the_dispatch_reads(tmp_path, monkeypatch):
-    monkeypatch.setattr(commands, "on_gpu", lambda: True)
-    monkeypatch.setattr(_tuning, "TABLES", tmp_path)
-    monkeypatch.setattr(_tuning, "_table", _tuning._table.__wrapped__)
-    assert _tuning.lookup((2, 64, 128), addend=False) is None
-    benchmarks.main(["tune", "--shapes", "2x100x60"])
-    for shape, addend in (((2, 64, 128), False), ((2, 64, 64), True)):
-        times = _tuning.lookup(shape, addend=addend)
-        assert times and set(times) == {"xla", "xla, not symmetrized"}
-        assert min(times.values()) > 0
-
-
-def test_tune_fails_where_a_result_is_wrong(monkeypatch):
-    xla = dispatch_table._candidates(jnp.ones((1, 64, 64), jnp.bfloat16), False)["xla"]
-    wrong = {
-        "xla": xla,
-        "half": lambda a: 0.5 * xla(a),
-        "skew": lambda a: xla(a).at[..., 0, 1].add(1),
-    }
-    for name, reason in (("half", "twice that of xla"), ("skew", "not symmetric")):
-        candidates = {key: wrong[key] for key in ("xla", name)}
-        monkeypatch.setattr(dispatch_table, "_candidates", lambda a, addend, c=candidates: c)
-        with pytest.raises(ArithmeticError, match=f"{name} at .*{reason}"):
-            dispatch_table.measure_product((1, 64, 64), addend=False)
-
-
 def test_float32_is_checked_against_float64():
     measurement = one_device.measure_newton_schulz((16, 16), "float32", (), TWICE)
     assert 0 < measurement["errors"]["None"] < 1e-5
@@ -293,7 +264,7 @@ def test_the_reason_for_absence(monkeypatch):
 def test_each_rival_in_torch_can_be_made(monkeypatch):
     torch = mock.MagicMock()
     monkeypatch.setitem(sys.modules, "torch", torch)
-    name = "muon_jax.benchmarks._times.rivals_in_torch"
+    name = "benchmarks._times.rivals_in_torch"
     monkeypatch.delitem(sys.modules, name, raising=False)
     make = importlib.import_module(name)._MAKE
     monkeypatch.delitem(sys.modules, name)  # the next import is of the true torch

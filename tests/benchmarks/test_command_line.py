@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks._accuracy import spectra
-from muon_jax.benchmarks._command_line.progress import measure_each, with_bar
-from muon_jax.benchmarks._records.recording import write_report
-from muon_jax.benchmarks._times import commands, rivals
-from muon_jax.benchmarks._times.shapes import QUICK_SHAPES
+from benchmarks import __main__ as benchmarks
+from benchmarks._accuracy import spectra
+from benchmarks._command_line.progress import measure_each, with_bar
+from benchmarks._records.recording import write_report
+from benchmarks._times import commands, rivals
+from benchmarks._times.shapes import QUICK_SHAPES
 
 QUICK = [name for name, command in benchmarks.COMMANDS.items() if command.quick is not None]
 
@@ -124,15 +124,7 @@ def test_quick_training(tmp_path, capsys):
     assert "quick: few cases in few rounds" in capsys.readouterr().out
 
 
-def test_tune_needs_a_gpu(capsys, tmp_path):
-    file = tmp_path / "table.json"
-    with pytest.raises(SystemExit) as stopped:
-        benchmarks.main(["tune", "--json", str(file)])
-    assert "run it on a machine with an NVIDIA GPU" in str(stopped.value)
-    assert not file.exists() and not capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", [*QUICK, "tune"])
+@pytest.mark.parametrize("command", QUICK)
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for file, sentence in (
@@ -160,9 +152,9 @@ def test_errors_of_other_files_keep_their_traceback(parsed, monkeypatch):
         benchmarks.main(["coefficients"])
 
 
-def test_missing_packages_of_the_extra_are_named(monkeypatch):
+def test_missing_packages_of_the_group_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with pytest.raises(SystemExit, match=r"tqdm is not installed: .*muon-jax\[benchmarks\]"):
+    with pytest.raises(SystemExit, match="tqdm is not installed: pip install --group benchmarks"):
         benchmarks.main(["syrk", "--shapes", "8x8"])
 
 

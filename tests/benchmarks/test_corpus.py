@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks._training import corpus, corpus_command
-from muon_jax.benchmarks._training.corpus import (
+from benchmarks import __main__ as benchmarks
+from benchmarks._training import corpus, corpus_command
+from benchmarks._training.corpus import (
     END_OF_TEXT,
     VOCABULARY,
     make_corpus,
@@ -20,7 +20,7 @@ from muon_jax.benchmarks._training.corpus import (
     train_tokenizer,
     write_corpus,
 )
-from muon_jax.benchmarks._training.linux_sources import LINUX, SourcePackage, read_sources
+from benchmarks._training.linux_sources import LINUX, SourcePackage, read_sources
 
 TAKEN = {f"kernel/f{i}.c": f"int f{i}(void)\n{{\n\treturn {i * i}; // ä\n}}\n" for i in range(97)}
 TAKEN |= {"mm/Kconfig": "config MMU\n", "arch/x86/lib/a.S": "ret\n", "Documentation/b.rst": "B\n"}

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks._records.tables import markdown
-from muon_jax.benchmarks._training import from_adamw
-from muon_jax.benchmarks._training.from_adamw import (
+from benchmarks import __main__ as benchmarks
+from benchmarks._records.tables import markdown
+from benchmarks._training import from_adamw
+from benchmarks._training.from_adamw import (
     ADAMW,
     RATES,
     ROUTED,

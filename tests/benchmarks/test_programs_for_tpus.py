@@ -5,10 +5,10 @@ import importlib.util
 import pytest
 from jax.sharding import PartitionSpec
 
-from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks._records.tables import markdown
-from muon_jax.benchmarks._tpu.described import exchanges, has_float16
-from muon_jax.benchmarks._tpu.layouts import layouts_on_pod
+from benchmarks import __main__ as benchmarks
+from benchmarks._records.tables import markdown
+from benchmarks._tpu.described import exchanges, has_float16
+from benchmarks._tpu.layouts import layouts_on_pod
 
 PROGRAM = """\
 %async_collective_fusion.1 (p: bf16[8,4]) -> bf16[32,4] {

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import pytest
 from helpers import random_tree
 
-from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks._records.pages import page
-from muon_jax.benchmarks._start import command, first_update
-from muon_jax.benchmarks._start.command import Start
-from muon_jax.benchmarks._times import models
-from muon_jax.benchmarks._times.updates import COMPARED, update_and_arguments
+from benchmarks import __main__ as benchmarks
+from benchmarks._records.pages import page
+from benchmarks._start import command, first_update
+from benchmarks._start.command import Start
+from benchmarks._times import models
+from benchmarks._times.updates import COMPARED, update_and_arguments
 
 STACKED = {"embedding": (4, 2), "bias": (24,), "experts": (3, 8, 24)}
 
@@ -92,7 +92,7 @@ def test_a_process_has_this_environment_but_for_the_cache(monkeypatch):
         found = command.run_in_fresh_process(Start("2-layers", "None", cache), "/new")
         assert found == {"cached": True}
     (words, none), (_, warm) = ran
-    assert words == ["-m", "muon_jax.benchmarks._start.first_update", "2-layers", "None"]
+    assert words == ["-m", "benchmarks._start.first_update", "2-layers", "None"]
     assert none == {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"}
     assert warm["XLA_FLAGS"] == "--xla_some"
     assert warm["JAX_COMPILATION_CACHE_DIR"] == "/new"

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks._training import runs, study
-from muon_jax.benchmarks._training.gpt import GPT
-from muon_jax.benchmarks._training.optimizers import make_optimizer
-from muon_jax.benchmarks._training.search import learning_rate, least_runs, next_run, power_of
-from muon_jax.benchmarks._training.spectra import SHARES, Spectra
-from muon_jax.benchmarks._training.stdlib_text import read_text
-from muon_jax.benchmarks._training.text import Text
+from benchmarks import __main__ as benchmarks
+from benchmarks._training import runs, study
+from benchmarks._training.gpt import GPT
+from benchmarks._training.optimizers import make_optimizer
+from benchmarks._training.search import learning_rate, least_runs, next_run, power_of
+from benchmarks._training.spectra import SHARES, Spectra
+from benchmarks._training.stdlib_text import read_text
+from benchmarks._training.text import Text
 
 MODEL = GPT(32, layers=1, head_size=16, context=32)
 TRAINING = runs.Training(steps=80, batch_size=8, validation_batches=4)

@@ -6,25 +6,24 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from muon_jax._transforms.spectra import unreached_share
-from muon_jax.benchmarks import __main__ as benchmarks
-from muon_jax.benchmarks._records.plots import figure_of_reports
-from muon_jax.benchmarks._records.tables import markdown, measurement_line
-from muon_jax.benchmarks._records.training_losses import (
+from benchmarks import __main__ as benchmarks
+from benchmarks._records.plots import figure_of_reports
+from benchmarks._records.tables import markdown, measurement_line
+from benchmarks._records.training_losses import (
     gap_lines,
     loss_rows,
     rate_rows,
     training_sections,
     verdicts,
 )
-from muon_jax.benchmarks._records.training_spectra import (
+from benchmarks._records.training_spectra import (
     orthogonalized,
     schedules_of_variants,
     singular_values,
     spread,
     update_spreads,
 )
-from muon_jax.benchmarks._records.training_statistics import (
+from benchmarks._records.training_statistics import (
     detectable_difference,
     fit_vertex,
     interval_half_width,
@@ -33,6 +32,7 @@ from muon_jax.benchmarks._records.training_statistics import (
     seconds_to_equal_loss,
     steps_to_loss,
 )
+from muon_jax._transforms.spectra import unreached_share
 
 WIDTHS, EVALUATIONS, STEPS = [256, 384, 512, 768], 10, 200
 # Of each variant: what it adds to the loss, its deviation over seeds, log₂ of its best learning

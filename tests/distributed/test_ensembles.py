@@ -5,8 +5,8 @@ import jax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from benchmarks._times.sharded import collectives
 from muon_jax import NewtonSchulz, scale_by_muon
-from muon_jax.benchmarks._times.sharded import collectives
 
 AXES = ("member", "data", "rows")
 FREE = {"bandwidth": dict.fromkeys(AXES, 1e15), "latency": dict.fromkeys(AXES, 0.0)}

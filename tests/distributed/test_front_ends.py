@@ -17,10 +17,10 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from benchmarks._times.sharded import collectives
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, muon, newton_schulz, scale_by_muon
 from muon_jax._distributed import sources as _sources
 from muon_jax._matrices.views import Split
-from muon_jax.benchmarks._times.sharded import collectives
 
 SPECS = {"qkv": PartitionSpec("fsdp"), "out": PartitionSpec(None, "fsdp"), "bias": PartitionSpec()}
 VIEWS = {"qkv": Split(-1, (16, 8, 8)), "out": MuonDimensionNumbers(), "bias": None}

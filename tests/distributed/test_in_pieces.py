@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from benchmarks._times.sharded import collectives
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, scale_by_muon
 from muon_jax._matrices.views import Split
-from muon_jax.benchmarks._times.sharded import collectives
 
 MATRICES = MuonDimensionNumbers(-2, -1)
 

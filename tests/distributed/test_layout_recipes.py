@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import muon_jax
+from benchmarks._times.sharded import collectives
 from muon_jax import NewtonSchulz, muon
-from muon_jax.benchmarks._times.sharded import collectives
 
 PAGE = Path(muon_jax.__file__).parent / "docs" / "distributed.md"
 

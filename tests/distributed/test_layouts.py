@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from benchmarks._times.sharded import collectives
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, muon
 from muon_jax._matrices.views import Split, Unfold
-from muon_jax.benchmarks._times.sharded import collectives
 
 MATRICES, HEADS = MuonDimensionNumbers(-2, -1), MuonDimensionNumbers(-3, -1)
 

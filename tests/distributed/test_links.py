@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from benchmarks._times.sharded import collectives
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain
 from muon_jax._distributed.links import Collective, Links
-from muon_jax.benchmarks._times.sharded import collectives
 
 AXES = (("data", 4), ("expert", 2), ("tensor", 8))
 SPEEDS = ({}, {"data": 50e9, "tensor": 450e9}, {"data": 900e9, "expert": 1e9})

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from benchmarks._times.sharded import collectives
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, muon, scale_by_muon
-from muon_jax.benchmarks._times.sharded import collectives
 
 P = PartitionSpec
 # Sizes of the mesh, and the spec of four matrices and of a stack of experts.

@@ -8,8 +8,8 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from benchmarks._times.sharded import collectives
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, muon, scale_by_muon, with_metrics
-from muon_jax.benchmarks._times.sharded import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SHAPES = {"dense": (16, 32), "experts": (4, 16, 32), "bias": (16,), "last": (32, 16)}

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks._times.sharded import collectives
 from muon_jax import (
     MuonDimensionNumbers,
     NewtonSchulz,
@@ -25,7 +26,6 @@ from muon_jax import (
     with_metrics,
 )
 from muon_jax._matrices.views import Split, Unfold
-from muon_jax.benchmarks._times.sharded import collectives
 
 PARAMETERS = {
     "plain": ((16, 32), MuonDimensionNumbers(), P("x", "y")),

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from benchmarks._times.sharded import collectives
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, by_role, explain, muon, scale_by_muon
 from muon_jax._matrices.views import MATRICES, Split
-from muon_jax.benchmarks._times.sharded import collectives
 
 SPEC = PartitionSpec(None, "x")
 

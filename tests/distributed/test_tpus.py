@@ -15,6 +15,18 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gpt
 import gpt_flags
 import gpt_model
+from benchmarks._times.rivals import newton_schulz_in_optax
+from benchmarks._tpu.described import (
+    compiled_for,
+    compiled_update,
+    described_mesh,
+    described_tree,
+    exchanges,
+    flops,
+    has_float16,
+    temp_bytes,
+)
+from benchmarks._tpu.layouts import layouts_on_pod
 from muon_jax import (
     KeyHeads,
     MuonDimensionNumbers,
@@ -26,18 +38,6 @@ from muon_jax import (
 )
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax._iteration.published import DIVERGING, NAMED
-from muon_jax.benchmarks._times.rivals import newton_schulz_in_optax
-from muon_jax.benchmarks._tpu.described import (
-    compiled_for,
-    compiled_update,
-    described_mesh,
-    described_tree,
-    exchanges,
-    flops,
-    has_float16,
-    temp_bytes,
-)
-from muon_jax.benchmarks._tpu.layouts import layouts_on_pod
 
 pytestmark = [
     pytest.mark.skipif(

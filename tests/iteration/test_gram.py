@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks._accuracy import polar_error
+from benchmarks._accuracy.spectra import hard_cases
 from muon_jax import NewtonSchulz, muon, newton_schulz
 from muon_jax._iteration.gram import products_of_gram_form, segments
 from muon_jax._iteration.published import DIVERGING, NAMED
 from muon_jax._iteration.schedules import resolve_schedule
-from muon_jax.benchmarks._accuracy import polar_error
-from muon_jax.benchmarks._accuracy.spectra import hard_cases
 
 
 @functools.cache

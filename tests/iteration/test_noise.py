@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks._adversary.inputs import half
 from muon_jax import newton_schulz
 from muon_jax._iteration import schedules
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax._iteration.noise import noise_addend
 from muon_jax._iteration.published import NAMED
 from muon_jax._iteration.schedules import resolve_schedule
-from muon_jax.benchmarks._adversary.inputs import half
 
 SIXTEEN_BITS = ["float16", "bfloat16"]
 

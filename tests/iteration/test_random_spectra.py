@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks._accuracy import polar_error
 from muon_jax import newton_schulz
 from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax.benchmarks._accuracy import polar_error
 
 M = 48
 SPECTRA = {

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from model_shapes import shapes
 
 import muon_jax
+from benchmarks._times.sharded import collectives
 from muon_jax import (
     MuonDimensionNumbers,
     NewtonSchulz,
@@ -29,7 +30,6 @@ from muon_jax import (
     muon,
     scale_by_muon,
 )
-from muon_jax.benchmarks._times.sharded import collectives
 
 PAGE = Path(muon_jax.__file__).parent / "docs" / "muon.md"
 PER_HEAD = by_role(per_head=True)

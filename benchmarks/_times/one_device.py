@@ -1,0 +1,278 @@
+"""Measures `syrk`, `newton_schulz` and `muon` beside others on one device; checks every result."""
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks._accuracy.polar_error import arguments_for_coefficients, is_offered
+from benchmarks._accuracy.polar_error_on_device import polar_errors
+from benchmarks._times.correctness import (
+    in_float64,
+    largest_error,
+    reason_if_wrong,
+    relative_error,
+)
+from benchmarks._times.inputs import standard_normal, symmetric
+from benchmarks._times.rivals import (
+    OWN_COEFFICIENTS,
+    newton_schulz_in_jnp,
+    rival_programs,
+)
+from benchmarks._times.timing import (
+    DEFAULT_TURNS,
+    JaxProgram,
+    Timeable,
+    Turns,
+    time_interleaved,
+)
+from benchmarks._times.updates import COMPARED, random_gradients, update_and_arguments
+from muon_jax import NewtonSchulz, newton_schulz
+from muon_jax._iteration.fitted import SCHEDULES
+from pallas_kernels import select_implementation, syrk
+
+# The coefficients that `newton_schulz` is timed with beside its defaults, by default.
+DEFAULT_COEFFICIENTS = ("fast", "balanced", "accurate", "standard", "polar_express", "aol")
+# Largest relative error of these, against float64: several times that of half precision.
+COEFFICIENTS_TOLERANCE = 0.1
+# Largest relative difference, for each parameter, between our update and optax's: several times the
+# rounding of five steps in bfloat16.
+MUON_TOLERANCE = 0.1
+
+
+def measure_syrk(
+    shape: tuple[int, ...], dtype: str, turns: Turns = DEFAULT_TURNS
+) -> dict[str, Any]:
+    """Times XXᵀ, and XXᵀ + C/2 for a symmetric C, for X of `shape`.
+
+    Args:
+        shape: (m, n) or (batch, m, n).
+        dtype: of X and C.
+        turns: as for `time_interleaved`.
+
+    Raises:
+        ArithmeticError: a result has more than twice the error of plain jnp.
+    """
+    *batch, m, _ = shape
+    x = standard_normal(0, shape, dtype)
+    c = symmetric(standard_normal(1, (*batch, m, m), dtype))
+    product = {
+        "jnp": lambda x: x @ x.mT,
+        "xla": functools.partial(syrk, implementation="xla"),
+        "None": syrk,
+        "None, symmetrize_output=False": functools.partial(syrk, symmetrize_output=False),
+    }
+    product_and_addend = {
+        "jnp + C": lambda x, c: x @ x.mT + 0.5 * c,
+        "None + C": lambda x, c: syrk(x, c, beta=0.5),
+    }
+    comparison, with_addend = (
+        _check_and_time(
+            f"{measured} {shape}",
+            variants,
+            arguments,
+            rival_programs(measured, *arguments),
+            turns=turns,
+        )
+        for measured, variants, arguments in (
+            ("syrk", product, (x,)),
+            ("syrk + C", product_and_addend, (x, c)),
+        )
+    )
+    return {
+        "shape": shape,
+        "chosen": select_implementation(x).implementation,
+        **{key: comparison[key] | with_addend[key] for key in comparison},
+    }
+
+
+def measure_newton_schulz(
+    shape: tuple[int, ...],
+    dtype: str,
+    coefficients: Sequence[str],
+    turns: Turns = DEFAULT_TURNS,
+) -> dict[str, Any]:
+    """Times five Newton–Schulz steps on `shape`, and beside them other coefficients.
+
+    Other coefficients are timed in the standard form. Where n ≥ 2m and they have a gram form, it is
+    timed too; on squarer matrices it costs more. The result has the `polar_errors` of all programs
+    that were timed.
+
+    Args:
+        shape: (m, n) or (batch, m, n), m ≤ n.
+        dtype: of the matrices.
+        coefficients: the names of the other ones.
+        turns: as for `time_interleaved`.
+
+    Raises:
+        ArithmeticError: our result has more than twice the error of plain jnp, or a result with
+            other coefficients an error of more than `COEFFICIENTS_TOLERANCE`.
+    """
+    *_, m, n = shape
+    x = standard_normal(0, shape, dtype)
+    steps = {
+        "jnp": newton_schulz_in_jnp,
+        "None": functools.partial(newton_schulz, dtype=None),
+    }
+
+    def definition(name: str) -> Callable[..., jax.Array]:
+        return functools.partial(newton_schulz, dtype=None, **arguments_for_coefficients(name))
+
+    others: dict[str, Timeable] = {}
+    for name in coefficients:
+        run = functools.partial(newton_schulz, **arguments_for_coefficients(name))
+        exact = in_float64(definition(name), (x,))
+        forms = {} if name == "standard" else {"standard": name}  # "None" is the standard form
+        if n >= 2 * m and name not in SCHEDULES and is_offered(name, "gram"):
+            forms["gram"] = f"{name}, gram"
+        for form, label in forms.items():
+            program = JaxProgram.compile(functools.partial(run, method=form), x)
+            error = relative_error(program.result(), exact)
+            if not error <= COEFFICIENTS_TOLERANCE:
+                raise ArithmeticError(
+                    f"newton_schulz {shape}, {label}: the relative error is {error:.2e}, more than"
+                    f" {COEFFICIENTS_TOLERANCE}"
+                )
+            others[label] = program
+    definitions = {rival: definition(name) for rival, name in OWN_COEFFICIENTS.items()}
+    comparison = _check_and_time(
+        f"newton_schulz {shape}",
+        steps,
+        (x,),
+        rival_programs("newton_schulz", x),
+        others,
+        definitions,
+        turns,
+    )
+    return {
+        "shape": shape,
+        "chosen": select_implementation(x).implementation,
+        **comparison,
+    }
+
+
+def measure_muon(model: str, dtype: str, turns: Turns = DEFAULT_TURNS) -> dict[str, Any]:
+    """Times one update of all parameters of a model: gradients and state in, updates and state out.
+
+    The state is not donated, because the same arguments are timed again and again.
+
+    optax has no dtype of the iteration: it iterates in that of the gradients, `dtype`. Its
+    `mu_dtype` stores the momentum alone. So bfloat16 compares both in half precision.
+
+    Args:
+        model: a name of `MODELS`.
+        dtype: of gradients, state and parameters.
+        turns: as for `time_interleaved`.
+
+    Returns:
+        The times of optax's and our update, and by optimizer
+        `temp_bytes`, the memory that an update needs beside its arguments and results;
+        `loops`, the number of loops in the program;
+        `launches`, the number of kernels that ran, None without a GPU.
+
+    Raises:
+        ArithmeticError: an update of ours differs by more than `MUON_TOLERANCE` from that of optax,
+            or with other coefficients from the one computed in float32.
+    """
+    gradients = random_gradients(model, dtype)
+    parameters = jax.tree.map(jnp.zeros_like, gradients)
+    programs, compile_seconds = {}, {}
+    for name, make in COMPARED.items():
+        start = time.perf_counter()
+        programs[name] = _compile_update(make, gradients, parameters)
+        compile_seconds[name] = round(time.perf_counter() - start, 2)
+    in_float32 = NewtonSchulz("balanced", dtype="float32", method="standard")
+    exact = functools.partial(COMPARED["balanced"], ns_coeffs=in_float32)
+    references = {
+        "None": ("that of optax", programs["optax"]),
+        "balanced": ("that computed in float32", _compile_update(exact, gradients, parameters)),
+    }
+    errors = {}
+    for name, (description, reference) in references.items():
+        updates, expected = (program.result()[0] for program in (programs[name], reference))
+        case = f"muon {model}, {name}"
+        errors[name] = largest_error(updates, expected, case, description, MUON_TOLERANCE)
+        del updates, expected
+    compiled = {name: program.compiled for name, program in programs.items()}
+    return {
+        "model": model,
+        "parameters": sum(parameter.size for parameter in parameters.values()),
+        "errors": errors,
+        "compile_seconds": compile_seconds,
+        "temp_bytes": {k: c.memory_analysis().temp_size_in_bytes for k, c in compiled.items()},
+        "loops": {k: c.as_text().count(" while(") for k, c in compiled.items()},
+        "launches": {name: program.launches() for name, program in programs.items()},
+        "microseconds": time_interleaved(programs, turns),
+    }
+
+
+def _compile_update(
+    make: Callable[..., optax.GradientTransformation],
+    gradients: dict[str, jax.Array],
+    parameters: dict[str, jax.Array],
+) -> JaxProgram:
+    """The update of an optimizer that takes optax's arguments, compiled."""
+    update, arguments = update_and_arguments(make, gradients, parameters)
+    return JaxProgram.compile(update, *arguments)
+
+
+def _check_and_time(
+    case: str,
+    variants: Mapping[str, Callable[..., jax.Array]],
+    arguments: tuple[jax.Array, ...],
+    rivals: Mapping[str, Timeable],
+    others: Mapping[str, Timeable] | None = None,
+    definitions: Mapping[str, Callable[..., jax.Array]] | None = None,
+    turns: Turns = DEFAULT_TURNS,
+) -> dict[str, dict[str, Any]]:
+    """Checks `variants` and `rivals` against the first variant in float64, and times them.
+
+    A result passes if its error is at most twice that of the first variant. A rival that fails is
+    reported, and not timed.
+
+    Args:
+        case: names the measurement in messages of errors.
+        variants: ours, by name.
+        arguments: of the variants.
+        rivals: by name.
+        others: programs that are timed too, unchecked. If there are any, the result has all polar
+            errors.
+        definitions: what rivals compute instead of the first variant, by rival.
+        turns: as for `time_interleaved`.
+
+    Raises:
+        ArithmeticError: a variant does not pass.
+    """
+    baseline, definition = next(iter(variants.items()))
+    exact = in_float64(definition, arguments)
+    programs: dict[str, Timeable] = {
+        name: JaxProgram.compile(function, *arguments) for name, function in variants.items()
+    }
+    errors, failed = {}, {}
+    for name, program in programs.items():
+        errors[name] = relative_error(program.result(), exact)
+        if wrong := reason_if_wrong(errors[name], baseline, errors[baseline]):
+            raise ArithmeticError(f"{case}, {name}: {wrong}")
+    for name, program in rivals.items():
+        try:
+            own = (definitions or {}).get(name)
+            expected = in_float64(own, arguments) if own else exact
+            errors[name] = relative_error(program.result(), expected)
+            wrong = reason_if_wrong(errors[name], baseline, errors[baseline])
+        except Exception as error:  # a rival may fail in any way
+            wrong = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if wrong:
+            failed[name] = wrong
+        else:
+            programs[name] = program
+    del exact
+    result: dict[str, dict[str, Any]] = {"errors": errors, "failed": failed}
+    if others:
+        programs |= others
+        results = ((name, program.result()) for name, program in programs.items())
+        result["polar_errors"] = polar_errors(arguments[0], results)
+    return result | {"microseconds": time_interleaved(programs, turns)}
