@@ -30,7 +30,8 @@ from muon_jax._distributed.sharding import (
     spec_of,
 )
 from muon_jax._distributed.stacked import run_stacked
-from muon_jax._matrices.views import Views, stacked_view, stacks_of_tree
+from muon_jax._matrices.parts import stacks_of_tree
+from muon_jax._matrices.views import Views, stacked_view
 from muon_jax._trees import is_function
 
 

@@ -15,7 +15,7 @@ from muon_jax._distributed.sharding import (
     locate,
     mesh_of,
 )
-from muon_jax._matrices.matrix_values import values_per_matrix
+from muon_jax._matrices.parts import values_per_matrix
 from muon_jax._matrices.views import Views, views_of_leaves
 from muon_jax._numerics import wide
 

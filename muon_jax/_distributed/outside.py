@@ -29,8 +29,9 @@ from muon_jax._distributed.placement import leaf_of, placed
 from muon_jax._distributed.plan import Leaf
 from muon_jax._distributed.sharding import axes_of_spec
 from muon_jax._matrices.axes import matrix_axes
+from muon_jax._matrices.parts import axes_taken_apart
 from muon_jax._matrices.shape_factors import ScaleOfBlocks, shape_factor
-from muon_jax._matrices.views import MuonDimensionNumbers, Split, Unfold, View, axis_of
+from muon_jax._matrices.views import MuonDimensionNumbers
 from muon_jax._trees import errors_naming
 
 
@@ -85,7 +86,7 @@ def _of_blocks(
 ) -> Leaf:
     """The leaf whose matrices are the blocks that these mesh axes cut matrices in."""
     cuts = [math.prod(mesh[name] for name in entry if name in names) for entry in leaf.axes]
-    for i in _axes_taken_apart(leaf.view, len(cuts)):
+    for i in axes_taken_apart(leaf.view, leaf.parameter_shape):
         if cuts[i] > 1:
             raise ValueError(
                 f"its view {leaf.view} takes axis {i} apart, where {[*names]} cut blocks: shard"
@@ -123,16 +124,3 @@ def _in_pieces_over(leaf: Leaf, names: Sequence[str]) -> Leaf:
             " one side: name the axes of one side in exchange_axes, or pass outside='block'"
         )
     return dataclasses.replace(leaf, summed=sharded[0])
-
-
-def _axes_taken_apart(view: View, ndim: int) -> set[int]:
-    """The axes of an array of rank `ndim` of which matrices of a view have parts."""
-    if isinstance(view, MuonDimensionNumbers):
-        return set()
-    axis = axis_of((1,) * ndim, view)
-    if isinstance(view, Split):
-        return {axis}.union(*(_axes_taken_apart(inner, ndim) for inner in view.views))
-    assert isinstance(view, Unfold)
-    added = len(view.sizes) - 1
-    inner = _axes_taken_apart(view.view, ndim + added)
-    return {axis, *(i if i < axis else max(i - added, axis) for i in inner)}

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from muon_jax._distributed.plan import Leaf
 from muon_jax._distributed.sharding import mesh_axes_by_dim
-from muon_jax._matrices.views import Unfold, View, axis_of, batch_axes, shapes_of_stacks
+from muon_jax._matrices.parts import batch_axes, parts_of
+from muon_jax._matrices.views import Unfold, View, axis_of
 from muon_jax._trees import errors_naming
 
 
@@ -20,11 +21,10 @@ def leaf_of(index: int, name: str, x: jax.ShapeDtypeStruct, view: View) -> Leaf:
         ValueError: the view does not fit.
     """
     with errors_naming(name, x.shape):
-        batch = batch_axes(view, len(x.shape))
+        batch = batch_axes(view, x.shape)
         shape = tuple(1 if i in batch else size for i, size in enumerate(x.shape))
-        unit = jax.ShapeDtypeStruct(shape, x.dtype)
-        stacks = shapes_of_stacks(unit, view)
-    shapes, dtype = tuple(stack.shape for stack in stacks), jnp.dtype(x.dtype)
+        shapes = tuple(part.stack for part in parts_of(view, shape))
+    dtype = jnp.dtype(x.dtype)
     return Leaf(index, name, x.shape, dtype, shape, batch, view, shapes, wire=dtype)
 
 
@@ -89,5 +89,5 @@ def _unfolded_by_shards(
         return None
     axis, shape = axis_of(leaf.parameter_shape, view), view.shape(leaf.parameter_shape)
     is_cut = cuts[axis] > 1 and shape[axis] % cuts[axis] == 0
-    is_batch = axis in batch_axes(view.view, len(shape))
+    is_batch = axis in batch_axes(view.view, shape)
     return view if is_cut and (is_batch or any(name in blocks for name in axes[axis])) else None

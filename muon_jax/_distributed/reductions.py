@@ -18,8 +18,9 @@ from muon_jax._distributed.sharding import (
     locate,
     mesh_axes_by_dim,
 )
-from muon_jax._matrices.axes import MatrixAxes, matrix_axes
-from muon_jax._matrices.views import Split, Unfold, View, Views, axis_of, views_of_leaves
+from muon_jax._matrices.axes import MatrixAxes
+from muon_jax._matrices.parts import Cut, Reshape, join, parts_of
+from muon_jax._matrices.views import View, Views, views_of_leaves
 from muon_jax._numerics import norm_of_any_size
 from muon_jax._trees import errors_naming
 
@@ -148,48 +149,41 @@ def _matrices_of_array(
     x: jax.Array, view: View, layout: tuple[Axis, ...], spec: PartitionSpec
 ) -> tuple[list[Matrices], Callable[[Iterator[jax.Array]], jax.Array]]:
     """The matrices of an array of that layout, and a function that joins arrays of their shapes."""
-    if not isinstance(view, Split | Unfold):
-        return [Matrices(x, matrix_axes(x.ndim, view), layout)], next
+    parts = parts_of(view, tuple(axis.size for axis in layout))
+    shardings: dict[tuple[Any, ...], Any] = {(): jax.typeof(x).sharding}  # by the ops so far
+    found = []
+    for part in parts:
+        array, axes = x, layout
+        for depth, op in enumerate(part.ops, 1):
+            new = _axes_after(op, axes)
+            if new is None:
+                raise NotImplementedError(
+                    f"{view} takes axis {op.axis} apart where its sharding {spec} does not: shard"
+                    " another axis, or call the optimizer on automatic mesh axes, outside any"
+                    " shard_map"
+                )
+            local = [a.size // a.pieces if a.mesh_axes else a.size for a in new]
+            axes = (*axes[: op.axis], *new, *axes[op.axis + 1 :])
+            array = Reshape(op.axis, tuple(local))(array) if isinstance(op, Reshape) else op(array)
+            shardings[part.ops[:depth]] = jax.typeof(array).sharding
+        found.append(Matrices(array, part.axes, axes))
 
-    shape, i = tuple(axis.size for axis in layout), axis_of(x.shape, view)
-    (*before, axis), after = layout[: i + 1], layout[i + 1 :]
-    axis = axis._replace(of_parameter=None)
-
-    def require(fits: bool) -> None:
-        if not fits:
-            raise NotImplementedError(
-                f"{view} takes axis {i} apart where its sharding {spec} does not: shard another"
-                " axis, or call the optimizer on automatic mesh axes, outside any shard_map"
-            )
-
-    if isinstance(view, Unfold):
-        sizes = view.shape(shape)[i : i + len(view.sizes)]
-        outer = next((j for j, size in enumerate(sizes) if size > 1), 0)
-        axes = [
-            axis._replace(size=size) if j == outer else Axis(size) for j, size in enumerate(sizes)
-        ]
-        require(all(new.size % new.pieces == 0 for new in axes))
-        local = [new.size // new.pieces if new.mesh_axes else new.size for new in axes]
-        unfolded = x.reshape(*x.shape[:i], *local, *x.shape[i + 1 :])
-        matrices, join = _matrices_of_array(unfolded, view.view, (*before, *axes, *after), spec)
-        return matrices, lambda arrays: join(arrays).reshape(x.shape)
-
-    found, joins = [], []
-    for part, inner in view.parts(shape):
-        size = part.stop - part.start
-        require(axis.pieces == 1 or not (axis.mesh_axes or size % axis.pieces))
-        array = jax.lax.slice_in_dim(x, part.start, part.stop, axis=i)
-        axes = (*before, axis._replace(size=size), *after)
-        matrices, join = _matrices_of_array(array, inner, axes, spec)
-        found += matrices
-        joins.append(join)
-
-    sharding = jax.typeof(x).sharding
-
-    def concatenate(arrays: Iterator[jax.Array]) -> jax.Array:
-        parts = [join(arrays) for join in joins]
+    def concatenate(arrays: Sequence[jax.Array], axis: int, ops: tuple[Any, ...]) -> jax.Array:
+        sharding = shardings[ops]
         if any(sharding.spec):  # a part of size 1 may have lost mesh axes of one device
-            parts = [jax.reshard(part, sharding) for part in parts]
-        return jnp.concatenate(parts, i)
+            arrays = [jax.reshard(array, sharding) for array in arrays]
+        return jnp.concatenate(arrays, axis)
 
-    return found, concatenate
+    return found, lambda arrays: join(parts, [next(arrays) for _ in parts], concatenate)
+
+
+def _axes_after(op: Cut | Reshape, layout: Sequence[Axis]) -> list[Axis] | None:
+    """The axes that an op makes of one, None where shards do not hold whole entries of them."""
+    axis = layout[op.axis]._replace(of_parameter=None)
+    if isinstance(op, Cut):
+        size = op.end - op.begin
+        fits = axis.pieces == 1 or not (axis.mesh_axes or size % axis.pieces)
+        return [axis._replace(size=size)] if fits else None
+    outer = next((j for j, size in enumerate(op.sizes) if size > 1), 0)
+    axes = [axis._replace(size=n) if j == outer else Axis(n) for j, n in enumerate(op.sizes)]
+    return axes if all(new.size % new.pieces == 0 for new in axes) else None

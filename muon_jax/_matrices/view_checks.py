@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from muon_jax._matrices.matrix_values import values_per_matrix
+from muon_jax._matrices.parts import values_per_matrix
 from muon_jax._matrices.views import OF_PARTS, Views, as_view, is_view, views_of_leaves
 from muon_jax._trees import errors_naming, is_function
 

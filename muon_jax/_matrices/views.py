@@ -16,23 +16,19 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._checks import check_fields
 from muon_jax._matrices.axes import (
     are_dimension_numbers,
-    from_matrices,
-    matrix_axes,
-    to_matrices,
     with_own_numbers,
 )
-from muon_jax._trees import broadcast_prefix, errors_naming
+from muon_jax._trees import broadcast_prefix
 
 MATRICES = MuonDimensionNumbers(-2, -1)  # the last two axes
 type View = MuonDimensionNumbers | Split | Unfold
@@ -137,43 +133,6 @@ def is_view(node: Any) -> bool:
     return node is None or isinstance(node, Split | Unfold) or are_dimension_numbers(node)
 
 
-def to_stacks(x: jax.Array, view: View) -> list[jax.Array]:
-    """Returns the matrices of `x` (reduction × output) in stacks `(batch, rows, cols)`.
-
-    Raises:
-        ValueError: `x` lacks an axis that the view names, or an axis has another size.
-    """
-    if isinstance(view, Split):
-        before = (slice(None),) * axis_of(x.shape, view)
-        parts = view.parts(x.shape)
-        return [stack for part, inner in parts for stack in to_stacks(x[(*before, part)], inner)]
-    if isinstance(view, Unfold):
-        return to_stacks(x.reshape(view.shape(x.shape)), view.view)
-    return [to_matrices(x, matrix_axes(x.ndim, view))]
-
-
-def from_stacks(stacks: Iterator[jax.Array], view: View, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `to_stacks` for an array of the given shape.
-
-    It takes from `stacks` as many stacks as `to_stacks` returns.
-    """
-    if isinstance(view, Split):
-        axis = axis_of(shape, view)
-        parts = [
-            from_stacks(stacks, inner, (*shape[:axis], part.stop - part.start, *shape[axis + 1 :]))
-            for part, inner in view.parts(shape)
-        ]
-        return jnp.concatenate(parts, axis)
-    if isinstance(view, Unfold):
-        return from_stacks(stacks, view.view, view.shape(shape)).reshape(shape)
-    return from_matrices(next(stacks), matrix_axes(len(shape), view), shape)
-
-
-def shapes_of_stacks(x: jax.ShapeDtypeStruct, view: View) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of the stacks that `to_stacks` returns."""
-    return jax.eval_shape(lambda x: to_stacks(x, view), x)
-
-
 def assigned_views(views: Views, params: Any) -> list[View | None]:
     """Returns the view of each parameter, None for AdamW.
 
@@ -212,54 +171,12 @@ def views_of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
     return found
 
 
-def stacks_of_tree(
-    views: Views, tree: Any
-) -> tuple[list[list[jax.Array]], Callable[[Iterable[jax.Array]], Any]]:
-    """Returns the stacks `(batch, rows, cols)` of each leaf of `tree`, and the inverse.
-
-    The inverse takes the stacks of all leaves, one after the other.
-
-    Raises:
-        ValueError: a leaf has no view and is no matrix, or has a view that does not fit it.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    viewed = views_of_leaves(views, tree)
-    stacks_by_leaf = []
-    for leaf, (name, view) in zip(leaves, viewed, strict=True):
-        with errors_naming(name, leaf.shape):
-            stacks_by_leaf.append(to_stacks(leaf, view))
-
-    def tree_of_stacks(stacks: Iterable[jax.Array]) -> Any:
-        stacks = iter(stacks)
-        return treedef.unflatten(
-            from_stacks(stacks, view, leaf.shape)
-            for leaf, (_, view) in zip(leaves, viewed, strict=True)
-        )
-
-    return stacks_by_leaf, tree_of_stacks
-
-
 def stacked_view(view: View) -> View:
     """Returns the view of several arrays, each with this view, stacked along a new first axis."""
     if isinstance(view, MuonDimensionNumbers):
         return jax.tree.map(lambda axis: axis + (axis >= 0), view)
     inner = [*map(stacked_view, view.views)] if isinstance(view, Split) else stacked_view(view.view)
     return dataclasses.replace(view, axis=view.axis + (view.axis >= 0), view=inner)
-
-
-def batch_axes(view: View, ndim: int) -> tuple[int, ...]:
-    """Returns the axes of an array of rank `ndim` that are batch axes of all its matrices."""
-    if isinstance(view, Split):
-        of_parts = [batch_axes(inner, ndim) for inner in view.views]
-        common = (axis for axis in range(ndim) if all(axis in axes for axes in of_parts))
-        return tuple(axis for axis in common if axis != view.axis % ndim)
-    if isinstance(view, Unfold):
-        unfolded, added = view.axis % ndim, len(view.sizes) - 1
-        inner = batch_axes(view.view, ndim + added)
-        others = (axis for axis in range(ndim) if axis != unfolded)
-        # In the unfolded array, the axes after the unfolded one are `added` further back.
-        return tuple(axis for axis in others if axis + added * (axis > unfolded) in inner)
-    return matrix_axes(ndim, view).batch
 
 
 def _view_of_each_leaf(

@@ -14,8 +14,9 @@ from muon_jax._checks import checks_arguments
 from muon_jax._iteration.grouping import groups
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._matrices.by_role import by_role, named_shapes, routes
+from muon_jax._matrices.parts import parts_of
 from muon_jax._matrices.roles import NamedShape
-from muon_jax._matrices.views import View, shapes_of_stacks
+from muon_jax._matrices.views import View
 from muon_jax._reports.arguments import (
     all_arguments,
     iterations_of_muon,
@@ -217,7 +218,7 @@ def _stacks_of(
     path: tuple[Any, ...], x: jax.ShapeDtypeStruct, view: View
 ) -> list[jax.ShapeDtypeStruct]:
     with errors_naming(jax.tree_util.keystr(path), x.shape):
-        return shapes_of_stacks(x, view)
+        return [jax.ShapeDtypeStruct(part.stack, x.dtype) for part in parts_of(view, x.shape)]
 
 
 def _described_group(

@@ -15,7 +15,8 @@ from muon_jax import MuonDimensionNumbers
 from muon_jax._distributed.buckets import _first_owners, deal
 from muon_jax._distributed.placement import leaf_of, placed
 from muon_jax._iteration.newton_schulz import NewtonSchulz
-from muon_jax._matrices.views import Split, Unfold, batch_axes
+from muon_jax._matrices.parts import batch_axes
+from muon_jax._matrices.views import Split, Unfold
 
 MATRICES = MuonDimensionNumbers(-2, -1)
 ITERATION = NewtonSchulz()
@@ -178,19 +179,23 @@ def test_no_owner_has_more_than_the_mean_and_one_unit(owners, remainders, is_equ
 
 
 @pytest.mark.parametrize(
-    ("view", "ndim", "expected"),
+    ("view", "shape", "expected"),
     [
-        (MATRICES, 4, (0, 1)),
-        (MuonDimensionNumbers((0, 2), 3), 4, (1,)),
-        (Split(-1, (8, 16)), 3, (0,)),
-        (Split(1, (8, 16), [MuonDimensionNumbers(1, 2), MuonDimensionNumbers(1, 0)]), 3, ()),
-        (Unfold(1, (-1, 4), MuonDimensionNumbers(2, 3)), 3, (0,)),
-        (Unfold(0, (2, 4), MuonDimensionNumbers(1, 3)), 3, (1,)),
-        (Split(-1, (8, 4), Unfold(-1, (-1, 4), MuonDimensionNumbers(-3, -1))), 3, (0,)),
+        (MATRICES, (2, 3, 4, 5), (0, 1)),
+        (MuonDimensionNumbers((0, 2), 3), (2, 3, 4, 5), (1,)),
+        (Split(-1, (8, 16)), (2, 3, 24), (0,)),
+        (
+            Split(1, (8, 16), [MuonDimensionNumbers(1, 2), MuonDimensionNumbers(1, 0)]),
+            (2, 24, 5),
+            (),
+        ),
+        (Unfold(1, (-1, 4), MuonDimensionNumbers(2, 3)), (2, 8, 5), (0,)),
+        (Unfold(0, (2, 4), MuonDimensionNumbers(1, 3)), (8, 3, 5), (1,)),
+        (Split(-1, (8, 4), Unfold(-1, (-1, 4), MuonDimensionNumbers(-3, -1))), (2, 3, 12), (0,)),
     ],
 )
-def test_batch_axes(view, ndim, expected):
-    assert batch_axes(view, ndim) == expected
+def test_batch_axes(view, shape, expected):
+    assert batch_axes(view, shape) == expected
 
 
 def test_heads_that_are_not_exchanged_keep_their_coefficients():

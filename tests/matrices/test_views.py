@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, Split, Unfold, muon, newton_schulz
-from muon_jax._matrices.views import MATRICES, stacks_of_tree, to_stacks
+from muon_jax._matrices.parts import stacks_of_tree, to_stacks
+from muon_jax._matrices.views import MATRICES
 
 HEADS = MuonDimensionNumbers(-3, -1)  # (…, rows, heads, cols): a matrix for each head
 VIEWS = {
