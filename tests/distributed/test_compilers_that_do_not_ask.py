@@ -58,13 +58,8 @@ def lowered(optimizer, grads, state):
 )
 def test_layouts_that_nobody_knows(name):
     grads, _, views = problem(name, AxisType.Auto)
-    kwargs = {
-        "weight_dimension_numbers": views,
-        "ns_coeffs": NewtonSchulz(dtype="float32"),
-        "ns_steps": 2,
-    }
-    expected = helpers.on_one_device(grads, **kwargs)
-    optimizer = scale_by_muon(**kwargs)
+    expected = helpers.on_one_device(grads, weight_dimension_numbers=views)
+    optimizer = helpers.two_steps(weight_dimension_numbers=views)
     state = state_of(optimizer, grads)
     with pytest.warns(UserWarning, match=UNKNOWN) as warned:
         compiled = lowered(optimizer, grads, state).compile()

@@ -113,12 +113,8 @@ def test_inside_the_caller_s_shard_map(check_vma):
     parameters = {"one": ((8, 32), (None, "x")), "two": ((2, 32, 16), (None, "x"))}
     grads = sharded(AxisType.Auto, (4,), **parameters)
     views = {"one": MATRICES, "two": MATRICES}
-    kwargs = {
-        "ns_steps": 1,
-        "ns_coeffs": NewtonSchulz(dtype="float32"),
-        "weight_dimension_numbers": views,
-    }
-    transform = scale_by_muon(shardings=specs, distributed_gram=True, **kwargs)
+    kwargs = {"ns_steps": 1, "weight_dimension_numbers": views}
+    transform = helpers.two_steps(shardings=specs, distributed_gram=True, **kwargs)
     updates = jax.jit(
         jax.shard_map(
             lambda grads: transform.update(grads, transform.init(grads))[0],
