@@ -9,25 +9,19 @@ from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._matrices.layouts import Layout, Shape, axes_in_out
 from muon_jax._matrices.shapes import (
-    NEXT_ROW,
     VIEW_FROM_HEADS,
     VIEW_TO_HEADS,
     Unknown,
     ViewOfShape,
     adamw,
     adamw_below,
-    alternating_qkv,
     by_rank,
     convolution,
-    equal_parts,
     fused_gate,
     fused_qkv,
     gate,
-    gate_of_experts,
-    input_projection,
-    last_two_axes,
+    halves,
     nothing_known,
-    pointwise,
 )
 from muon_jax._matrices.views import MATRICES, View
 
@@ -69,9 +63,7 @@ def look_up(name: str, shape: Shape, axes: tuple[int, ...], layout: Layout) -> F
 
     for role, pattern, view_of in _ROLES:
         if _whole_names(pattern).search(name):
-            answer = found(role, view_of)
-            if answer.view is not NEXT_ROW:
-                return answer
+            return found(role, view_of)
     return found("unknown", nothing_known)
 
 
@@ -91,6 +83,11 @@ LEAF = "kernel|weights?|w"
 _OF_MLP = r"(w_)?(up|down)(_proj)?|c_(fc|proj)|mlp\w*|fc_in|hidden\w*|w[io]?\d*"
 # Layers, hidden or not.
 _LAYER = r"dense|linear|fc\w*|(\w+_)?proj\w*|mlp\w*|\w*conv\w*"
+# Others that are matrices where they have a kernel, as an array alone may be anything.
+_WITH_KERNEL = (
+    rf"{_LAYER}|dense\w*|\w*lin(ear)?\d*|linear\w*|layers?|l|\d+|to_([qkv]|out)|w?(q|kv)_a\w*"
+    r"|\w*(cell|lstm|gru)/[hi][a-z]"
+)
 _HEAD = (
     r"(?!multi_?head)(\w+_)?head|classifier|\w*logits?\w*|(?!\w*transform)\w*vocab\w*|unembed\w*"
     r"|seq_relationship|predictions?(?!/transform)|output_layer|readout"
@@ -108,12 +105,15 @@ _NAMES_OF_QKV = (
     r"|\w*(attn|attention|mha)/in_proj"
 )
 _NAMES_OF_KV = r"(to_|fused_)?w?k_?(and_)?w?v|k_?v_(proj|fused)|\w*key_(and_)?value"
+# Several projections, or gates of a cell; how they lie, the name does not tell.
+_NAMES_OF_FUSED = (
+    r"(\w+_)?(fused|packed|pack|merged|and)(_\w+)?|in_proj_(?!dt)[a-z]{2}|net/(\d+/)?proj"
+    r"|[hi]2?h|(dense|w)_[hi]|(\w*_)?lstm/linear"
+)
 
-GATING_EINSUM = "einsum of gate and up"
 TO_HEADS = "projection to heads"
 FROM_HEADS = "projection from heads"
-EINSUM_TO_HEADS, EINSUM_FROM_HEADS = "einsum to heads", "einsum from heads"
-FUSED_QKV, FUSED_KV, FUSED_GATE = "fused qkv", "fused kv", "fused gate and up"
+FUSED_QKV, FUSED_GATE = "fused qkv", "fused gate and up"
 _HEADS_FIRST = MuonDimensionNumbers(-2, (-3, -1))  # (…, heads, in, dim)
 _LAST = "(?=$)"  # at the end of a path
 _END = rf"(?=(/({LEAF}))?$)"  # at the end of a path, or before the name of an array there
@@ -136,11 +136,7 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
         rf"(\w*norm\w*|ln(_?\w)?|bn\d*)(?=(/(?!(kernel|w_\w+)$)[^/]+)?$)|(scale|gamma|beta){_LAST}",
         adamw,
     ),
-    (
-        "token",
-        rf"(cls|class|mask|register|dist\w*)_?tokens?|(cls|registers?){_END}",
-        adamw,
-    ),
+    ("token", rf"(cls|class|mask|register|dist\w*)_?tokens?|(cls|registers?){_END}", adamw),
     (
         "position",
         rf"(wpe|(abs_|rel(ative)?_)?pos(ition(?!_?wise)\w*)?(_?(emb\w*|enc\w*|table))?){_NEAR}"
@@ -152,19 +148,20 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
         rf"({_EMBEDDING})({_NEAR}|(?=/(?!({_LAYER})/)[^/]+/({LEAF})$))",
         adamw_below(4, convolution),  # four axes: an embedding of patches
     ),
-    (
-        "head",
-        rf"{_HEAD}|(scores?|qa_outputs?|regressor){_END}",
-        adamw,
-    ),
+    ("unnamed", rf"({_HEAD})(?!(/({LEAF}))?$)", nothing_known),  # a head of several layers, perhaps
+    ("head", rf"({_HEAD}|scores?|qa_outputs?|regressor){_END}", adamw),
     ("router", rf"\w*router\w*|(gating|switch|dispatch){_END}", adamw),
-    ("router", rf"\w*moe\w*/(wg|gate(_({LEAF}))?){_END}", adamw_below(3, last_two_axes)),
+    (
+        "router",
+        rf"\w*moe\w*/(wg|gate(_({LEAF}))?){_END}",
+        adamw_below(3, by_rank(rank_3=MATRICES)),
+    ),
     ("gate", r"smear\w*", adamw),
-    ("adapter", r"lora\w*", nothing_known),
+    # What LoRA's factors are added to, or a factor; (2, in, out) or (2, out, in); alternating heads.
+    ("unnamed", r"lora\w*|gating_einsum|\w*query_key_value\w*", nothing_known),
     (FUSED_GATE, _NAMES_OF_GATE_AND_UP, fused_gate),
-    (GATING_EINSUM, "gating_einsum", nothing_known),  # as `linear` beside it says
     # (in, out) may be a router, or the gate of one expert.
-    ("experts", rf"\w*experts?/(gate|wg){_END}", gate_of_experts),
+    ("experts", rf"\w*experts?/(gate|wg){_END}", by_rank(gate, rank_3=MATRICES)),
     # (experts, n) may be a vector for each expert, or the matrix of one.
     (
         "experts",
@@ -176,27 +173,26 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
         rf"(\w*experts?|(?!\w+_(layers|blocks)/)\w*moe\w*(?=(/[^/]+){{1,2}}$)){_ALONE}",
         by_rank(rank_2=MATRICES, rank_3=MATRICES),
     ),
-    ("convolution", rf"(\w*(pointwise|pw)_?conv\w*){_END}", pointwise),
+    ("convolution", rf"(\w*(pointwise|pw)_?conv\w*){_END}", by_rank(convolution, rank_2=MATRICES)),
     ("convolution", rf"\w*conv\w*{_END}|\w*embed\w*(/proj\w*)?/({LEAF})", convolution),
-    # A hidden layer or the output head, and nothing beside it could tell.
+    # A hidden layer or the output head, learned vectors, or RWKV's MLP in either order.
     ("unnamed", rf"^(?!.*/\d+/)(.*/)?final\w*|heads(/[^/]+)?{_END}", nothing_known),
-    ("unnamed", rf"(prefix|prompts?|mem(ory)?|pkm)/\w+{_END}", nothing_known),
+    (
+        "unnamed",
+        rf"(prefix|prompts?|mem(ory)?|pkm)/\w+{_END}|(query|key|value){_LAST}",
+        nothing_known,
+    ),
+    ("unnamed", rf"(?!\w*att)\w*(mlp|ffn|feed|channel_mix)\w*/(key|value){_END}", nothing_known),
     # The equations of Gemma's einsums: BTD,NDH->BTNH, and BTNH,NHD->BTD.
     (
-        EINSUM_TO_HEADS,
+        "einsum to heads",
         r"(q|k|v|kv|qkv)_einsum",
         by_rank(rank_3=_HEADS_FIRST, rank_4=_HEADS_FIRST),
     ),
-    (EINSUM_FROM_HEADS, r"(attn_vec|o)_einsum", by_rank(rank_3=VIEW_FROM_HEADS)),
-    (FUSED_QKV, r"\w*query_key_value\w*", alternating_qkv),
+    ("einsum from heads", r"(attn_vec|o)_einsum", by_rank(rank_3=VIEW_FROM_HEADS)),
     (FUSED_QKV, _NAMES_OF_QKV, fused_qkv),
-    ("input projection", "in_proj", input_projection),
-    (FUSED_KV, _NAMES_OF_KV, equal_parts(2)),
-    (
-        "fused",
-        rf"((\w+_)?(fused|packed|pack|merged|and)(_\w+)?|in_proj_(?!dt)[a-z]{{2}}){_END}",
-        nothing_known,
-    ),
+    ("fused kv", _NAMES_OF_KV, halves),
+    ("unnamed", rf"in_proj|({_NAMES_OF_FUSED}){_END}", nothing_known),
     (
         TO_HEADS,
         rf"w?[qkv]|(q|k|v)_proj|query|key|value(?=(/({LEAF}))?$)|w?(q|kv?|v)_b(_proj)?",
@@ -206,15 +202,17 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     ),
     (
         FROM_HEADS,
-        r"out|wo|o|(o|out)_proj|attn_out",
+        rf"out|wo|o|(o|out)_proj|attn_out|\w*att\w*/c_proj{_END}",
         by_rank(
             rank_2=MATRICES, rank_3=VIEW_FROM_HEADS, rank_4=MuonDimensionNumbers((-4, -3, -2), -1)
         ),
     ),
-    (FROM_HEADS, rf"\w*att\w*/c_proj{_END}", by_rank(NEXT_ROW, rank_3=VIEW_FROM_HEADS)),
     ("gate", r"\w*gate|wg", gate),
-    ("matrix", rf"({_OF_MLP}){_END}", by_rank(rank_2=MATRICES)),
-    ("matrix", rf".*/({LEAF})|\w*proj|fc\w*|w_\w+|linear{_LAST}", by_rank(rank_2=MATRICES)),
+    (
+        "matrix",
+        rf"({_OF_MLP}|\w*proj|fc\w*|w_\w+|linear){_END}|({_WITH_KERNEL})/({LEAF}){_LAST}",
+        by_rank(rank_2=MATRICES),
+    ),
 )
 
 # Places where no output head can be: numbered blocks, and modules that a network has inside.
@@ -249,8 +247,6 @@ def is_inside(name: str) -> bool:
     return says_so is not None
 
 
-# Names that layers have, hidden or not. Others may be those of embeddings.
-LAYER_NAME = re.compile(rf"{_OF_MLP}|{_LAYER}|lin|layers?|trunk|torso|\d+")
 # A layer that is alone in a numbered block, so that the last block may be the output head.
 ALONE_IN_BLOCK = re.compile(
     rf"((?:.*/)?{_BLOCK})/(?:dense|linear|lin|fc|layer|proj|w|out(?:put)?|\w*conv\w*)(?:_?\d+)?$"
@@ -265,27 +261,6 @@ def module_of(name: str) -> str:
 def parent_of(module: str) -> str:
     """Returns the path of the module that has this module, with a slash."""
     return module[: module.rfind("/") + 1]
-
-
-def parents_of(module: str) -> list[str]:
-    """Returns the paths of all modules that have this module, with slashes."""
-    return ["", *(module[: slash.end()] for slash in re.finditer("/", module))]
-
-
-def stem_and_number(module: str) -> tuple[str, int]:
-    """Returns a path without the number at its end, and that number.
-
-    The number is 0 for the first of Haiku's names.
-    """
-    stem = re.sub(r"_?\d+$", "", module)
-    return stem, int(module.removeprefix(stem).strip("_") or 0)
-
-
-def head_above(module: str) -> str:
-    """Returns the path of the output head that a module is in, "" where it is in none."""
-    slashes = (slash.start() for slash in re.finditer("/", module))
-    above = (module[:end] for end in slashes)
-    return next((head for head in above if _whole_names(_HEAD).search(plain(head))), "")
 
 
 def width_of_embedding(of_one: Found) -> int:

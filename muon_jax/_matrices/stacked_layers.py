@@ -1,7 +1,6 @@
 """Which axes of a parameter count layers, told by the containers in its path."""
 
 import dataclasses
-import enum
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -39,14 +38,6 @@ class Layers:
         return shape
 
 
-class _ContainerKind(enum.Enum):
-    """How a container has the arrays of its layers."""
-
-    STACK = enum.auto()  # layers that share their arrays, along one axis
-    SEPARATE = enum.auto()  # modules with arrays of their own
-    UNKNOWN = enum.auto()
-
-
 def layers_of(named: Sequence[NamedShape], layout: Layout) -> list[Layers]:
     """Returns the layers of each parameter, by what it has in common with those beside it."""
     containers = [_containers(name) for name, _ in named]
@@ -61,11 +52,16 @@ def layers_of(named: Sequence[NamedShape], layout: Layout) -> list[Layers]:
             shapes = [found[i].of_one(named[i][1]) for i in inside]
             is_innermost = all(len(containers[i]) == depth + 1 for i in inside)
             axes = _axes_of_layers(paths, shapes, layout, is_innermost)
-            kind = _kind_of_container(container, paths, shapes, axes)
+            is_stack = _is_stack(container, paths, shapes, axes)
             of_one = [Layers(axes).of_one(shape) for shape in shapes]
             for i, shape in zip(inside, of_one, strict=True):
                 is_vector = len(shape) < 2 <= max(map(len, of_one))
-                found[i] = _inside(kind, found[i].axes, axes, is_vector)
+                if is_stack is None:
+                    found[i] = Layers(is_known=False)
+                elif is_stack:
+                    found[i] = Layers((*found[i].axes, *axes), is_vector=is_vector)
+                else:
+                    found[i] = Layers(found[i].axes)
     return found
 
 
@@ -136,50 +132,21 @@ def _biased(paths: list[str], shapes: list[Shape]) -> list[tuple[Shape, Shape]]:
     return [(shape_of[path], bias) for path, bias in biases.items() if bias]
 
 
-def _kind_of_container(
+def _is_stack(
     container: str, paths: list[str], shapes: list[Shape], axes_of_layers: tuple[int, ...]
-) -> _ContainerKind:
+) -> bool | None:
     """Whether the parameters of a container, with paths that begin below it, are a stack.
 
-    | an axis of layers | numbers below | more than matrices | the container is |
-    |-------------------|---------------|--------------------|------------------|
-    | yes               | no            | any                | a stack          |
-    | yes               | yes           | yes                | a stack          |
-    | yes               | yes           | no                 | separate modules |
-    | no                | yes           | any                | separate modules |
-    | no                | no            | any                | unknown          |
-
-    -   Numbers below: every name right below the container ends in a number, as in `Block_0`.
-    -   More than matrices: some parameter has three axes or more. If none has, the size that
-        matrices have in common may be the width of a layer.
-    -   A container with a name such as `moe_layers` has separate modules, unless norms show layers.
+    None where nothing tells. Without an axis of layers, it has separate modules where each name
+    right below it ends in a number, as in `Block_0`. So it has with one, if all parameters are
+    matrices: the size that they have in common may be the width of a layer. A container with a
+    name such as `moe_layers` has separate modules unless norms show layers.
     """
     if not re.search(rf"(^|/){CONTAINER}$", container) and not _has_stacked_norms(paths, shapes):
-        return _ContainerKind.SEPARATE
-    numbers_below = all(re.match(r"/\w+_\d+/", path) for path in paths)
-    more_than_matrices = max(map(len, shapes)) > 2
-    match axes_of_layers != (), numbers_below, more_than_matrices:
-        case True, False, _:
-            return _ContainerKind.STACK
-        case True, True, True:
-            return _ContainerKind.STACK
-        case True, True, False:
-            return _ContainerKind.SEPARATE
-        case False, True, _:
-            return _ContainerKind.SEPARATE
-        case _:
-            return _ContainerKind.UNKNOWN
-
-
-def _inside(
-    kind: _ContainerKind, outer_axes: tuple[int, ...], axes: tuple[int, ...], is_vector: bool
-) -> Layers:
-    """The layers of a parameter in a container, below others that have `outer_axes` for layers."""
-    if kind is _ContainerKind.STACK:
-        return Layers((*outer_axes, *axes), is_vector=is_vector)
-    if kind is _ContainerKind.SEPARATE:
-        return Layers(outer_axes)
-    return Layers(is_known=False)
+        return False
+    if all(re.match(r"/\w+_\d+/", path) for path in paths):
+        return axes_of_layers != () and max(map(len, shapes)) > 2
+    return True if axes_of_layers else None
 
 
 def _without(values: Shape, axis: int) -> Shape:
