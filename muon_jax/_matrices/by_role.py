@@ -14,19 +14,17 @@ from optax.contrib import MuonDimensionNumbers
 from muon_jax._checks import checks_arguments
 from muon_jax._matrices.checks import Checks
 from muon_jax._matrices.layouts import Layout, Shape, relabelled
-from muon_jax._matrices.roles import Found, NamedShape, is_block, look_up
+from muon_jax._matrices.roles import UNKNOWN, Found, NamedShape, Unknown, is_block, look_up
 from muon_jax._matrices.rules import (
     Group,
     Rules,
     Undecided,
     check_rules,
     code_of_rules,
-    code_of_view,
     deciding_rule,
     groups_of,
     listed,
 )
-from muon_jax._matrices.shapes import UNKNOWN, Unknown
 from muon_jax._matrices.stacked_layers import Layers, layers_of
 from muon_jax._matrices.views import View, ViewTree
 from muon_jax._tree_checks import check_params
@@ -108,8 +106,9 @@ def by_role(
     """
     rules = dict(rules or {})  # which the caller may change later
     if params is _LATER:
-        given = {"rules": rules} if rules else {}
-        return _WithArguments(by_role, **given, **_unless_default(layout))
+        given: dict[str, Any] = {"rules": rules} if rules else {}
+        given |= {} if layout == "in_out" else {"layout": layout}
+        return _WithArguments(by_role, **given)
     named, treedef = named_shapes(params), jax.tree.structure(params)
     if named and jax.tree_util.treedef_is_leaf(treedef):
         raise ValueError(
@@ -120,57 +119,51 @@ def by_role(
         check_rules(rules, [name for name, _ in named])
     found = routes(named, rules, layout)
     if any(isinstance(route.view, Unknown) for route in found):
-        raise ValueError(_message_of_unknown(named, found, rules, layout))
+        raise ValueError(_message(named, found, rules, layout))
     return treedef.unflatten(route.view for route in found)
 
 
-def _unless_default(layout: Layout) -> dict[str, Layout]:
-    return {} if layout == "in_out" else {"layout": layout}
-
-
-def _message_of_unknown(
+def _message(
     named: Sequence[NamedShape], found: Sequence[Route], rules: Rules, layout: Layout
 ) -> str:
     """The message of the error for parameters without a view: which, why, and what to pass."""
-    known = [
-        name
-        for (name, _), route in zip(named, found, strict=True)
-        if not isinstance(route.view, Unknown) and deciding_rule(rules, name) is None
+    paths = [path for path, _ in named]
+    unknown = [
+        (Undecided(*leaf, route.view.reason), route.view.is_of_layout)
+        for leaf, route in zip(named, found, strict=True)
+        if isinstance(route.view, Unknown)
     ]
-    views = [route.view for route in found]
-    of_layout = [isinstance(view, Unknown) and view.is_of_layout for view in views]
-    other: Layout = "out_in" if layout == "in_out" else "in_out"
-    of_other = [route.view for route in routes(named, rules, other)]
-    undecided = [
-        Undecided(
-            name,
-            shape,
-            view.reason,
-            "None" if isinstance(there, Unknown) or not is_of_layout else code_of_view(there),
-        )
-        for (name, shape), view, there, is_of_layout in zip(
-            named, views, of_other, of_layout, strict=True
-        )
-        if isinstance(view, Unknown) and is_of_layout == any(of_layout)
-    ]
-    groups = groups_of(undecided, known)
+    is_layout = any(is_of_layout for _, is_of_layout in unknown)
+    known = {*paths} - {leaf.path for leaf, _ in unknown}
+    groups = groups_of(
+        [leaf for leaf, is_of_layout in unknown if is_of_layout == is_layout],
+        [path for path in known if deciding_rule(rules, path) is None],
+    )
 
     def call(groups: Sequence[Group], layout: Layout) -> str:
-        given = [f"{key}={value!r}" for key, value in _unless_default(layout).items()]
+        given = [f"layout={layout!r}"] * (layout != "in_out")
         given += [f"rules={code_of_rules(rules, groups)}"] * bool(rules or groups)
         return f"by_role({', '.join(given)})"
 
-    if any(of_layout):
-        return (
-            f"layout={layout!r} does not fit {listed(groups)}: pass {call([], other)} if all"
-            f" parameters have that order, or {call(groups, layout)} if these alone have"
+    other: Layout = "out_in" if layout == "in_out" else "in_out"
+    what, remedy, order = (
+        (
+            f"layout={layout!r} does not fit",
+            f"{call([], other)} if all parameters have the other order",
+            other,
         )
-    matrix = code_of_view(MuonDimensionNumbers(*((-2, -1) if layout == "in_out" else (-1, -2))))
+        if is_layout
+        else (
+            "by_role does not know",
+            "muon_weight_dimension_numbers=by_use(fn, params, *inputs), which reads roles off the"
+            " model",
+            layout,
+        )
+    )
+    matrix = "MuonDimensionNumbers(-2, -1)" if order == "in_out" else "MuonDimensionNumbers(-1, -2)"
     return (
-        f"by_role does not know {listed(groups)}: pass"
-        " muon_weight_dimension_numbers=by_use(fn, params, *inputs), which reads roles off the"
-        f" model, or {call(groups, layout)}, with None for AdamW or a view for Muon, such as"
-        f" {matrix} for matrices in the last two axes"
+        f"{what} {listed(groups)}: pass {remedy}, or {call(groups, layout)}, with None for AdamW or"
+        f" a view for Muon, such as {matrix} for matrices in the last two axes"
     )
 
 
@@ -192,26 +185,22 @@ def routes(
     # PyTorch joins names by dots: `model.layers.0.mlp.up_proj.weight`.
     slashed = [(name.replace(".", "/").replace("-", "_"), shape) for name, shape in named]
     layers = layers_of(slashed, layout)  # parameters that rules claim count as well
-    names = [name.lower() for name, _ in _without_root(slashed)]
-    of_one = [own.of_one(shape) for own, (_, shape) in zip(layers, named, strict=True)]
     found = [
-        _found(name, shape, own, layout)
-        for name, (_, shape), own in zip(names, named, layers, strict=True)
+        _found(name.lower(), shape, own, layout)
+        for (name, shape), own in zip(_without_root(slashed), layers, strict=True)
     ]
-    checks = Checks(names, of_one, layers, found, layout)
+    checks = Checks(found, layout)
 
-    def route(path: str, name: str, own: Layers, one: Found) -> Route:
+    def route(path: str, one: Found) -> Route:
         rule = deciding_rule(rules or {}, path)
-        if rule is not None:
-            return Route(f"rule {rule!r}", (rules or {})[rule])
-        role, view, _, axes = checks.checked(name, own, one)
-        if isinstance(view, Unknown):
-            return Route("unknown", view)
-        return Route(role, None if view is None else relabelled(view, axes))
+        if rules and rule is not None:
+            return Route(f"rule {rule!r}", rules[rule])
+        one = checks.checked(one)
+        if isinstance(one.view, Unknown):
+            return Route("unknown", one.view)
+        return Route(one.role, None if one.view is None else relabelled(one.view, one.axes))
 
-    return [
-        route(path, *leaf) for (path, _), *leaf in zip(named, names, layers, found, strict=True)
-    ]
+    return [route(path, one) for (path, _), one in zip(named, found, strict=True)]
 
 
 def _without_root(named: Sequence[NamedShape]) -> Sequence[NamedShape]:
@@ -230,24 +219,20 @@ def _without_root(named: Sequence[NamedShape]) -> Sequence[NamedShape]:
 def _found(name: str, shape: Shape, layers: Layers, layout: Layout) -> Found:
     """What the table of roles tells of a parameter, or its shape if it can only be a vector."""
     axes = tuple(range(-len(shape), 0))
+    of_one, axes = layers.of_one(shape), layers.of_one(axes)
+    vector = Found(name, "vector", None, of_one, axes)
     if len(shape) < 2:
-        return Found("vector", None, shape, axes)
+        return vector
     if not layers.is_known:
-        return Found("unknown", UNKNOWN, shape, axes)
-    of_one = look_up(name, layers.of_one(shape), layers.of_one(axes), layout)
-    if isinstance(of_one.view, MuonDimensionNumbers):
-        is_vector = 1 in (_size(of_one.shape, group) for group in of_one.view)
-        return Found("vector", None, of_one.shape, of_one.axes) if is_vector else of_one
-    if not isinstance(of_one.view, Unknown):
-        return of_one
+        return Found(name, "unknown", UNKNOWN, shape, axes)
+    found = look_up(name, of_one, axes, layout)._replace(is_stacked=layers.axes != ())
+    vector = vector._replace(shape=found.shape, axes=found.axes)
+    if isinstance(found.view, MuonDimensionNumbers):
+        sizes = [math.prod(np.take(found.shape, group, 0).flat) for group in found.view]
+        return vector if 1 in sizes else found
+    if not isinstance(found.view, Unknown):
+        return found
     # Each layer has a vector, or a kernel has one output.
-    rank, size = len(of_one.shape), math.prod(of_one.shape)
     is_vector = layers.is_vector or len(shape) > 2 and math.prod(shape[:-1]) == 1
-    if is_vector or rank > 1 and of_one.shape[-1] == 1 and size == max(of_one.shape):
-        return Found("vector", None, of_one.shape, of_one.axes)
-    return of_one
-
-
-def _size(shape: Shape, axes: int | Sequence[int]) -> int:
-    """The number of rows, or of columns, that these axes have."""
-    return math.prod(shape[axis] for axis in ([axes] if isinstance(axes, int) else axes))
+    has_one_output = found.shape[-1:] == (1,) and math.prod(found.shape) == max(found.shape)
+    return vector if is_vector or len(found.shape) > 1 and has_one_output else found

@@ -1,70 +1,140 @@
 """The role of a parameter, told by its path and the shape of one layer: a table."""
 
+import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._matrices.layouts import Layout, Shape, axes_in_out
-from muon_jax._matrices.shapes import (
-    VIEW_FROM_HEADS,
-    VIEW_TO_HEADS,
-    Unknown,
-    ViewOfShape,
-    adamw,
-    adamw_below,
-    by_rank,
-    convolution,
-    fused_gate,
-    fused_qkv,
-    gate,
-    halves,
-    nothing_known,
-)
-from muon_jax._matrices.views import MATRICES, View
+from muon_jax._matrices.views import MATRICES, Split, View
 
 type NamedShape = tuple[str, Shape]  # the path of a parameter and its shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """The answer, in place of a view, where nothing tells the view: why, if there is a reason.
+
+    It may be that the other layout fits.
+    """
+
+    reason: str = ""
+    is_of_layout: bool = False
+
+
+UNKNOWN = Unknown()
+
+# The view by the shape of one layer, in the order (in, out).
+type ViewOfShape = Callable[[Shape], View | None | Unknown]
+
+VIEW_TO_HEADS = MuonDimensionNumbers(-3, (-2, -1))
+VIEW_FROM_HEADS = MuonDimensionNumbers((-3, -2), -1)
+
+
+def adamw(shape: Shape) -> None:
+    del shape
+
+
+def nothing_known(shape: Shape) -> Unknown:
+    del shape
+    return UNKNOWN
+
+
+def by_rank(otherwise: ViewOfShape = nothing_known, **views: View) -> ViewOfShape:
+    """Returns a function that gives `rank_2=…` to shapes of two axes, if none is 1, and so on."""
+
+    def view_of(shape: Shape) -> View | None | Unknown:
+        view = None if len(shape) == 2 and 1 in shape else views.get(f"rank_{len(shape)}")
+        return view or otherwise(shape)
+
+    return view_of
+
+
+def adamw_below(rank: int, view_of: ViewOfShape) -> ViewOfShape:
+    """Returns a function that leaves shapes of fewer axes to AdamW, and others to `view_of`."""
+    return lambda shape: None if len(shape) < rank else view_of(shape)
+
+
+def halves(shape: Shape) -> View | Unknown:
+    """(in, 2·out)."""
+    return Split(-1, (shape[-1] // 2,) * 2) if len(shape) == 2 and shape[1] % 2 == 0 else UNKNOWN
+
+
+def fused_qkv(shape: Shape) -> View | Unknown:
+    """(in, 3·in) or (in, 3, heads, dim)."""
+    if len(shape) == 4 and shape[1] == 3:
+        return MuonDimensionNumbers(-4, (-2, -1))
+    is_wide = len(shape) == 2 and shape[1] == 3 * shape[0]
+    return Split(-1, (shape[0],) * 3) if is_wide else UNKNOWN
+
+
+def fused_gate(shape: Shape) -> View | Unknown:
+    """(in, 2·out), or (experts, in, 2·out) for experts."""
+    return halves(shape[-2:]) if len(shape) == 2 or len(shape) == 3 and shape[1] > 2 else UNKNOWN
+
+
+def gate(shape: Shape) -> View | Unknown:
+    """The gate of an MLP is at least as wide as its input. A narrower one may be a router."""
+    return MATRICES if len(shape) == 2 and shape[0] <= shape[1] else UNKNOWN
+
+
+def convolution(shape: Shape) -> View | None | Unknown:
+    """(*window, in, out)."""
+    rank = len(shape)
+    if rank < 3:
+        return UNKNOWN
+    if 1 in shape[-2:]:
+        return None  # a vector: of one output, or one for each output of a depthwise convolution
+    return MuonDimensionNumbers(tuple(range(-rank, -1)), -1)
 
 
 class Found(NamedTuple):
     """What a path and a shape tell of a parameter.
 
     Attributes:
-        role: what the parameter is for.
-        view: the view of one layer, with its axes in the order (in, out); None leaves the parameter
-            to AdamW, and an answer says that the view is not known.
+        name: its path, in lower case.
+        role: what it is for.
+        view: the view of one layer, with its axes in the order (in, out); None leaves it to AdamW.
         shape: the shape of one layer in that order.
         axes: which axis of the parameter each axis of `shape` is, counted from the end.
+        is_stacked: whether the parameter has several layers.
     """
 
+    name: str
     role: str
     view: View | None | Unknown
     shape: Shape
     axes: tuple[int, ...]
+    is_stacked: bool = False
+
+    @property
+    def own_shape(self) -> Shape:
+        """The shape of one layer, with its axes as the parameter has them."""
+        return tuple(size for _, size in sorted(zip(self.axes, self.shape, strict=True)))
+
+    @property
+    def module(self) -> str:
+        """The path without the name of an array such as `kernel`."""
+        return module_of(self.name)
 
 
 def look_up(name: str, shape: Shape, axes: tuple[int, ...], layout: Layout) -> Found:
-    """Returns what the table tells of a parameter of this path, in lower case.
+    """Returns what the table tells of a parameter of this path.
 
     Args:
-        name: the path.
+        name: the path, in lower case.
         shape: the shape of one layer.
         axes: which axis of the parameter each axis of `shape` is.
         layout: the order of these axes.
     """
-    name = plain(name)
-
-    def found(role: str, view_of: ViewOfShape) -> Found:
-        order = axes_in_out(layout, role, len(shape))
-        in_order = tuple(shape[axis] for axis in order)
-        return Found(role, view_of(in_order), in_order, tuple(axes[axis] for axis in order))
-
-    for role, pattern, view_of in _ROLES:
-        if _whole_names(pattern).search(name):
-            return found(role, view_of)
-    return found("unknown", nothing_known)
+    rows = ((role, view) for role, p, view in _ROLES if _whole_names(p).search(plain(name)))
+    role, view_of = next(rows, ("unnamed", nothing_known))
+    order = axes_in_out(layout, role, len(shape))
+    in_order = tuple(shape[axis] for axis in order)
+    return Found(name, role, view_of(in_order), in_order, tuple(axes[axis] for axis in order))
 
 
 def plain(name: str) -> str:
@@ -86,7 +156,6 @@ _LAYER = r"dense|linear|fc\w*|(\w+_)?proj\w*|mlp\w*|\w*conv\w*"
 # Others that are matrices where they have a kernel, as an array alone may be anything.
 _WITH_KERNEL = (
     rf"{_LAYER}|dense\w*|\w*lin(ear)?\d*|linear\w*|layers?|l|\d+|to_([qkv]|out)|w?(q|kv)_a\w*"
-    r"|\w*(cell|lstm|gru)/[hi][a-z]"
 )
 _HEAD = (
     r"(?!multi_?head)(\w+_)?head|classifier|\w*logits?\w*|(?!\w*transform)\w*vocab\w*|unembed\w*"
@@ -148,7 +217,7 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
         rf"({_EMBEDDING})({_NEAR}|(?=/(?!({_LAYER})/)[^/]+/({LEAF})$))",
         adamw_below(4, convolution),  # four axes: an embedding of patches
     ),
-    ("unnamed", rf"({_HEAD})(?!(/({LEAF}))?$)", nothing_known),  # a head of several layers, perhaps
+    ("unnamed", rf"({_HEAD})(?!(/({LEAF}))?$)", nothing_known),  # of several layers, perhaps
     ("head", rf"({_HEAD}|scores?|qa_outputs?|regressor){_END}", adamw),
     ("router", rf"\w*router\w*|(gating|switch|dispatch){_END}", adamw),
     (
@@ -202,11 +271,12 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     ),
     (
         FROM_HEADS,
-        rf"out|wo|o|(o|out)_proj|attn_out|\w*att\w*/c_proj{_END}",
+        "out|wo|o|(o|out)_proj|attn_out",
         by_rank(
             rank_2=MATRICES, rank_3=VIEW_FROM_HEADS, rank_4=MuonDimensionNumbers((-4, -3, -2), -1)
         ),
     ),
+    (FROM_HEADS, rf"\w*att\w*/c_proj{_END}", by_rank(rank_2=MATRICES, rank_3=VIEW_FROM_HEADS)),
     ("gate", r"\w*gate|wg", gate),
     (
         "matrix",
@@ -224,11 +294,7 @@ _INSIDE = re.compile(
     rf"(?:^|/)(?:{_BLOCK}|(?:\w*att(?:n|ention)?|mha|\w*experts?|(?:\w+_)?moe(?:_?(?:block|layer|mlp))?"
     r"|(?:\w+_)?(?:ff|ffn|ffw)|\w*feed_?forward|\w*embed(?:der|dings?)?|transform)(?:_\d+)?)(?:/|$)"
 )
-# Layers that take an input or a state to gates, in a cell or wherever they are.
-_OF_CELL = re.compile(
-    r"(?:^|/)\w*(?:cell|lstm|gru)(?:_\d+)?/(?:[hi][a-z]|w_[hi]|(?:dense|linear)_[hi])$|(?:^|/)[hi]2h$"
-)
-# The first layer of a network, attention's projections.
+# The first layer of a network.
 _FIRST_OF_ALL = re.compile(r"(?:^|_)(?:init|stem|root|patch\w*)(?:_|$)|conv_in$|\w*embed\w*$")
 
 
@@ -243,7 +309,7 @@ def is_inside(name: str) -> bool:
     above = re.sub(rf"(?:^|/)(?:{CONTAINER}/)*\d+$", "", module)
     above = parent_of(module) if above == module else f"{above}/"
     last = module.removeprefix(parent_of(module))
-    says_so = _INSIDE.search(above) or _OF_CELL.search(module) or _FIRST_OF_ALL.search(last)
+    says_so = _INSIDE.search(above) or _FIRST_OF_ALL.search(last)
     return says_so is not None
 
 

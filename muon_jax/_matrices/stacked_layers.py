@@ -50,16 +50,18 @@ def layers_of(named: Sequence[NamedShape], layout: Layout) -> list[Layers]:
         for container, inside in members.items():
             paths = [named[i][0].removeprefix(container) for i in inside]
             shapes = [found[i].of_one(named[i][1]) for i in inside]
+            axis = _axis_of_layers(paths, shapes, layout)
+            of_one = shapes if axis is None else [_without(shape, axis) for shape in shapes]
+            is_stack = _is_stack(container, paths, shapes, axis is not None)
             is_innermost = all(len(containers[i]) == depth + 1 for i in inside)
-            axes = _axes_of_layers(paths, shapes, layout, is_innermost)
-            is_stack = _is_stack(container, paths, shapes, axes)
-            of_one = [Layers(axes).of_one(shape) for shape in shapes]
+            if is_innermost and is_stack and _has_stacked_norms(paths, of_one):
+                is_stack = None  # repeats and stages of a pipeline
             for i, shape in zip(inside, of_one, strict=True):
-                is_vector = len(shape) < 2 <= max(map(len, of_one))
                 if is_stack is None:
                     found[i] = Layers(is_known=False)
                 elif is_stack:
-                    found[i] = Layers((*found[i].axes, *axes), is_vector=is_vector)
+                    is_vector = len(shape) < 2 <= max(map(len, of_one))
+                    found[i] = Layers((*found[i].axes, axis or 0), is_vector=is_vector)
                 else:
                     found[i] = Layers(found[i].axes)
     return found
@@ -68,24 +70,6 @@ def layers_of(named: Sequence[NamedShape], layout: Layout) -> list[Layers]:
 def _containers(name: str) -> list[str]:
     """The path of each container of a parameter that may be a stack, the outermost first."""
     return [name[: match.end()] for match in _POSSIBLE_STACK.finditer(name.lower())]
-
-
-def _axes_of_layers(
-    paths: list[str], shapes: list[Shape], layout: Layout, is_innermost: bool
-) -> tuple[int, ...]:
-    """The axes along which the parameters of a container may stack layers, () without one.
-
-    There is one. An innermost container may have more, such as those of a pipeline's repeats and
-    stages: it has them as long as norms show layers.
-    """
-    axes = ()
-    while not axes or is_innermost and _has_stacked_norms(paths, shapes):
-        axis = _axis_of_layers(paths, shapes, layout)
-        if axis is None:
-            break
-        axes = (*axes, axis)
-        shapes = [_without(shape, axis) for shape in shapes]
-    return axes
 
 
 def _has_stacked_norms(paths: list[str], shapes: list[Shape]) -> bool:
@@ -115,10 +99,7 @@ def _axis_of_layers(paths: list[str], shapes: list[Shape], layout: Layout) -> in
     )
 
     def fit(axis: int) -> bool:
-        return all(
-            fits_bias(_without(kernel, axis), _without(bias, axis), layout)
-            for kernel, bias in biased
-        )
+        return all(fits_bias(_without(x, axis), _without(bias, axis), layout) for x, bias in biased)
 
     if second and fit(1) and (not fit(0) if first else biased or norms):
         return 1
@@ -132,9 +113,7 @@ def _biased(paths: list[str], shapes: list[Shape]) -> list[tuple[Shape, Shape]]:
     return [(shape_of[path], bias) for path, bias in biases.items() if bias]
 
 
-def _is_stack(
-    container: str, paths: list[str], shapes: list[Shape], axes_of_layers: tuple[int, ...]
-) -> bool | None:
+def _is_stack(container: str, paths: list[str], shapes: list[Shape], has_axis: bool) -> bool | None:
     """Whether the parameters of a container, with paths that begin below it, are a stack.
 
     None where nothing tells. Without an axis of layers, it has separate modules where each name
@@ -145,8 +124,8 @@ def _is_stack(
     if not re.search(rf"(^|/){CONTAINER}$", container) and not _has_stacked_norms(paths, shapes):
         return False
     if all(re.match(r"/\w+_\d+/", path) for path in paths):
-        return axes_of_layers != () and max(map(len, shapes)) > 2
-    return True if axes_of_layers else None
+        return has_axis and max(map(len, shapes)) > 2
+    return True if has_axis else None
 
 
 def _without(values: Shape, axis: int) -> Shape:
