@@ -45,7 +45,7 @@ from gpt_model import (
     shardings_of,
 )
 from gpt_report import Metrics, plot, read, table
-from muon_jax import by_role, muon
+from muon_jax import MuonDimensionNumbers, Unfold, by_role, muon
 
 # What decides the numbers of a run; a checkpoint goes on only under the same.
 RECORDED = (
@@ -80,8 +80,8 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
         stacks = functools.partial(jax.tree.map, lambda p: p.ndim == 3)
         optimizer = optax.adamw(schedule, b2=0.95, weight_decay=decay, mask=stacks)
     else:
-        head_width = options.width // options.heads
-        per_head = by_role(per_head=True, head_dim=head_width)
+        of_heads = Unfold(-1, (options.heads, -1), MuonDimensionNumbers(-3, -1))
+        per_head = by_role(rules={"(query|key|value)/kernel": of_heads})
         names = ("preset", "ns_coeffs", "mu_dtype", "block_period")
         chosen = {name: getattr(options, name) for name in names}
         scale = {"weight_decay": decay, "consistent_rms": 0.2}

@@ -50,7 +50,7 @@ class Checks:
         self._vectors = {shape[0] for shape in self._shapes.values() if len(shape) == 1}
         # A module that has the whole network is no part of one, whatever its name says.
         (root, *others) = {module.partition("/")[0] for module in modules} or {""}
-        is_part = others or is_block(root) or re.search("att|mha", root)
+        is_part = others or len(modules) < 2 or is_block(root) or re.search("att|mha", root)
         self._root = "" if is_part or not is_inside(f"{root}/layer") else f"{root}/"
 
     def checked(self, one: Found) -> Found:
@@ -78,7 +78,7 @@ class Checks:
             of attention and the second layer of an MLP give that width. Where the size is that of
             a vector in the tree, such as a norm of another width, it may be right.
         -   The window of a convolution is small.
-        -   Equinox, Haliax and PyTorch call (out, in) `weight`. In an MLP it needs one of the above.
+        -   `weight` is (out, in) in Equinox, Haliax and PyTorch: in MLPs the above must confirm it.
         """
         layout, shape = self._layout, one.own_shape
         other: Layout = "out_in" if layout == "in_out" else "in_out"
@@ -118,7 +118,8 @@ class Checks:
             place = self._place_of(one.module)
             for other in filter(_may_be_second, self._beside[parent_of(place)]):
                 if other.shape[1] == rows and cols in (2 * other.shape[0], 3 * other.shape[0]):
-                    return f"which is wider than what {other.name} takes"
+                    last = other.module.rpartition("/")[2]
+                    return f"which is {cols // other.shape[0]} times as wide as {last} takes"
         parent, rank = parent_of(one.module), len(one.shape)
         if one.role == TO_HEADS and _Q.fullmatch(_last_of(one.module)):
             outputs = [o.shape[:-1] for o in self._beside[parent] if o.role == FROM_HEADS]
@@ -171,7 +172,7 @@ def _may_be_second(one: Found) -> bool:
         "o_proj",
         "out_proj",
     )
-    return len(one.shape) == 2 and one.role != TO_HEADS and not is_output
+    return len(one.shape) == 2 and one.role in ("matrix", "vector", FROM_HEADS) and not is_output
 
 
 def _end_of_stream(one: Found) -> int | None:
@@ -185,7 +186,7 @@ def _end_of_stream(one: Found) -> int | None:
 
 
 def _has_heads(members: Sequence[Found]) -> bool:
-    """Whether all arrays of a module with axes of heads are projections to and from as many heads.
+    """Whether the arrays of a module that may have axes of heads make and take as many heads.
 
     `(in, heads, dim)` and `(in, 3, heads, dim)` make heads. One `(heads, dim, out)` takes them.
     """
@@ -194,4 +195,8 @@ def _has_heads(members: Sequence[Found]) -> bool:
     made |= {one.shape[-2] for one in members if one.role == FUSED_QKV and len(one.shape) == 4}
     taken = [math.prod(one.shape[:-2]) for one in members if one.role == FROM_HEADS]
     roles = {one.role for one in members}
-    return roles <= {TO_HEADS, FROM_HEADS, FUSED_QKV} and len(taken) == 1 and taken[0] in made
+    return (
+        roles <= {TO_HEADS, FROM_HEADS, FUSED_QKV, "convolution"}
+        and len(taken) == 1
+        and taken[0] in made
+    )

@@ -226,7 +226,7 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
         adamw_below(3, by_rank(rank_3=MATRICES)),
     ),
     ("gate", r"smear\w*", adamw),
-    # What LoRA's factors are added to, or a factor; (2, in, out) or (2, out, in); alternating heads.
+    # What LoRA's factors are added to, or a factor; either order; alternating heads.
     ("unnamed", r"lora\w*|gating_einsum|\w*query_key_value\w*", nothing_known),
     (FUSED_GATE, _NAMES_OF_GATE_AND_UP, fused_gate),
     # (in, out) may be a router, or the gate of one expert.

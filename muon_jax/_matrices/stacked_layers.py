@@ -50,18 +50,21 @@ def layers_of(named: Sequence[NamedShape], layout: Layout) -> list[Layers]:
         for container, inside in members.items():
             paths = [named[i][0].removeprefix(container) for i in inside]
             shapes = [found[i].of_one(named[i][1]) for i in inside]
-            axis = _axis_of_layers(paths, shapes, layout)
-            of_one = shapes if axis is None else [_without(shape, axis) for shape in shapes]
-            is_stack = _is_stack(container, paths, shapes, axis is not None)
+            of_one, axes = shapes, ()
             is_innermost = all(len(containers[i]) == depth + 1 for i in inside)
-            if is_innermost and is_stack and _has_stacked_norms(paths, of_one):
-                is_stack = None  # repeats and stages of a pipeline
+            # An innermost stack may have several axes, as of repeats and stages of a pipeline.
+            while not axes or is_innermost and _has_stacked_norms(paths, of_one):
+                axis = _axis_of_layers(paths, of_one, layout)
+                if axis is None:
+                    break
+                of_one, axes = [_without(shape, axis) for shape in of_one], (*axes, axis)
+            is_stack = _is_stack(container, paths, shapes, axes != ())
             for i, shape in zip(inside, of_one, strict=True):
                 if is_stack is None:
                     found[i] = Layers(is_known=False)
                 elif is_stack:
                     is_vector = len(shape) < 2 <= max(map(len, of_one))
-                    found[i] = Layers((*found[i].axes, axis or 0), is_vector=is_vector)
+                    found[i] = Layers((*found[i].axes, *axes), is_vector=is_vector)
                 else:
                     found[i] = Layers(found[i].axes)
     return found
