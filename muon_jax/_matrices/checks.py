@@ -100,9 +100,11 @@ class Checks:
         is_window = one.role == "convolution" or one.role == "embedding" and len(shape) > 3
         if is_window and len(shape) > 2 and has_other_window(shape, layout, not is_weight):
             return "which may have its window at the other end"
+        if one.role == FUSED_QKV and one.shape[-2] == 3 * one.shape[-1]:
+            return "which has the width of q, k and v first"
         is_of_experts = len(one.shape) > 2 or re.search("expert|moe", one.module) is not None
         is_of_mlp = one.role in (*_OF_MLP, FUSED_GATE) and not is_of_experts
-        is_either = is_weight and is_of_mlp and one.shape[0] != one.shape[1]
+        is_either = is_weight and is_of_mlp and len({*one.shape}) > 1
         return "which PyTorch would have as (out, in)" if is_either else ""
 
     def _reason_of_shapes(self, one: Found) -> str:

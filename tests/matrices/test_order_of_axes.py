@@ -180,6 +180,7 @@ ONE_LAYOUT = {
     "an MLP": ({"layers": [{"mlp": {"fc1": {"weight": (256, 64)}}}]}, "out_in"),
     "its second layer": ({"h_0": {"mlp": {"down_proj": {"weight": (64, 256)}}}}, "out_in"),
     "gate and up": ({"h_0": {"mlp": {"gate_up": {"weight": (512, 64)}}}}, "out_in"),
+    "q, k and v": ({"h_0": {"attn": {"qkv": {"kernel": (192, 64)}}}}, "out_in"),
     "a bias": ({"h_0": {"mlp": {"proj": {"kernel": (24, 8), "bias": (24,)}}}}, "out_in"),
     "a bias of (in, out)": (
         {"h_0": {"mlp": {"proj": {"kernel": (24, 8), "bias": (8,)}}}},
