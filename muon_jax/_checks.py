@@ -183,7 +183,6 @@ _DECLARED: dict[str, Check] = {
     **dict.fromkeys(("depth", "base_depth", "tokens", "base_tokens"), Number("(0, inf)", 12)),
     **dict.fromkeys(("ns_steps", "steps"), Number("[1, 100]", 5, is_whole=True)),
     "key_heads": Number("[1, inf)", 4, is_whole=True),
-    "head_dim": Number("[1, inf)", 128, is_whole=True),
     "max_group_bytes": _check_group_bytes,
     "block_period": _check_block_period,
     "block_learning_rate": _RATE,

@@ -83,7 +83,7 @@ def flat(tree: Any) -> dict[str, Any]:
 
 def pasted(message: str, **names: Any) -> Any:
     """The call that an error for unknown roles says to pass."""
-    (call,) = re.findall(r"pass (by_role\(.*\)), with None", message)
+    (call,) = re.findall(r"or (by_role\(.*\)), with None", message)
     return eval(call, {**vars(muon_jax), **names})
 
 

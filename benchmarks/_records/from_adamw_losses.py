@@ -9,13 +9,14 @@ from benchmarks._records.reading import Measurement
 # What stands below the heading of a report.
 FROM_ADAMW_UNIT = """Held-out losses after the last step, in nats (a token of the GPT is a byte).
 AdamW tries three learning rates and goes on while its best one is the largest or smallest of them;
-`rate` is the best one. The other lines are, for k = ⅓, 1 and 3:
+`rate` is the best one. The other lines are, for k = ⅓, 1 and 3 and
+`routes = by_use(loss, params, batch)`:
 
-- Muon, by_role: `muon(k * rate, adam_learning_rate=rate, consistent_rms=0.2,
-  muon_weight_dimension_numbers=by_role)`
+- Muon, by_use: `muon(k * rate, adam_learning_rate=rate, consistent_rms=0.2,
+  muon_weight_dimension_numbers=routes)`
 - Muon, no routing: the same without `muon_weight_dimension_numbers`
-- Muon at 0.02, by_role: `muon(0.02, adam_learning_rate=3e-4,
-  muon_weight_dimension_numbers=by_role)`
+- Muon at 0.02, by_use: `muon(0.02, adam_learning_rate=3e-4,
+  muon_weight_dimension_numbers=routes)`
 
 The last column compares with AdamW at `rate`, seed by seed: the mean difference, and in how many
 seeds the loss is lower. The best rates are chosen by the losses that are shown, AdamW's too."""

@@ -11,18 +11,18 @@ import optax
 from benchmarks._training.gpt import GPT
 from benchmarks._training.runs import Training, validation_windows
 from benchmarks._training.stdlib_text import read_text
-from muon_jax import by_role, muon
+from muon_jax import by_use, muon
 
 STEPS = 60
 ADAMW = "AdamW"
 # Muon's learning rate in these is a multiple of AdamW's best one; the rest keeps AdamW's.
-ROUTED = "Muon, by_role"
+ROUTED = "Muon, by_use"
 UNROUTED = "Muon, no routing"
 MULTIPLES = (1 / 3, 1.0, 3.0)
 # AdamW begins with the second to the fourth.
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 # No multiple of AdamW's rate: the line for somebody who has tuned nothing.
-UNTUNED = "Muon at 0.02, by_role"
+UNTUNED = "Muon at 0.02, by_use"
 
 type Loss = Callable[[Any, Any], jax.Array]
 
@@ -114,7 +114,7 @@ def digits_cnn() -> Task:
 TASKS = {"byte GPT": byte_gpt, "digits CNN": digits_cnn}
 
 
-def optimizer_of(line: str, rate: Any, adam_rate: Any) -> optax.GradientTransformation:
+def optimizer_of(line: str, rate: Any, adam_rate: Any, routes: Any) -> optax.GradientTransformation:
     """Returns the optimizer of a line; rates rise over a tenth of the steps and fall to 0."""
     shape = optax.warmup_cosine_decay_schedule(0.0, 1.0, STEPS // 10, STEPS)
 
@@ -125,7 +125,7 @@ def optimizer_of(line: str, rate: Any, adam_rate: Any) -> optax.GradientTransfor
         return optax.adamw(schedule)
     given: dict[str, Any] = {"adam_learning_rate": lambda count: adam_rate * shape(count)}
     given |= {} if line == UNTUNED else {"consistent_rms": 0.2}
-    given |= {} if line == UNROUTED else {"muon_weight_dimension_numbers": by_role}
+    given |= {} if line == UNROUTED else {"muon_weight_dimension_numbers": routes}
     return muon(schedule, weight_decay=1e-4, adam_weight_decay=1e-4, **given)
 
 
@@ -135,8 +135,10 @@ def held_out_loss_of(task: Task, line: str) -> Callable[[float, float, int], flo
 
     @jax.jit
     def train(rate: Any, adam_rate: Any, seed: Any, data: Any, held_out: Any) -> jax.Array:
-        optimizer = optimizer_of(line, rate, adam_rate)
         params = task.init(jax.random.key(seed))
+        batch = jax.tree.map(lambda x: x[: task.batch_size], data)
+        routes = by_use(task.loss, params, batch)
+        optimizer = optimizer_of(line, rate, adam_rate, routes)
         rows = jax.random.randint(jax.random.key(1000 + seed), (STEPS, task.batch_size), 0, size)
 
         def step(carry: Any, rows: jax.Array) -> tuple[Any, None]:

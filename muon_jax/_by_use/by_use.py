@@ -1,8 +1,7 @@
 """`by_use`: which parameters are matrices, read off the model."""
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,18 +13,20 @@ from muon_jax._by_use.pieces import whole
 from muon_jax._by_use.roles_of_use import MUON, Roles, Routed
 from muon_jax._by_use.values import Value
 from muon_jax._checks import checks_arguments
-from muon_jax._matrices.by_role import Rules
-from muon_jax._matrices.shapes import Unknown
-from muon_jax._matrices.unknown_roles import (
+from muon_jax._matrices.rules import (
     Group,
-    UnknownParameter,
-    groups_of_unknown,
+    Rules,
+    Undecided,
+    check_rules,
+    code_of_rules,
+    code_of_view,
+    deciding_rule,
+    groups_of,
     listed,
-    literal,
 )
-from muon_jax._matrices.views import ViewTree
+from muon_jax._matrices.views import MATRICES, ViewTree
 from muon_jax._tree_checks import check_params
-from muon_jax._trees import check_patterns_decide, path_name
+from muon_jax._trees import path_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,15 +74,20 @@ class Routes:
         """The table, and the code."""
         heading = ("path", "shape", "role", "view", "reason")
         rows = [
-            (r.path, "×".join(map(str, r.shape)), r.role, _code(r.view), r.reason)
+            (r.path, "×".join(map(str, r.shape)), r.role, code_of_view(r.view), r.reason)
             for r in self.parameters
         ]
         widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (heading, *rows)]
-        of_muon = [_proposing(r, _code(r.view)) for r in self.parameters if r.view is not None]
+        of_muon = [
+            Undecided(r.path, r.shape, proposal=code_of_view(r.view))
+            for r in self.parameters
+            if r.view is not None
+        ]
         others = [r.path for r in self.parameters if r.view is None]
-        entries = _entries({}, groups_of_unknown(of_muon, others)) + ["'.*': None"] * bool(others)
-        return "\n".join([*lines, "", f"by_role(rules={{{', '.join(entries)}}})"])
+        groups = groups_of(of_muon, others)
+        groups += [Group(".*", [Undecided(".*", ())])] * bool(others)
+        return "\n".join([*lines, "", f"by_role(rules={code_of_rules({}, groups)})"])
 
 
 @checks_arguments
@@ -162,14 +168,14 @@ def by_use(
         for routed, (_, x) in zip(found, flat, strict=True)
     ]
     found = _ruled(found, rules or {})
-    if unclear := [_proposing(r, "None", r.reason) for r in found if r.role == "unclear"]:
+    unclear = [Undecided(r.path, r.shape, r.reason) for r in found if r.role == "unclear"]
+    if unclear:
         known = [r.path for r in found if r.role not in ("unclear", "rule")]
-        groups = groups_of_unknown(unclear, known)
-        code = ", ".join(_entries(rules or {}, groups))
+        groups = groups_of(unclear, known)
         raise ValueError(
-            f"by_use cannot decide on {listed(groups)}: pass rules={{{code}}}, with None for AdamW"
-            " or a view for Muon, such as MuonDimensionNumbers(-2, -1) for matrices in the last two"
-            " axes"
+            f"by_use cannot decide on {listed(groups)}: pass"
+            f" rules={code_of_rules(rules or {}, groups)}, with None for AdamW or a view for Muon,"
+            f" such as {code_of_view(MATRICES)} for matrices in the last two axes"
         )
     if per_head and not any("heads" in r.reason for r in found if r.role in MUON):
         raise ValueError(
@@ -181,38 +187,16 @@ def by_use(
 
 def _ruled(found: Sequence[Routed], rules: Rules) -> list[Routed]:
     """The routes, of which those that a rule matches are decided by the first such rule."""
-    paths = [routed.path for routed in found]
-    idle = [rule for rule in rules if not any(re.search(rule, path) for path in paths)]
-    if idle:
-        raise ValueError(
-            f"the rules {idle} match none of the {len(paths)} paths, such as {paths[0]!r}: print"
-            " what by_use returns without them for all paths"
-        )
-    check_patterns_decide("rules", rules, paths)
+    check_rules(rules, [routed.path for routed in found])
 
     def ruled(routed: Routed) -> Routed:
-        rule = next((rule for rule in rules if re.search(rule, routed.path)), None)
+        rule = deciding_rule(rules, routed.path)
         if rule is None:
             return routed
         reason = f"the rule {rule!r} matches; without it: {routed.role}"
         return routed._replace(role="rule", view=rules[rule], reason=reason)
 
     return [*map(ruled, found)]
-
-
-def _proposing(routed: Routed, view: str, reason: str = "") -> UnknownParameter:
-    return UnknownParameter(routed.path, routed.shape, Unknown(reason, view))
-
-
-def _entries(rules: Mapping[str, Any], groups: Sequence[Group]) -> list[str]:
-    """The code of rules, and of a rule for each group."""
-    given = [f"{literal(rule)}: {_code(view)}" for rule, view in rules.items()]
-    return given + [f"{literal(g.pattern)}: {g.members[0].unknown.proposal}" for g in groups]
-
-
-def _code(view: Any) -> str:
-    """The shortest code of a view."""
-    return str(view).replace("reduction_axis=", "").replace("output_axis=", "")
 
 
 def _dtype_of(x: Any) -> Any:

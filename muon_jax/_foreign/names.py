@@ -239,11 +239,7 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     Foreign({"rules": "by_role"}, (f"{_VIEWS}=by_role(rules={{}})",)),
     Foreign({"layout": "by_role"}, (f"{_VIEWS}=by_role(layout={{}})",)),
-    Foreign({"per_head": "by_role"}, (f"{_VIEWS}=by_role(per_head={{}})",)),
-    Foreign(
-        {"head_dim": "by_role"},
-        (f"{_VIEWS}=by_role(per_head=True, head_dim={{}})",),
-    ),
+    Foreign({"per_head": "by_use"}, (f"{_VIEWS}=by_use(fn, params, *inputs, per_head={{}})",)),
     Foreign(
         {"weight_dimension_numbers": "scale_by_muon"},
         (f"{_VIEWS}={{}}",),

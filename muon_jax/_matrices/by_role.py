@@ -1,11 +1,10 @@
 """Which parameters are matrices, and of which axes, told by role: by path and shape."""
 
-import dataclasses
 import functools
 import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,26 +12,23 @@ import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._checks import checks_arguments
-from muon_jax._matrices.evidence import without_contradictions
-from muon_jax._matrices.heads import without_unconfirmed_heads
+from muon_jax._matrices.checks import Checks
 from muon_jax._matrices.layouts import Layout, Shape, relabelled
-from muon_jax._matrices.neighbours import told_by_neighbours, without_possible_heads
-from muon_jax._matrices.per_head import NO_WIDTH, with_matrix_per_head
-from muon_jax._matrices.roles import Found, NamedShape, is_block, look_up
-from muon_jax._matrices.shapes import ALTERNATING, UNKNOWN, Unknown
-from muon_jax._matrices.stacked_layers import Layers, layers_of
-from muon_jax._matrices.unknown_roles import (
-    VIEWS_OF_LAYOUT,
-    UnknownParameter,
-    call_of_by_role,
-    groups_of_unknown,
+from muon_jax._matrices.roles import UNKNOWN, Found, NamedShape, Unknown, is_block, look_up
+from muon_jax._matrices.rules import (
+    Group,
+    Rules,
+    Undecided,
+    check_rules,
+    code_of_rules,
+    deciding_rule,
+    groups_of,
     listed,
 )
-from muon_jax._matrices.views import Split, Unfold, View, ViewTree
+from muon_jax._matrices.stacked_layers import Layers, layers_of
+from muon_jax._matrices.views import View, ViewTree
 from muon_jax._tree_checks import check_params
-from muon_jax._trees import check_patterns_decide, has_masked, path_name
-
-type Rules = Mapping[str, View | None]
+from muon_jax._trees import has_masked, path_name
 
 
 class Route(NamedTuple):
@@ -40,13 +36,6 @@ class Route(NamedTuple):
 
     role: str
     view: View | None | Unknown
-
-
-# The view of `query_key_value` where its heads alternate, by the axes that are (in, out).
-_ALTERNATING: dict[tuple[int, ...], str] = {
-    (-2, -1): "Unfold(-1, (heads, 3, -1), MuonDimensionNumbers(-4, (-3, -1)))",
-    (-1, -2): "Unfold(-2, (heads, 3, -1), MuonDimensionNumbers(-1, (-4, -2)))",
-}
 
 
 class _WithArguments(functools.partial):
@@ -58,40 +47,33 @@ class _WithArguments(functools.partial):
 
 
 _LATER: Any = inspect.Parameter.empty  # the optimizer passes the parameters
-_DEFAULTS = (None, "in_out", False)
 
 
 @checks_arguments
 def by_role(
-    params: Any = _LATER,
-    rules: Rules | None = None,
-    layout: Layout = "in_out",
-    per_head: bool = False,
-    head_dim: int | None = None,
+    params: Any = _LATER, rules: Rules | None = None, layout: Layout = "in_out"
 ) -> ViewTree:
-    """Returns the view of each parameter by what it is for; None leaves it to AdamW.
+    """Returns the view of each parameter by its name and shape; None leaves it to AdamW.
 
-    Pass the function itself to the optimizer: `muon(…, muon_weight_dimension_numbers=by_role)`.
-    With arguments but no `params` it returns a function of the parameters, which has these
-    arguments: `muon(…, muon_weight_dimension_numbers=by_role(rules={…}, layout="out_in"))`. The
-    path and the shape of a parameter, and those of the parameters beside it, tell what it is for:
+    This is a table of names that say what a parameter is for. It raises where a name does not:
+    `by_use` reads roles off the model instead, whatever the names are. Pass the function itself to
+    the optimizer, `muon(…, muon_weight_dimension_numbers=by_role)`, or with arguments but no
+    `params`: `by_role(rules={…}, layout="out_in")` is a function of the parameters.
 
-    -   AdamW has vectors, biases and norms, also those of stacked layers. A kernel with one output
-        is a vector, and so is a convolution `(*window, in, 1)`.
-    -   AdamW has embeddings, tables of positions, tokens, output heads of one layer, routers, smear
-        gates and depthwise filters. It also has a convolution of one channel, which has the shape
-        of a depthwise filter.
-    -   AdamW has adapters and the factors of LoRA, as Flax, Qwix and Haliax name them.
+    -   AdamW has vectors, biases and norms, also those of stacked layers. A kernel with one input
+        or output is a vector, and so is a convolution `(*window, in, 1)`.
+    -   AdamW has embeddings, tables of positions, tokens, output heads, routers, smear gates,
+        depthwise filters (and convolutions of one channel, which have their shape), adapters, and
+        the factors of LoRA as Flax, Qwix and Haliax name them.
     -   A convolution `(*window, in, out)` is a matrix (window·in) × out.
-    -   Projections of attention may have axes of heads, as in Flax. `(in, heads, dim)` is one
+    -   Projections of attention may have axes of heads, as in Flax: `(in, heads, dim)` is one
         matrix, and so is `(heads, dim, out)` beside it. `(in, 3, heads, dim)` is three matrices.
-        Gemma's einsums are matrices by their equations.
+        Gemma's einsums of attention are matrices by their equations.
     -   `qkv` of width 3·in, `kv` and `gate_up` are split into equal parts, one matrix each.
     -   Experts `(experts, in, out)` are one matrix each.
-    -   A layer in a numbered block, a stack, an attention, a feed-forward module or experts is
-        hidden. Elsewhere the output head may have any name: `Dense_2`, `hidden_2`, `w3`, `conv_out`
-        and `mlp/w2` may be the last layer. Such a layer is a matrix where the next one, or an
-        output head, takes its result. Otherwise it raises.
+    -   Other layers, such as `Dense_1` or `mlp/fc2`, are matrices in a numbered block, a stack, an
+        attention, a feed-forward module or experts. Elsewhere they may be the output head: they
+        raise. So does the first layer of an MLP if it is wider than what the second one takes.
     -   Stacked layers are one matrix each. A stack is below a name such as `layers` that no number
         follows, and all its parameters have as many layers along their first axis. Layers may be
         along axis 1, where biases or norms of shape (width, layers) show this. Norms also show
@@ -109,35 +91,23 @@ def by_role(
             -   `"out_in"`: Equinox, Haliax, PyTorch and `FlaxConv1D` have it. The shapes are
                 `(out, in)`, `(out, in, *window)`, `(experts, out, in)`, `(heads, dim, in)` and
                 `(out, heads, dim)`.
-        per_head: whether each head of a projection to heads is a matrix, (in, dim), with a scale of
-            its own. These are q, k and v, fused or not, and the up-projections of latent attention.
-            Output projections stay whole.
-        head_dim: with `per_head`, the width of a head where nothing in `params` tells. An axis of
-            heads tells, a norm of q of that width, and in latent attention the shapes together. A
-            norm of q must agree with `head_dim`.
 
     Raises:
         TypeError: `rules` is no dict of regular expressions.
-        ValueError: nothing above knows a parameter of that path and shape.
+        ValueError: the table does not know a parameter. The message has the rules to paste.
         ValueError: a parameter is in the order of the other layout. Biases, windows, the width of
             the embedding, and the widths of an MLP's `weight` show this.
         ValueError: a rule matches no path, or rules before it take all paths that it matches, in a
             tree without `optax.MaskedNode`.
-        ValueError: `per_head` finds no projection to heads, in such a tree, or nothing tells the
-            heads of one.
-        ValueError: `head_dim` is given without `per_head`; a norm of q tells another width; or no
-            parameter uses `head_dim`, in such a tree.
         ValueError: `params` is a single array. `optax.inject_hyperparams` passes one, because it
             takes callables for schedules.
         ValueError: there is no such layout.
         TypeError: `params` has leaves that are no arrays, as modules of Equinox have.
     """
-    if head_dim is not None and not per_head:
-        raise ValueError(f"head_dim={head_dim} needs per_head=True: pass both, or neither")
-    rules = rules and dict(rules)  # which the caller may change later
+    rules = dict(rules or {})  # which the caller may change later
     if params is _LATER:
-        given = {"rules": rules, "layout": layout, "per_head": per_head, "head_dim": head_dim}
-        given = {name: value for name, value in given.items() if value not in _DEFAULTS}
+        given: dict[str, Any] = {"rules": rules} if rules else {}
+        given |= {} if layout == "in_out" else {"layout": layout}
         return _WithArguments(by_role, **given)
     named, treedef = named_shapes(params), jax.tree.structure(params)
     if named and jax.tree_util.treedef_is_leaf(treedef):
@@ -145,81 +115,56 @@ def by_role(
             f"by_role needs a tree of parameters, got one array of shape {named[0][1]}: pass"
             " static_args='muon_weight_dimension_numbers' to optax.inject_hyperparams"
         )
-    head_dim = None if head_dim is None else int(head_dim)  # 128.0 is an integer, too
-    rules = rules or {}
-    idle = [rule for rule in rules if not any(re.search(rule, name) for name, _ in named)]
     if named and not has_masked(params):
-        if idle:
-            raise ValueError(
-                f"the rules {idle} match none of the {len(named)} paths, such as {named[0][0]!r}:"
-                " describe(params) prints all paths"
-            )
-        check_patterns_decide("rules", rules, [name for name, _ in named])
-    found = routes(named, rules, layout, per_head, head_dim)
+        check_rules(rules, [name for name, _ in named])
+    found = routes(named, rules, layout)
+    if any(isinstance(route.view, Unknown) for route in found):
+        raise ValueError(_message(named, found, rules, layout))
+    return treedef.unflatten(route.view for route in found)
+
+
+def _message(
+    named: Sequence[NamedShape], found: Sequence[Route], rules: Rules, layout: Layout
+) -> str:
+    """The message of the error for parameters without a view: which, why, and what to pass."""
+    paths = [path for path, _ in named]
     unknown = [
-        UnknownParameter(name, shape, route.view)
-        for (name, shape), route in zip(named, found, strict=True)
+        (Undecided(*leaf, route.view.reason), route.view.is_of_layout)
+        for leaf, route in zip(named, found, strict=True)
         if isinstance(route.view, Unknown)
     ]
-    known = [
-        name
-        for (name, _), route in zip(named, found, strict=True)
-        if not isinstance(route.view, Unknown) and not any(re.search(rule, name) for rule in rules)
-    ]
+    is_layout = any(is_of_layout for _, is_of_layout in unknown)
+    known = {*paths} - {leaf.path for leaf, _ in unknown}
+    groups = groups_of(
+        [leaf for leaf, is_of_layout in unknown if is_of_layout == is_layout],
+        [path for path in known if deciding_rule(rules, path) is None],
+    )
 
-    def views_by_path(**arguments: Any) -> dict[str, View | None | Unknown]:
-        others = routes(named, rules, **arguments)
-        return {name: route.view for (name, _), route in zip(named, others, strict=True)}
+    def call(groups: Sequence[Group], layout: Layout) -> str:
+        given = [f"layout={layout!r}"] * (layout != "in_out")
+        given += [f"rules={code_of_rules(rules, groups)}"] * bool(rules or groups)
+        return f"by_role({', '.join(given)})"
 
-    call = functools.partial(call_of_by_role, rules)
-    heads: dict[str, Any] = {"per_head": per_head, "head_dim": head_dim}
-    if contradicting := [leaf for leaf in unknown if leaf.unknown.is_of_layout]:
-        other: Layout = "out_in" if layout == "in_out" else "in_out"
-        views = views_by_path(layout=other)
-        contradicting = [leaf.with_view(views[leaf.name]) for leaf in contradicting]
-        groups = groups_of_unknown(contradicting, known)
-        raise ValueError(
-            f"layout={layout!r} does not fit {listed(groups)}: pass"
-            f" {call([], layout=other, **heads)} if all parameters have that order, or"
-            f" {call(groups, layout=layout, **heads)} if these alone have"
+    other: Layout = "out_in" if layout == "in_out" else "in_out"
+    what, remedy, order = (
+        (
+            f"layout={layout!r} does not fit",
+            f"{call([], other)} if all parameters have the other order",
+            other,
         )
-    if of_heads := [leaf for leaf in unknown if leaf.unknown.is_of_heads]:
-        views = views_by_path(layout=layout, per_head=True)
-        told = [leaf for leaf in of_heads if not isinstance(views[leaf.name], Unknown)]
-        if groups := groups_of_unknown([leaf.with_view(views[leaf.name]) for leaf in told], known):
-            raise ValueError(
-                f"head_dim={head_dim} does not fit {listed(groups)}: pass"
-                f" {call([], layout=layout, per_head=True)} if norms tell all heads, or"
-                f" {call(groups, layout=layout, **heads)} if others have {head_dim} columns a head"
-            )
-        groups = groups_of_unknown(of_heads, known)
-        stated = call([], layout=layout, per_head=True, head_dim=128)
-        needs_width = all(leaf.unknown.reason == NO_WIDTH for leaf in of_heads)
-        raise ValueError(
-            f"per_head=True needs the heads of {listed(groups)}: pass"
-            f" {f'{stated} for heads of 128 columns, or ' * needs_width}"
-            f"{call(groups, layout=layout, **heads)} to leave these whole"
+        if is_layout
+        else (
+            "by_role does not know",
+            "muon_weight_dimension_numbers=by_use(fn, params, *inputs), which reads roles off the"
+            " model",
+            layout,
         )
-    if unknown:
-        groups = groups_of_unknown(unknown, known)
-        raise ValueError(
-            f"no rule knows the role of {listed(groups)}: pass"
-            f" {call(groups, layout=layout, **heads)}, with None for AdamW or a view for Muon."
-            f" {VIEWS_OF_LAYOUT[layout]}"
-        )
-    if per_head and found == routes(named, rules, layout) and named and not has_masked(params):
-        raise ValueError(
-            f"per_head=True finds no projection to heads among the {len(named)} parameters, such as"
-            f" {named[0][0]!r}: leave per_head out, or give rules for these projections"
-        )
-    is_used = head_dim is None or found != routes(named, rules, layout, per_head, head_dim + 1)
-    if not is_used and named and not has_masked(params):
-        raise ValueError(
-            f"head_dim={head_dim} is used by none of the {len(named)} parameters, such as"
-            f" {named[0][0]!r}: pass {call([], layout=layout, per_head=True)}, because"
-            " shapes or rules tell all heads"
-        )
-    return treedef.unflatten(route.view for route in found)
+    )
+    matrix = "MuonDimensionNumbers(-2, -1)" if order == "in_out" else "MuonDimensionNumbers(-1, -2)"
+    return (
+        f"{what} {listed(groups)}: pass {remedy}, or {call(groups, layout)}, with None for AdamW or"
+        f" a view for Muon, such as {matrix} for matrices in the last two axes"
+    )
 
 
 def named_shapes(params: Any) -> list[NamedShape]:
@@ -234,30 +179,28 @@ def named_shapes(params: Any) -> list[NamedShape]:
 
 
 def routes(
-    named: Sequence[NamedShape],
-    rules: Rules | None,
-    layout: Layout = "in_out",
-    per_head: bool = False,
-    head_dim: int | None = None,
+    named: Sequence[NamedShape], rules: Rules | None, layout: Layout = "in_out"
 ) -> list[Route]:
-    """Returns the route of each parameter, with an `Unknown` view where nothing tells it."""
+    """Returns the route of each parameter, with an `Unknown` view where the table has none."""
     # PyTorch joins names by dots: `model.layers.0.mlp.up_proj.weight`.
     slashed = [(name.replace(".", "/").replace("-", "_"), shape) for name, shape in named]
     layers = layers_of(slashed, layout)  # parameters that rules claim count as well
-    below_root = _without_root(slashed)
-    names = [name.lower() for name, _ in below_root]
     found = [
-        _found(name, shape, of_parameter, layout)
-        for name, (_, shape), of_parameter in zip(names, named, layers, strict=True)
+        _found(name.lower(), shape, own, layout)
+        for (name, shape), own in zip(_without_root(slashed), layers, strict=True)
     ]
-    found = without_unconfirmed_heads(names, layers, found)
-    found = told_by_neighbours(names, found)
-    found = without_contradictions(below_root, layers, found, layout)
-    found = without_possible_heads(names, layers, found)
-    if per_head:
-        found = with_matrix_per_head(names, found, head_dim)
-    by_rule = [_route_by_rule(name, rules or {}) for name, _ in named]
-    return [claimed or _route(of_one) for claimed, of_one in zip(by_rule, found, strict=True)]
+    checks = Checks(found, layout)
+
+    def route(path: str, one: Found) -> Route:
+        rule = deciding_rule(rules or {}, path)
+        if rules and rule is not None:
+            return Route(f"rule {rule!r}", rules[rule])
+        one = checks.checked(one)
+        if isinstance(one.view, Unknown):
+            return Route("unknown", one.view)
+        return Route(one.role, None if one.view is None else relabelled(one.view, one.axes))
+
+    return [route(path, one) for (path, _), one in zip(named, found, strict=True)]
 
 
 def _without_root(named: Sequence[NamedShape]) -> Sequence[NamedShape]:
@@ -273,45 +216,23 @@ def _without_root(named: Sequence[NamedShape]) -> Sequence[NamedShape]:
     return named
 
 
-def _route_by_rule(name: str, rules: Rules) -> Route | None:
-    """The route that the first matching rule gives to a parameter."""
-    return next(
-        (Route(f"rule {rule!r}", view) for rule, view in rules.items() if re.search(rule, name)),
-        None,
-    )
-
-
 def _found(name: str, shape: Shape, layers: Layers, layout: Layout) -> Found:
     """What the table of roles tells of a parameter, or its shape if it can only be a vector."""
     axes = tuple(range(-len(shape), 0))
+    of_one, axes = layers.of_one(shape), layers.of_one(axes)
+    vector = Found(name, "vector", None, of_one, axes)
     if len(shape) < 2:
-        return Found("vector", None, shape, axes)
+        return vector
     if not layers.is_known:
-        return Found("unknown", UNKNOWN, shape, axes)
-    of_one = look_up(name, layers.of_one(shape), layers.of_one(axes), layout)
-    if isinstance(of_one.view, MuonDimensionNumbers):
-        is_vector = 1 in (_size(of_one.shape, group) for group in of_one.view)
-        return Found("vector", None, of_one.shape, of_one.axes) if is_vector else of_one
-    if not isinstance(of_one.view, Unknown):
-        return of_one
+        return Found(name, "unknown", UNKNOWN, shape, axes)
+    found = look_up(name, of_one, axes, layout)._replace(is_stacked=layers.axes != ())
+    vector = vector._replace(shape=found.shape, axes=found.axes)
+    if isinstance(found.view, MuonDimensionNumbers):
+        sizes = [math.prod(np.take(found.shape, group, 0).flat) for group in found.view]
+        return vector if 1 in sizes else found
+    if not isinstance(found.view, Unknown):
+        return found
     # Each layer has a vector, or a kernel has one output.
-    rank, size = len(of_one.shape), math.prod(of_one.shape)
     is_vector = layers.is_vector or len(shape) > 2 and math.prod(shape[:-1]) == 1
-    if is_vector or rank > 1 and of_one.shape[-1] == 1 and size == max(of_one.shape):
-        return Found("vector", None, of_one.shape, of_one.axes)
-    return of_one
-
-
-def _size(shape: Shape, axes: int | Sequence[int]) -> int:
-    """The number of rows, or of columns, that these axes have."""
-    return math.prod(shape[axis] for axis in ([axes] if isinstance(axes, int) else axes))
-
-
-def _route(of_one: Found) -> Route:
-    """The route of a parameter, with its view of all layers and in the parameter's own order."""
-    role, view, _, axes = of_one
-    if isinstance(view, MuonDimensionNumbers | Split | Unfold):
-        return Route(role, relabelled(view, axes))
-    if view == ALTERNATING:
-        view = dataclasses.replace(ALTERNATING, proposal=_ALTERNATING.get(axes, "None"))
-    return Route("unknown" if isinstance(view, Unknown) else role, view)
+    has_one_output = found.shape[-1:] == (1,) and math.prod(found.shape) == max(found.shape)
+    return vector if is_vector or len(found.shape) > 1 and has_one_output else found

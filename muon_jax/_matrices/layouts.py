@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from optax.contrib import MuonDimensionNumbers
 
-from muon_jax._matrices.views import Split, Unfold, View
+from muon_jax._matrices.views import Split, View
 
 type Shape = tuple[int, ...]
 # "in_out": (in, out), convolutions (*window, in, out). "out_in": (out, in), (out, in, *window).
@@ -32,7 +32,7 @@ def axes_in_out(layout: Layout, role: str, rank: int) -> tuple[int, ...]:
 def relabelled(view: View, axes: tuple[int, ...]) -> View:
     """Returns the same view of an array that has axis i of the view at `axes[i]`.
 
-    All parts of a `Split` have the same view. An `Unfold` is of the last axis.
+    All parts of a `Split` have the same view.
 
     Args:
         view: of an array with its axes in order.
@@ -41,13 +41,6 @@ def relabelled(view: View, axes: tuple[int, ...]) -> View:
     if isinstance(view, Split):
         (inner, *_) = view.views
         return Split(axes[view.axis], view.sizes, relabelled(inner, axes))
-    if isinstance(view, Unfold):
-        *others, last = axes
-        added = len(view.sizes) - 1
-        # In the unfolded array, the axes before the unfolded one are `added` further from the end.
-        others = (axis - added * (axis < last) for axis in others)
-        unfolded = (*others, *range(last - added, last + 1))
-        return Unfold(last, view.sizes, relabelled(view.view, unfolded))
     return MuonDimensionNumbers(*_moved(view, axes))
 
 
@@ -75,21 +68,13 @@ def fits_bias(shape: Shape, bias: Shape, layout: Layout) -> bool:
 def has_other_window(shape: Shape, layout: Layout, is_sure_of_layout: bool) -> bool:
     """Whether a convolution may have its window at the end where the other layout has it.
 
-    -   A window is smaller than the channels at the other end. If `layout` is sure, what speaks
-        against the layout is a square there alone, or a small window there alone.
-    -   Otherwise both ends that might be windows speak against it, too.
-
-    Args:
-        shape: of the convolution.
-        layout: the layout that is assumed.
-        is_sure_of_layout: whether the name of the convolution is common in this layout.
+    A window is smaller than the channels at the other end, so that is no place for a window where
+    the sizes are larger. One axis tells less. Where the name does not make `layout` sure, a small
+    window there is enough.
     """
     ends = shape[:-2], shape[2:]
-    here, there = ends if layout == "in_out" else ends[::-1]
-    is_smaller, is_small = max(there) < max(here), max(there) <= _LARGEST_WINDOW
-    if not is_sure_of_layout:
-        return is_smaller or is_small
-    squares = len({*here}), len({*there})
-    if 1 in squares and squares[0] != squares[1]:
-        return is_smaller and squares[1] == 1
-    return is_small and max(here) > _LARGEST_WINDOW
+    here, there = map(max, ends if layout == "in_out" else ends[::-1])
+    is_small = there <= _LARGEST_WINDOW
+    if is_sure_of_layout:
+        return there < here and (len(shape) > 3 or is_small and here > _LARGEST_WINDOW)
+    return there < here or is_small

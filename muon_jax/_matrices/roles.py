@@ -1,78 +1,140 @@
 """The role of a parameter, told by its path and the shape of one layer: a table."""
 
+import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._matrices.layouts import Layout, Shape, axes_in_out
-from muon_jax._matrices.shapes import (
-    NEXT_ROW,
-    VIEW_FROM_HEADS,
-    VIEW_TO_HEADS,
-    Unknown,
-    ViewOfShape,
-    adamw,
-    adamw_below,
-    alternating_qkv,
-    by_rank,
-    convolution,
-    equal_parts,
-    fused_gate,
-    fused_qkv,
-    gate,
-    gate_of_experts,
-    input_projection,
-    last_two_axes,
-    nothing_known,
-    pointwise,
-)
-from muon_jax._matrices.views import MATRICES, View
+from muon_jax._matrices.views import MATRICES, Split, View
 
 type NamedShape = tuple[str, Shape]  # the path of a parameter and its shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """The answer, in place of a view, where nothing tells the view: why, if there is a reason.
+
+    It may be that the other layout fits.
+    """
+
+    reason: str = ""
+    is_of_layout: bool = False
+
+
+UNKNOWN = Unknown()
+
+# The view by the shape of one layer, in the order (in, out).
+type ViewOfShape = Callable[[Shape], View | None | Unknown]
+
+VIEW_TO_HEADS = MuonDimensionNumbers(-3, (-2, -1))
+VIEW_FROM_HEADS = MuonDimensionNumbers((-3, -2), -1)
+
+
+def adamw(shape: Shape) -> None:
+    del shape
+
+
+def nothing_known(shape: Shape) -> Unknown:
+    del shape
+    return UNKNOWN
+
+
+def by_rank(otherwise: ViewOfShape = nothing_known, **views: View) -> ViewOfShape:
+    """Returns a function that gives `rank_2=…` to shapes of two axes, if none is 1, and so on."""
+
+    def view_of(shape: Shape) -> View | None | Unknown:
+        view = None if len(shape) == 2 and 1 in shape else views.get(f"rank_{len(shape)}")
+        return view or otherwise(shape)
+
+    return view_of
+
+
+def adamw_below(rank: int, view_of: ViewOfShape) -> ViewOfShape:
+    """Returns a function that leaves shapes of fewer axes to AdamW, and others to `view_of`."""
+    return lambda shape: None if len(shape) < rank else view_of(shape)
+
+
+def halves(shape: Shape) -> View | Unknown:
+    """(in, 2·out)."""
+    return Split(-1, (shape[-1] // 2,) * 2) if len(shape) == 2 and shape[1] % 2 == 0 else UNKNOWN
+
+
+def fused_qkv(shape: Shape) -> View | Unknown:
+    """(in, 3·in) or (in, 3, heads, dim)."""
+    if len(shape) == 4 and shape[1] == 3:
+        return MuonDimensionNumbers(-4, (-2, -1))
+    is_wide = len(shape) == 2 and shape[1] == 3 * shape[0]
+    return Split(-1, (shape[0],) * 3) if is_wide else UNKNOWN
+
+
+def fused_gate(shape: Shape) -> View | Unknown:
+    """(in, 2·out), or (experts, in, 2·out) for experts."""
+    return halves(shape[-2:]) if len(shape) == 2 or len(shape) == 3 and shape[1] > 2 else UNKNOWN
+
+
+def gate(shape: Shape) -> View | Unknown:
+    """The gate of an MLP is at least as wide as its input. A narrower one may be a router."""
+    return MATRICES if len(shape) == 2 and shape[0] <= shape[1] else UNKNOWN
+
+
+def convolution(shape: Shape) -> View | None | Unknown:
+    """(*window, in, out)."""
+    rank = len(shape)
+    if rank < 3:
+        return UNKNOWN
+    if 1 in shape[-2:]:
+        return None  # a vector: of one output, or one for each output of a depthwise convolution
+    return MuonDimensionNumbers(tuple(range(-rank, -1)), -1)
 
 
 class Found(NamedTuple):
     """What a path and a shape tell of a parameter.
 
     Attributes:
-        role: what the parameter is for.
-        view: the view of one layer, with its axes in the order (in, out); None leaves the parameter
-            to AdamW, and an answer says that the view is not known.
+        name: its path, in lower case.
+        role: what it is for.
+        view: the view of one layer, with its axes in the order (in, out); None leaves it to AdamW.
         shape: the shape of one layer in that order.
         axes: which axis of the parameter each axis of `shape` is, counted from the end.
+        is_stacked: whether the parameter has several layers.
     """
 
+    name: str
     role: str
     view: View | None | Unknown
     shape: Shape
     axes: tuple[int, ...]
+    is_stacked: bool = False
+
+    @property
+    def own_shape(self) -> Shape:
+        """The shape of one layer, with its axes as the parameter has them."""
+        return tuple(size for _, size in sorted(zip(self.axes, self.shape, strict=True)))
+
+    @property
+    def module(self) -> str:
+        """The path without the name of an array such as `kernel`."""
+        return module_of(self.name)
 
 
 def look_up(name: str, shape: Shape, axes: tuple[int, ...], layout: Layout) -> Found:
-    """Returns what the table tells of a parameter of this path, in lower case.
+    """Returns what the table tells of a parameter of this path.
 
     Args:
-        name: the path.
+        name: the path, in lower case.
         shape: the shape of one layer.
         axes: which axis of the parameter each axis of `shape` is.
         layout: the order of these axes.
     """
-    name = plain(name)
-
-    def found(role: str, view_of: ViewOfShape) -> Found:
-        order = axes_in_out(layout, role, len(shape))
-        in_order = tuple(shape[axis] for axis in order)
-        return Found(role, view_of(in_order), in_order, tuple(axes[axis] for axis in order))
-
-    for role, pattern, view_of in _ROLES:
-        if _whole_names(pattern).search(name):
-            answer = found(role, view_of)
-            if answer.view is not NEXT_ROW:
-                return answer
-    return found("unknown", nothing_known)
+    rows = ((role, view) for role, p, view in _ROLES if _whole_names(p).search(plain(name)))
+    role, view_of = next(rows, ("unnamed", nothing_known))
+    order = axes_in_out(layout, role, len(shape))
+    in_order = tuple(shape[axis] for axis in order)
+    return Found(name, role, view_of(in_order), in_order, tuple(axes[axis] for axis in order))
 
 
 def plain(name: str) -> str:
@@ -91,6 +153,10 @@ LEAF = "kernel|weights?|w"
 _OF_MLP = r"(w_)?(up|down)(_proj)?|c_(fc|proj)|mlp\w*|fc_in|hidden\w*|w[io]?\d*"
 # Layers, hidden or not.
 _LAYER = r"dense|linear|fc\w*|(\w+_)?proj\w*|mlp\w*|\w*conv\w*"
+# Others that are matrices where they have a kernel, as an array alone may be anything.
+_WITH_KERNEL = (
+    rf"{_LAYER}|dense\w*|\w*lin(ear)?\d*|linear\w*|layers?|l|\d+|to_([qkv]|out)|w?(q|kv)_a\w*"
+)
 _HEAD = (
     r"(?!multi_?head)(\w+_)?head|classifier|\w*logits?\w*|(?!\w*transform)\w*vocab\w*|unembed\w*"
     r"|seq_relationship|predictions?(?!/transform)|output_layer|readout"
@@ -108,12 +174,15 @@ _NAMES_OF_QKV = (
     r"|\w*(attn|attention|mha)/in_proj"
 )
 _NAMES_OF_KV = r"(to_|fused_)?w?k_?(and_)?w?v|k_?v_(proj|fused)|\w*key_(and_)?value"
+# Several projections, or gates of a cell; how they lie, the name does not tell.
+_NAMES_OF_FUSED = (
+    r"(\w+_)?(fused|packed|pack|merged|and)(_\w+)?|in_proj_(?!dt)[a-z]{2}|net/(\d+/)?proj"
+    r"|[hi]2?h|(dense|w)_[hi]|(\w*_)?lstm/linear"
+)
 
-GATING_EINSUM = "einsum of gate and up"
 TO_HEADS = "projection to heads"
 FROM_HEADS = "projection from heads"
-EINSUM_TO_HEADS, EINSUM_FROM_HEADS = "einsum to heads", "einsum from heads"
-FUSED_QKV, FUSED_KV, FUSED_GATE = "fused qkv", "fused kv", "fused gate and up"
+FUSED_QKV, FUSED_GATE = "fused qkv", "fused gate and up"
 _HEADS_FIRST = MuonDimensionNumbers(-2, (-3, -1))  # (…, heads, in, dim)
 _LAST = "(?=$)"  # at the end of a path
 _END = rf"(?=(/({LEAF}))?$)"  # at the end of a path, or before the name of an array there
@@ -136,11 +205,7 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
         rf"(\w*norm\w*|ln(_?\w)?|bn\d*)(?=(/(?!(kernel|w_\w+)$)[^/]+)?$)|(scale|gamma|beta){_LAST}",
         adamw,
     ),
-    (
-        "token",
-        rf"(cls|class|mask|register|dist\w*)_?tokens?|(cls|registers?){_END}",
-        adamw,
-    ),
+    ("token", rf"(cls|class|mask|register|dist\w*)_?tokens?|(cls|registers?){_END}", adamw),
     (
         "position",
         rf"(wpe|(abs_|rel(ative)?_)?pos(ition(?!_?wise)\w*)?(_?(emb\w*|enc\w*|table))?){_NEAR}"
@@ -152,19 +217,20 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
         rf"({_EMBEDDING})({_NEAR}|(?=/(?!({_LAYER})/)[^/]+/({LEAF})$))",
         adamw_below(4, convolution),  # four axes: an embedding of patches
     ),
-    (
-        "head",
-        rf"{_HEAD}|(scores?|qa_outputs?|regressor){_END}",
-        adamw,
-    ),
+    ("unnamed", rf"({_HEAD})(?!(/({LEAF}))?$)", nothing_known),  # of several layers, perhaps
+    ("head", rf"({_HEAD}|scores?|qa_outputs?|regressor){_END}", adamw),
     ("router", rf"\w*router\w*|(gating|switch|dispatch){_END}", adamw),
-    ("router", rf"\w*moe\w*/(wg|gate(_({LEAF}))?){_END}", adamw_below(3, last_two_axes)),
+    (
+        "router",
+        rf"\w*moe\w*/(wg|gate(_({LEAF}))?){_END}",
+        adamw_below(3, by_rank(rank_3=MATRICES)),
+    ),
     ("gate", r"smear\w*", adamw),
-    ("adapter", r"lora\w*", nothing_known),
+    # What LoRA's factors are added to, or a factor; either order; alternating heads.
+    ("unnamed", r"lora\w*|gating_einsum|\w*query_key_value\w*", nothing_known),
     (FUSED_GATE, _NAMES_OF_GATE_AND_UP, fused_gate),
-    (GATING_EINSUM, "gating_einsum", nothing_known),  # as `linear` beside it says
     # (in, out) may be a router, or the gate of one expert.
-    ("experts", rf"\w*experts?/(gate|wg){_END}", gate_of_experts),
+    ("experts", rf"\w*experts?/(gate|wg){_END}", by_rank(gate, rank_3=MATRICES)),
     # (experts, n) may be a vector for each expert, or the matrix of one.
     (
         "experts",
@@ -176,27 +242,26 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
         rf"(\w*experts?|(?!\w+_(layers|blocks)/)\w*moe\w*(?=(/[^/]+){{1,2}}$)){_ALONE}",
         by_rank(rank_2=MATRICES, rank_3=MATRICES),
     ),
-    ("convolution", rf"(\w*(pointwise|pw)_?conv\w*){_END}", pointwise),
+    ("convolution", rf"(\w*(pointwise|pw)_?conv\w*){_END}", by_rank(convolution, rank_2=MATRICES)),
     ("convolution", rf"\w*conv\w*{_END}|\w*embed\w*(/proj\w*)?/({LEAF})", convolution),
-    # A hidden layer or the output head, and nothing beside it could tell.
+    # A hidden layer or the output head, learned vectors, or RWKV's MLP in either order.
     ("unnamed", rf"^(?!.*/\d+/)(.*/)?final\w*|heads(/[^/]+)?{_END}", nothing_known),
-    ("unnamed", rf"(prefix|prompts?|mem(ory)?|pkm)/\w+{_END}", nothing_known),
+    (
+        "unnamed",
+        rf"(prefix|prompts?|mem(ory)?|pkm)/\w+{_END}|(query|key|value){_LAST}",
+        nothing_known,
+    ),
+    ("unnamed", rf"(?!\w*att)\w*(mlp|ffn|feed|channel_mix)\w*/(key|value){_END}", nothing_known),
     # The equations of Gemma's einsums: BTD,NDH->BTNH, and BTNH,NHD->BTD.
     (
-        EINSUM_TO_HEADS,
+        "einsum to heads",
         r"(q|k|v|kv|qkv)_einsum",
         by_rank(rank_3=_HEADS_FIRST, rank_4=_HEADS_FIRST),
     ),
-    (EINSUM_FROM_HEADS, r"(attn_vec|o)_einsum", by_rank(rank_3=VIEW_FROM_HEADS)),
-    (FUSED_QKV, r"\w*query_key_value\w*", alternating_qkv),
+    ("einsum from heads", r"(attn_vec|o)_einsum", by_rank(rank_3=VIEW_FROM_HEADS)),
     (FUSED_QKV, _NAMES_OF_QKV, fused_qkv),
-    ("input projection", "in_proj", input_projection),
-    (FUSED_KV, _NAMES_OF_KV, equal_parts(2)),
-    (
-        "fused",
-        rf"((\w+_)?(fused|packed|pack|merged|and)(_\w+)?|in_proj_(?!dt)[a-z]{{2}}){_END}",
-        nothing_known,
-    ),
+    ("fused kv", _NAMES_OF_KV, halves),
+    ("unnamed", rf"in_proj|({_NAMES_OF_FUSED}){_END}", nothing_known),
     (
         TO_HEADS,
         rf"w?[qkv]|(q|k|v)_proj|query|key|value(?=(/({LEAF}))?$)|w?(q|kv?|v)_b(_proj)?",
@@ -206,15 +271,18 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     ),
     (
         FROM_HEADS,
-        r"out|wo|o|(o|out)_proj|attn_out",
+        "out|wo|o|(o|out)_proj|attn_out",
         by_rank(
             rank_2=MATRICES, rank_3=VIEW_FROM_HEADS, rank_4=MuonDimensionNumbers((-4, -3, -2), -1)
         ),
     ),
-    (FROM_HEADS, rf"\w*att\w*/c_proj{_END}", by_rank(NEXT_ROW, rank_3=VIEW_FROM_HEADS)),
+    (FROM_HEADS, rf"\w*att\w*/c_proj{_END}", by_rank(rank_2=MATRICES, rank_3=VIEW_FROM_HEADS)),
     ("gate", r"\w*gate|wg", gate),
-    ("matrix", rf"({_OF_MLP}){_END}", by_rank(rank_2=MATRICES)),
-    ("matrix", rf".*/({LEAF})|\w*proj|fc\w*|w_\w+|linear{_LAST}", by_rank(rank_2=MATRICES)),
+    (
+        "matrix",
+        rf"({_OF_MLP}|\w*proj|fc\w*|w_\w+|linear){_END}|({_WITH_KERNEL})/({LEAF}){_LAST}",
+        by_rank(rank_2=MATRICES),
+    ),
 )
 
 # Places where no output head can be: numbered blocks, and modules that a network has inside.
@@ -226,11 +294,7 @@ _INSIDE = re.compile(
     rf"(?:^|/)(?:{_BLOCK}|(?:\w*att(?:n|ention)?|mha|\w*experts?|(?:\w+_)?moe(?:_?(?:block|layer|mlp))?"
     r"|(?:\w+_)?(?:ff|ffn|ffw)|\w*feed_?forward|\w*embed(?:der|dings?)?|transform)(?:_\d+)?)(?:/|$)"
 )
-# Layers that take an input or a state to gates, in a cell or wherever they are.
-_OF_CELL = re.compile(
-    r"(?:^|/)\w*(?:cell|lstm|gru)(?:_\d+)?/(?:[hi][a-z]|w_[hi]|(?:dense|linear)_[hi])$|(?:^|/)[hi]2h$"
-)
-# The first layer of a network, attention's projections.
+# The first layer of a network.
 _FIRST_OF_ALL = re.compile(r"(?:^|_)(?:init|stem|root|patch\w*)(?:_|$)|conv_in$|\w*embed\w*$")
 
 
@@ -245,12 +309,10 @@ def is_inside(name: str) -> bool:
     above = re.sub(rf"(?:^|/)(?:{CONTAINER}/)*\d+$", "", module)
     above = parent_of(module) if above == module else f"{above}/"
     last = module.removeprefix(parent_of(module))
-    says_so = _INSIDE.search(above) or _OF_CELL.search(module) or _FIRST_OF_ALL.search(last)
+    says_so = _INSIDE.search(above) or _FIRST_OF_ALL.search(last)
     return says_so is not None
 
 
-# Names that layers have, hidden or not. Others may be those of embeddings.
-LAYER_NAME = re.compile(rf"{_OF_MLP}|{_LAYER}|lin|layers?|trunk|torso|\d+")
 # A layer that is alone in a numbered block, so that the last block may be the output head.
 ALONE_IN_BLOCK = re.compile(
     rf"((?:.*/)?{_BLOCK})/(?:dense|linear|lin|fc|layer|proj|w|out(?:put)?|\w*conv\w*)(?:_?\d+)?$"
@@ -265,27 +327,6 @@ def module_of(name: str) -> str:
 def parent_of(module: str) -> str:
     """Returns the path of the module that has this module, with a slash."""
     return module[: module.rfind("/") + 1]
-
-
-def parents_of(module: str) -> list[str]:
-    """Returns the paths of all modules that have this module, with slashes."""
-    return ["", *(module[: slash.end()] for slash in re.finditer("/", module))]
-
-
-def stem_and_number(module: str) -> tuple[str, int]:
-    """Returns a path without the number at its end, and that number.
-
-    The number is 0 for the first of Haiku's names.
-    """
-    stem = re.sub(r"_?\d+$", "", module)
-    return stem, int(module.removeprefix(stem).strip("_") or 0)
-
-
-def head_above(module: str) -> str:
-    """Returns the path of the output head that a module is in, "" where it is in none."""
-    slashes = (slash.start() for slash in re.finditer("/", module))
-    above = (module[:end] for end in slashes)
-    return next((head for head in above if _whole_names(_HEAD).search(plain(head))), "")
 
 
 def width_of_embedding(of_one: Found) -> int:

@@ -1,7 +1,6 @@
 """Which axes of a parameter count layers, told by the containers in its path."""
 
 import dataclasses
-import enum
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -39,14 +38,6 @@ class Layers:
         return shape
 
 
-class _ContainerKind(enum.Enum):
-    """How a container has the arrays of its layers."""
-
-    STACK = enum.auto()  # layers that share their arrays, along one axis
-    SEPARATE = enum.auto()  # modules with arrays of their own
-    UNKNOWN = enum.auto()
-
-
 def layers_of(named: Sequence[NamedShape], layout: Layout) -> list[Layers]:
     """Returns the layers of each parameter, by what it has in common with those beside it."""
     containers = [_containers(name) for name, _ in named]
@@ -59,37 +50,29 @@ def layers_of(named: Sequence[NamedShape], layout: Layout) -> list[Layers]:
         for container, inside in members.items():
             paths = [named[i][0].removeprefix(container) for i in inside]
             shapes = [found[i].of_one(named[i][1]) for i in inside]
+            of_one, axes = shapes, ()
             is_innermost = all(len(containers[i]) == depth + 1 for i in inside)
-            axes = _axes_of_layers(paths, shapes, layout, is_innermost)
-            kind = _kind_of_container(container, paths, shapes, axes)
-            of_one = [Layers(axes).of_one(shape) for shape in shapes]
+            # An innermost stack may have several axes, as of repeats and stages of a pipeline.
+            while not axes or is_innermost and _has_stacked_norms(paths, of_one):
+                axis = _axis_of_layers(paths, of_one, layout)
+                if axis is None:
+                    break
+                of_one, axes = [_without(shape, axis) for shape in of_one], (*axes, axis)
+            is_stack = _is_stack(container, paths, shapes, axes != ())
             for i, shape in zip(inside, of_one, strict=True):
-                is_vector = len(shape) < 2 <= max(map(len, of_one))
-                found[i] = _inside(kind, found[i].axes, axes, is_vector)
+                if is_stack is None:
+                    found[i] = Layers(is_known=False)
+                elif is_stack:
+                    is_vector = len(shape) < 2 <= max(map(len, of_one))
+                    found[i] = Layers((*found[i].axes, *axes), is_vector=is_vector)
+                else:
+                    found[i] = Layers(found[i].axes)
     return found
 
 
 def _containers(name: str) -> list[str]:
     """The path of each container of a parameter that may be a stack, the outermost first."""
     return [name[: match.end()] for match in _POSSIBLE_STACK.finditer(name.lower())]
-
-
-def _axes_of_layers(
-    paths: list[str], shapes: list[Shape], layout: Layout, is_innermost: bool
-) -> tuple[int, ...]:
-    """The axes along which the parameters of a container may stack layers, () without one.
-
-    There is one. An innermost container may have more, such as those of a pipeline's repeats and
-    stages: it has them as long as norms show layers.
-    """
-    axes = ()
-    while not axes or is_innermost and _has_stacked_norms(paths, shapes):
-        axis = _axis_of_layers(paths, shapes, layout)
-        if axis is None:
-            break
-        axes = (*axes, axis)
-        shapes = [_without(shape, axis) for shape in shapes]
-    return axes
 
 
 def _has_stacked_norms(paths: list[str], shapes: list[Shape]) -> bool:
@@ -119,10 +102,7 @@ def _axis_of_layers(paths: list[str], shapes: list[Shape], layout: Layout) -> in
     )
 
     def fit(axis: int) -> bool:
-        return all(
-            fits_bias(_without(kernel, axis), _without(bias, axis), layout)
-            for kernel, bias in biased
-        )
+        return all(fits_bias(_without(x, axis), _without(bias, axis), layout) for x, bias in biased)
 
     if second and fit(1) and (not fit(0) if first else biased or norms):
         return 1
@@ -136,50 +116,19 @@ def _biased(paths: list[str], shapes: list[Shape]) -> list[tuple[Shape, Shape]]:
     return [(shape_of[path], bias) for path, bias in biases.items() if bias]
 
 
-def _kind_of_container(
-    container: str, paths: list[str], shapes: list[Shape], axes_of_layers: tuple[int, ...]
-) -> _ContainerKind:
+def _is_stack(container: str, paths: list[str], shapes: list[Shape], has_axis: bool) -> bool | None:
     """Whether the parameters of a container, with paths that begin below it, are a stack.
 
-    | an axis of layers | numbers below | more than matrices | the container is |
-    |-------------------|---------------|--------------------|------------------|
-    | yes               | no            | any                | a stack          |
-    | yes               | yes           | yes                | a stack          |
-    | yes               | yes           | no                 | separate modules |
-    | no                | yes           | any                | separate modules |
-    | no                | no            | any                | unknown          |
-
-    -   Numbers below: every name right below the container ends in a number, as in `Block_0`.
-    -   More than matrices: some parameter has three axes or more. If none has, the size that
-        matrices have in common may be the width of a layer.
-    -   A container with a name such as `moe_layers` has separate modules, unless norms show layers.
+    None where nothing tells. Without an axis of layers, it has separate modules where each name
+    right below it ends in a number, as in `Block_0`. So it has with one, if all parameters are
+    matrices: the size that they have in common may be the width of a layer. A container with a
+    name such as `moe_layers` has separate modules unless norms show layers.
     """
     if not re.search(rf"(^|/){CONTAINER}$", container) and not _has_stacked_norms(paths, shapes):
-        return _ContainerKind.SEPARATE
-    numbers_below = all(re.match(r"/\w+_\d+/", path) for path in paths)
-    more_than_matrices = max(map(len, shapes)) > 2
-    match axes_of_layers != (), numbers_below, more_than_matrices:
-        case True, False, _:
-            return _ContainerKind.STACK
-        case True, True, True:
-            return _ContainerKind.STACK
-        case True, True, False:
-            return _ContainerKind.SEPARATE
-        case False, True, _:
-            return _ContainerKind.SEPARATE
-        case _:
-            return _ContainerKind.UNKNOWN
-
-
-def _inside(
-    kind: _ContainerKind, outer_axes: tuple[int, ...], axes: tuple[int, ...], is_vector: bool
-) -> Layers:
-    """The layers of a parameter in a container, below others that have `outer_axes` for layers."""
-    if kind is _ContainerKind.STACK:
-        return Layers((*outer_axes, *axes), is_vector=is_vector)
-    if kind is _ContainerKind.SEPARATE:
-        return Layers(outer_axes)
-    return Layers(is_known=False)
+        return False
+    if all(re.match(r"/\w+_\d+/", path) for path in paths):
+        return has_axis and max(map(len, shapes)) > 2
+    return True if has_axis else None
 
 
 def _without(values: Shape, axis: int) -> Shape:

@@ -22,6 +22,7 @@ from benchmarks._training.from_adamw import (
     optimizer_of,
     rates_to_try,
 )
+from muon_jax import MuonDimensionNumbers, by_use
 
 
 @pytest.mark.parametrize(
@@ -54,9 +55,11 @@ def cnn():
     return TASKS["digits CNN"]()
 
 
-def paths_of_muon(line, params):
+def paths_of_muon(line, task):
     """The paths whose momentum Muon holds: AdamW's part of the state has none there."""
-    state = jax.eval_shape(optimizer_of(line, 0.01, 0.01).init, params)
+    params = jax.eval_shape(task.init, jax.random.key(0))
+    routes = by_use(task.loss, params, jax.tree.map(lambda x: x[:8], task.data))
+    state = jax.eval_shape(optimizer_of(line, 0.01, 0.01, routes).init, params)
     mu = state.inner_states["muon"].inner_state[0].mu
     return {
         jax.tree_util.keystr(path, simple=True, separator="/")
@@ -65,16 +68,14 @@ def paths_of_muon(line, params):
 
 
 def test_who_has_muon_with_routing_and_without(gpt, cnn):
-    params = jax.eval_shape(gpt.init, jax.random.key(0))
     attention = {
         f"layer_{i}/attention/{n}" for i in (0, 1) for n in ("query", "key", "value", "out")
     }
     mlp = {f"layer_{i}/{n}" for i in (0, 1) for n in ("up", "down")}
-    assert paths_of_muon(ROUTED, params) == paths_of_muon(UNTUNED, params) == attention | mlp
-    assert paths_of_muon(UNROUTED, params) == mlp | {"embedding", "positions", "head"}
-    params = jax.eval_shape(cnn.init, jax.random.key(0))
-    assert paths_of_muon(ROUTED, params) == {"conv_2/kernel"}
-    assert paths_of_muon(UNROUTED, params) == {"head/kernel"}
+    assert paths_of_muon(ROUTED, gpt) == paths_of_muon(UNTUNED, gpt) == attention | mlp
+    assert paths_of_muon(UNROUTED, gpt) == mlp | {"embedding", "positions", "head"}
+    assert paths_of_muon(ROUTED, cnn) == {"conv_1/kernel", "conv_2/kernel"}
+    assert paths_of_muon(UNROUTED, cnn) == {"head/kernel"}
 
 
 def test_layers_that_lie_apart_have_the_loss_of_stacked_ones(gpt):
@@ -89,9 +90,14 @@ def test_layers_that_lie_apart_have_the_loss_of_stacked_ones(gpt):
 def test_the_rest_has_adamw_s_rate(line):
     mlp = {"up": jnp.ones((3, 4)), "down": jnp.ones((4, 3))}
     params = {"embedding": jnp.ones((4, 3)), "h_0": mlp}
-    optimizer, expected = optimizer_of(line, 0.3, 0.01), optimizer_of(ADAMW, 0.01, 0.01)
+    matrix = MuonDimensionNumbers(0, 1)
+    routes = {"embedding": None, "h_0": {"up": matrix, "down": matrix}}
+    optimizer, expected = (
+        optimizer_of(line, 0.3, 0.01, routes),
+        optimizer_of(ADAMW, 0.01, 0.01, routes),
+    )
     if line == ADAMW:
-        optimizer = optimizer_of(ADAMW, 0.01, 0.5)
+        optimizer = optimizer_of(ADAMW, 0.01, 0.5, routes)
     steps = []
     for transformation in (optimizer, expected):
         state, moved = transformation.init(params), params

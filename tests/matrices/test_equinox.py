@@ -73,10 +73,14 @@ def network():
     return eqx.combine(arrays, others)
 
 
-def pasted_views(**keywords):
-    """The call that the error for the network says to pass."""
-    with pytest.raises(ValueError, match="no rule knows the role of") as raised:
-        by_role(eqx.filter(network(), eqx.is_array), layout="out_in", **keywords)
+def pasted_views(**rules):
+    """The call that the error for the network says to pass, with rules for its first layers."""
+    rules |= {
+        "^conv/weight": MuonDimensionNumbers((-3, -2, -1), -4),
+        "^mlp/layers/0/weight": MuonDimensionNumbers(-1, -2),
+    }
+    with pytest.raises(ValueError, match="by_role does not know") as raised:
+        by_role(eqx.filter(network(), eqx.is_array), layout="out_in", rules=rules)
     return helpers.pasted(str(raised.value))
 
 
@@ -87,10 +91,9 @@ def matrices_of(params, views):
 
 def test_what_names_do_not_tell_has_one_call_to_paste():
     views = pasted_views()
-    assert views.keywords == {
-        "layout": "out_in",
-        "rules": {r"^pointwise/weight$": None, r"^mlp/layers/1/weight$": None},
-    }
+    assert views.keywords["layout"] == "out_in"
+    rules = [rule for rule, view in views.keywords["rules"].items() if view is None]
+    assert rules == [r"^pointwise/weight$", r"^mlp/layers/1/weight$"]
     found = matrices_of(eqx.filter(network(), eqx.is_array), views)
     assert found == {name: (stack,) for name, stack in MATRICES.items()}
 
@@ -115,19 +118,6 @@ def test_blocks_need_no_rules():
     }
 
 
-def test_values_of_another_width_than_queries_have_a_rule():
-    attention = functools.partial(eqx.nn.MultiheadAttention, HEADS, 16, qk_size=4, vo_size=6)
-    params = eqx.filter(eqx.filter_eval_shape(attention, key=jax.random.key(0)), has_shape)
-    values = Unfold(-2, (-1, 6), MuonDimensionNumbers(-1, -2))
-    views = by_role(layout="out_in", per_head=True, head_dim=4, rules={"value_proj": values})
-    assert matrices_of({"attention": params}, views) == {
-        "attention/query_proj/weight": ((HEADS, 16, 4),),
-        "attention/key_proj/weight": ((HEADS, 16, 4),),
-        "attention/value_proj/weight": ((HEADS, 16, 6),),
-        "attention/output_proj/weight": ((1, HEADS * 6, 16),),
-    }
-
-
 def parts(tree, heads):
     """Matrices (in, out), one for each head of q, k and v. Other arrays are flat."""
 
@@ -142,8 +132,9 @@ def parts(tree, heads):
 
 @pytest.mark.parametrize("heads", helpers.mostly_nightly([1, HEADS], [HEADS]))
 def test_steps_are_those_of_a_dict_of_matrices(heads):
-    keywords = {"per_head": True, "head_dim": HEAD_DIM} if heads > 1 else {}
-    optimizer = muon(0.02, **ARGUMENTS, muon_weight_dimension_numbers=pasted_views(**keywords))
+    of_heads = Unfold(-2, (HEADS, HEAD_DIM), MuonDimensionNumbers(-1, -2))
+    rules = {"(query|key|value)_proj/weight": of_heads} if heads > 1 else {}
+    optimizer = muon(0.02, **ARGUMENTS, muon_weight_dimension_numbers=pasted_views(**rules))
 
     @eqx.filter_jit
     def step(model, state):

@@ -4,6 +4,7 @@ import functools
 import math
 import re
 
+import helpers
 import jax
 import jax.numpy as jnp
 import model_shapes
@@ -13,9 +14,9 @@ import pytest
 from helpers import flat, nested, slow
 from model_shapes import shapes
 
-from muon_jax import MuonDimensionNumbers, NewtonSchulz, Split, Unfold, by_role, describe, muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, Unfold, by_role, describe, muon
 from muon_jax._matrices.by_role import routes
-from muon_jax._matrices.shapes import Unknown
+from muon_jax._matrices.roles import Unknown
 
 OUT_IN = by_role(layout="out_in")
 TOLERANCE = 2e-4  # of float32 beside float64
@@ -87,7 +88,6 @@ def test_updates_of_einsums_alternating_heads_and_layers_along_axis_1_are_those_
         "t/layer_0/attn/q_einsum/w": (4, 24, 12),
         "t/layer_0/attn/kv_einsum/w": (2, 1, 24, 48),
         "t/layer_0/attn/attn_vec_einsum/w": (4, 12, 24),
-        "t/layer_0/mlp/gating_einsum": (2, 48, 24),
         "t/layer_0/mlp/linear": (48, 24),
     }
     matrices = {
@@ -98,7 +98,6 @@ def test_updates_of_einsums_alternating_heads_and_layers_along_axis_1_are_those_
         "t/layer_0/attn/q_einsum/w": lambda w: [w.transpose(1, 0, 2).reshape(24, 48)],
         "t/layer_0/attn/kv_einsum/w": lambda w: [w[0, 0], w[1, 0]],
         "t/layer_0/attn/attn_vec_einsum/w": lambda w: [w.reshape(48, 24)],
-        "t/layer_0/mlp/gating_einsum": lambda w: [w[0].T, w[1].T],
         "t/layer_0/mlp/linear": lambda w: [w],
     }
     alternating = Unfold(-1, (4, 3, -1), MuonDimensionNumbers(-4, (-3, -1)))
@@ -200,21 +199,16 @@ ONE_LAYOUT = {
 
 
 @pytest.mark.parametrize(("tree", "layout"), ONE_LAYOUT.values(), ids=ONE_LAYOUT)
-def test_the_other_layout_raises_and_both_remedies_work(tree, layout):
+def test_the_other_layout_raises_and_names_this_one(tree, layout):
     tree = shapes(tree)
     right = by_role(tree, layout=layout)
     other = "in_out" if layout == "out_in" else "out_in"
     with pytest.raises(ValueError, match=f"layout='{other}' does not fit") as raised:
         by_role(tree, layout=other)
-    calls = re.findall(r"by_role\(.*?\)(?= if)", str(raised.value))
-    names = {"functools": functools, "by_role": by_role, "Split": Split}
-    first, second = (
-        eval(call, {**names, "MuonDimensionNumbers": MuonDimensionNumbers})(tree) for call in calls
-    )
-    assert first == right
-    is_view = lambda x: isinstance(x, MuonDimensionNumbers | Split)  # noqa: E731
-    stated = jax.tree.leaves(second, is_leaf=is_view)
-    assert stated == jax.tree.leaves(right, is_leaf=is_view) or layout == "out_in"
+    (call,) = re.findall(r"pass (by_role\(.*?\)) if all", str(raised.value))
+    assert eval(call)(tree) == right
+    rules = helpers.pasted(str(raised.value)).keywords["rules"]
+    assert set(rules.values()) == {None}
 
 
 @pytest.mark.parametrize(
@@ -222,7 +216,6 @@ def test_the_other_layout_raises_and_both_remedies_work(tree, layout):
     [
         ("h_0/a/conv/kernel", (3, 3, 64, 3)),  # few channels
         ("h_0/a/conv/kernel", (1, 7, 32, 32)),
-        ("patch_embed/kernel", (14, 14, 3, 8)),  # few channels
         ("h_0/a/conv/kernel", (7, 64, 2)),
         ("h_0/a/conv/weight", (3, 3, 64, 32)),  # as in AXLearn
         ("layers/0/experts/up/weight", (24, 8)),  # experts may be narrow
@@ -273,18 +266,3 @@ def test_a_bias_of_experts_with_one_output_tells_nothing():
 def test_layouts_are_two():
     with pytest.raises(ValueError, match=r"layout must be one of \('in_out', 'out_in'\), got 'oi'"):
         by_role({}, layout="oi")
-
-
-@pytest.mark.parametrize("module", ["ffn", "feed_forward", "channel_mix"])
-def test_the_width_of_the_embedding_tells_the_order_of_an_mlp_of_key_and_value(module):
-    tree = {
-        "emb/weight": (50, 8),
-        f"blocks/0/{module}/key/weight": (32, 8),
-        f"blocks/0/{module}/value/weight": (8, 32),
-    }
-    reason = r"layout='in_out' does not fit .*key/weight.*8 is the width.*value/weight"
-    tree = shapes(nested(tree))
-    with pytest.raises(ValueError, match=reason):
-        by_role(tree)
-    (block,) = OUT_IN(tree)["blocks"].values()
-    assert block[module]["key"]["weight"] == MuonDimensionNumbers(-1, -2)

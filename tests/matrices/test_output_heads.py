@@ -22,29 +22,29 @@ def mlp(pattern, sizes, start=0):
     return {pattern.format(i): size for i, size in enumerate(pairs, start)}
 
 
-# Trees by the paths of their modules, the layers that are heads, and those that surely are hidden.
+# Trees by the paths of their modules, the layers that are heads, and those that the table knows.
 TREES = {
     "Brax policy": (
         mlp("hidden_{}/kernel", (17, 32, 32, 12)),
         "hidden_2/",
-        "hidden_[01]/",
+        "^$",
     ),
     "Brax value, below a name": (
         mlp("value/hidden_{}/kernel", (17, 256, 256, 256, 3)),
         "hidden_3/",
-        "hidden_[012]/",
+        "^$",
     ),
-    "Brax-like MLP": (mlp("policy/mlp/hidden_{}/kernel", (9, 64, 64, 6)), "hidden_2/", "n_[01]/"),
-    "arrays by hand": (mlp("w{}", (784, 512, 256, 10), start=1), "w3", "w[12]"),
-    "arrays by hand, in capitals": (mlp("W{}", (784, 512, 10), start=1), "W2", "W1"),
+    "Brax-like MLP": (mlp("policy/mlp/hidden_{}/kernel", (9, 64, 64, 6)), "hidden_2/", "^$"),
+    "arrays by hand": (mlp("w{}", (784, 512, 256, 10), start=1), "w3", "^$"),
+    "arrays by hand, in capitals": (mlp("W{}", (784, 512, 10), start=1), "W2", "^$"),
     "W_xh and W_hy": (
         {"rnn/W_xh": (5, 8), "rnn/W_hh": (8, 8), "rnn/W_hy": (8, 5)},
         "W_hy",
         "^$",
     ),
-    "mlp_N": (mlp("mlp_{}/kernel", (8, 16, 16, 4)), "mlp_2/", "mlp_[01]/"),
-    "fc_in and fc_out": ({"fc_in/kernel": (8, 16), "fc_out/kernel": (16, 4)}, "fc_out/", "fc_in/"),
-    "c_fc and c_proj": ({"c_fc/kernel": (8, 16), "c_proj/kernel": (16, 4)}, "c_proj/", "c_fc/"),
+    "mlp_N": (mlp("mlp_{}/kernel", (8, 16, 16, 4)), "mlp_2/", "^$"),
+    "fc_in and fc_out": ({"fc_in/kernel": (8, 16), "fc_out/kernel": (16, 4)}, "fc_out/", "^$"),
+    "c_fc and c_proj": ({"c_fc/kernel": (8, 16), "c_proj/kernel": (16, 4)}, "c_proj/", "^$"),
     "c_fc alone": ({"c_fc/kernel": (8, 10)}, "c_fc", "^$"),
     "down and up of an autoencoder": (
         {"down/kernel": (784, 32), "up/kernel": (32, 784)},
@@ -54,17 +54,17 @@ TREES = {
     "PureJaxRL": (
         mlp("Dense_{}/kernel", (17, 64, 64, 6)) | mlp("Dense_{}/kernel", (17, 64, 64, 1), start=3),
         "Dense_[25]/",
-        "Dense_[0134]/",
+        "^$",
     ),
     "PureJaxRL, as many actions as observations": (
         mlp("Dense_{}/kernel", (4, 64, 64, 4)) | mlp("Dense_{}/kernel", (4, 64, 64, 1), start=3),
         "Dense_[25]/",
-        "Dense_[0134]/",
+        "^$",
     ),
     "CleanRL Q-network": (
         mlp("q_network/Dense_{}/kernel", (4, 120, 84, 2)),
         "Dense_2/",
-        "Dense_[01]/",
+        "^$",
     ),
     "CleanRL Atari": (
         {
@@ -76,45 +76,45 @@ TREES = {
             "critic/Dense_0/kernel": (512, 1),
         },
         "(actor|critic)/",
-        "Conv",
+        "^$",
     ),
     "two critics": (
         mlp("critic1/Dense_{}/kernel", (8, 64, 64, 3)) | mlp("qf2/fc{}/kernel", (8, 64, 64, 3)),
         "Dense_2|fc2",
-        "Dense_[01]|fc[01]",
+        "^$",
     ),
     "jaxrl SAC": (
         mlp("MLP_0/Dense_{}/kernel", (17, 256, 256)) | {"Dense_0/kernel": (256, 6)},
         "^Dense_0",
-        "MLP_0/Dense_0",
+        "^$",
     ),
     "jaxrl critic": (
         mlp("Critic_0/MLP_0/Dense_{}/kernel", (23, 256, 256, 51)),
         "Dense_2",
-        "Dense_[01]",
+        "^$",
     ),
-    "Haiku MLP": (mlp("mlp/~/linear_{}/w", (8, 64, 64, 10)), "linear_2", "linear_[01]"),
+    "Haiku MLP": (mlp("mlp/~/linear_{}/w", (8, 64, 64, 10)), "linear_2", "^$"),
     "Haiku MLP below a name": (
         mlp("pi_torso/mlp/~/linear_{}/w", (8, 64, 64, 10)),
         "linear_2",
-        "linear_[01]",
+        "^$",
     ),
     "NeRF": (
         mlp("coarse_mlp/Dense_{}/kernel", (63, 256, 256, 256))
         | {"coarse_mlp/rgb/kernel": (256, 3), "coarse_mlp/sigma/kernel": (256, 1)},
         "rgb|sigma|Dense_2",
-        "Dense_[01]",
+        "^$",
     ),
     "Acme": (
         mlp("torso/linear_{}/w", (8, 64, 64))
         | {"policy_head/linear/w": (64, 6), "critic/linear/w": (64, 51)},
         "policy_head|critic",
-        "linear_0",
+        "^$",
     ),
     "Stoix": (
         mlp("torso/Dense_{}/kernel", (8, 64, 64)) | {"action_head/Dense_0/kernel": (64, 6)},
         "action_head",
-        "torso/Dense_0",
+        "^$",
     ),
     "DreamerV3": (
         {
@@ -133,9 +133,9 @@ TREES = {
         {f"rnn/cell/{x}{g}/kernel": (8, 8) for x in "hi" for g in "figo"}
         | {"rnn/out/kernel": (8, 5)},
         "out",
-        "cell/",
+        "^$",
     ),
-    "seq2seq": ({"decoder/LSTMCell_0/hi/kernel": (8, 8), "decoder/fc/kernel": (8, 50)}, "fc", "hi"),
+    "seq2seq": ({"decoder/LSTMCell_0/hi/kernel": (8, 8), "decoder/fc/kernel": (8, 50)}, "fc", "^$"),
     "U-Net": (
         {
             "conv_in/kernel": (3, 3, 4, 64),
@@ -182,12 +182,12 @@ TREES = {
             "decoder/ConvTranspose_1/kernel": (3, 3, 32, 3),
         },
         "ConvTranspose_1",
-        "ConvTranspose_0",
+        "^$",
     ),
     "GAN discriminator": (
         {"Conv_0/kernel": (4, 4, 3, 64), "Conv_1/kernel": (4, 4, 64, 1)},
         "Conv_1",
-        "Conv_0",
+        "^$",
     ),
     "graph network": (
         {
@@ -206,44 +206,44 @@ TREES = {
     "layers of one matrix in a list": (
         mlp("layers/{}/linear/kernel", (8, 16, 16, 4)),
         "layers/2",
-        "layers/[01]",
+        "^$",
     ),
-    "blocks of one matrix": (mlp("LinearBlock_{}/Dense_0/kernel", (8, 16, 4)), "k_1", "k_0"),
+    "blocks of one matrix": (mlp("LinearBlock_{}/Dense_0/kernel", (8, 16, 4)), "k_1", "^$"),
     "an ensemble": (
         mlp("critics/0/layers/{}/kernel", (8, 16, 4))
         | mlp("critics/1/layers/{}/kernel", (8, 16, 4)),
         "layers/1",
-        "layers/0",
+        "^$",
     ),
-    "nnx.Sequential": (mlp("net/layers/{}/kernel", (8, 16, 4)), "layers/1", "layers/0"),
-    "linen list": (mlp("layers_{}/kernel", (8, 16, 4)), "layers_1", "layers_0"),
+    "nnx.Sequential": (mlp("net/layers/{}/kernel", (8, 16, 4)), "layers/1", "^$"),
+    "linen list": (mlp("layers_{}/kernel", (8, 16, 4)), "layers_1", "^$"),
     "blocks of one convolution": (
         {
             "ConvBlock_0/Conv_0/kernel": (3, 3, 3, 8),
             "ConvBlock_1/Conv_0/kernel": (3, 3, 8, 3),
         },
         "ConvBlock_1",
-        "ConvBlock_0",
+        "^$",
     ),
-    "twelve arrays": (mlp("w{}", (8,) + (16,) * 11 + (10,), start=1), "w12", r"w(\d|10|11)$"),
-    "one module of all": (mlp("MLPBlock_0/Dense_{}/kernel", (8, 16, 4)), "Dense_1", "Dense_0"),
-    "an embedding network": (mlp("embedding_net/Dense_{}/kernel", (8, 9, 4)), "Dense_1", "e_0"),
-    "TD3": (mlp("actor/l{}/kernel", (8, 16, 16, 2), start=1), "l3", "l[12]"),
-    "SIREN": (mlp("SirenLayer_{}/kernel", (2, 64, 64, 3)), "Layer_2", "Layer_[01]"),
-    "GCN": (mlp("GCNLayer_{}/Dense_0/kernel", (8, 16, 7)), "Layer_1", "Layer_0"),
+    "twelve arrays": (mlp("w{}", (8,) + (16,) * 11 + (10,), start=1), "w12", "^$"),
+    "one module of all": (mlp("MLPBlock_0/Dense_{}/kernel", (8, 16, 4)), "Dense_1", "^$"),
+    "an embedding network": (mlp("embedding_net/Dense_{}/kernel", (8, 9, 4)), "Dense_1", "^$"),
+    "TD3": (mlp("actor/l{}/kernel", (8, 16, 16, 2), start=1), "l3", "^$"),
+    "SIREN": (mlp("SirenLayer_{}/kernel", (2, 64, 64, 3)), "Layer_2", "^$"),
+    "GCN": (mlp("GCNLayer_{}/Dense_0/kernel", (8, 16, 7)), "Layer_1", "^$"),
     "ResNet of one block": (
         {"Block_0/Conv_0/kernel": (3, 3, 3, 8), "Dense_0/kernel": (8, 10)},
         "Dense_0",
         "^$",
     ),
-    "lin and dense": (mlp("lin{}/kernel", (8, 16, 16, 4)), "lin2", "lin[01]"),
+    "lin and dense": (mlp("lin{}/kernel", (8, 16, 16, 4)), "lin2", "^$"),
     "projection": ({"encoder/kernel": (8, 16), "projection/kernel": (16, 4)}, "projection", "^$"),
     "a whole network below `embedder`": (
         mlp("embedder/fc{}/kernel", (8, 64, 64, 128), start=1),
         "fc3",
-        "fc[12]",
+        "^$",
     ),
-    "a whole network below `ffn`": (mlp("ffn/dense{}/kernel", (8, 64, 10)), "dense1", "dense0"),
+    "a whole network below `ffn`": (mlp("ffn/dense{}/kernel", (8, 64, 10)), "dense1", "^$"),
     "a whole network below `transform`": (
         {
             "transform/blocks_0/up/kernel": (64, 256),

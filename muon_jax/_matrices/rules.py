@@ -1,0 +1,101 @@
+"""Rules: views by regular expressions of paths, and the code of the rules that errors propose."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from muon_jax._matrices.views import View
+from muon_jax._trees import check_patterns_decide
+
+type Rules = Mapping[str, View | None]
+
+
+class Undecided(NamedTuple):
+    """A parameter that needs a rule: what speaks against a view, and the code of one to propose."""
+
+    path: str
+    shape: tuple[int, ...]
+    reason: str = ""
+    proposal: str = "None"
+
+
+class Group(NamedTuple):
+    """Parameters whose paths differ in numbers alone."""
+
+    pattern: str
+    members: Sequence[Undecided]
+
+
+def deciding_rule(rules: Rules, path: str) -> str | None:
+    """Returns the first rule that matches a path, None if there is none."""
+    return next((rule for rule in rules if re.search(rule, path)), None)
+
+
+def check_rules(rules: Rules, paths: Sequence[str]) -> None:
+    """Raises ValueError where a rule matches no path, or rules before it take all that it does."""
+    idle = [rule for rule in rules if not any(re.search(rule, path) for path in paths)]
+    if idle:
+        raise ValueError(
+            f"the rules {idle} match none of the {len(paths)} paths, such as {paths[0]!r}:"
+            " describe(params) prints all paths"
+        )
+    check_patterns_decide("rules", rules, paths)
+
+
+def groups_of(undecided: Sequence[Undecided], others: Sequence[str]) -> list[Group]:
+    """Returns the parameters in groups, each with an expression that matches no other path.
+
+    Args:
+        undecided: the parameters.
+        others: the paths of all parameters that need no rule.
+    """
+    alike = defaultdict(list)
+    for leaf in undecided:
+        alike[re.sub(r"\d+", "0", leaf.path), leaf.reason, leaf.proposal].append(leaf)
+    names = {*others, *(leaf.path for leaf in undecided)}
+    return [group for members in alike.values() for group in _groups(members, names)]
+
+
+def _groups(members: Sequence[Undecided], names: set[str]) -> Iterator[Group]:
+    """One group of parameters that are alike, or a group for each where it would have others."""
+    pattern = _pattern([leaf.path for leaf in members])
+    if any(re.search(pattern, name) for name in names - {leaf.path for leaf in members}):
+        yield from (Group(_pattern([leaf.path]), [leaf]) for leaf in members)
+    else:
+        yield Group(pattern, members)
+
+
+def _pattern(paths: Sequence[str]) -> str:
+    """An expression for paths that differ in numbers alone."""
+    columns = zip(*(re.split(r"(\d+)", path) for path in paths), strict=True)
+    varied = (re.escape(column[0]) if len({*column}) == 1 else r"\d+" for column in columns)
+    return f"^{''.join(varied)}$"
+
+
+def listed(groups: Sequence[Group]) -> str:
+    """Returns the first path of each group, its shape, how many are like it, and the reason."""
+    said = []
+    for _, (first, *others) in groups:
+        alike = f" and {len(others)} like it" if others else ""
+        reason = f", {first.reason}" if first.reason else ""
+        said.append(f"{first.path} of shape {first.shape}{alike}{reason}")
+    return ", ".join(said)
+
+
+def code_of_rules(rules: Rules, groups: Sequence[Group]) -> str:
+    """Returns the code of a dict of these rules and of a rule for each group."""
+    entries = [f"{_literal(rule)}: {code_of_view(view)}" for rule, view in rules.items()]
+    entries += [f"{_literal(group.pattern)}: {group.members[0].proposal}" for group in groups]
+    return f"{{{', '.join(entries)}}}"
+
+
+def code_of_view(view: View | None) -> str:
+    """Returns the shortest code of a view."""
+    return str(view).replace("reduction_axis=", "").replace("output_axis=", "")
+
+
+def _literal(pattern: str) -> str:
+    """The code of an expression."""
+    is_raw = repr(pattern) == "'" + pattern.replace("\\", "\\\\") + "'"
+    return f"r'{pattern}'" if is_raw and not pattern.endswith("\\") else repr(pattern)
