@@ -41,7 +41,7 @@ OPTIMIZER = muon(0.1)
 MESH = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
 SCHEDULE = optax.constant_schedule(0.1)
 VIEWS = "muon_weight_dimension_numbers"
-MIGRATION = Path(muon_jax.__file__).parent / "docs" / "migration.md"
+MIGRATION = Path(muon_jax.__file__).parents[1] / "docs" / "migration.md"
 
 # What a user of another optimizer writes, and what the message says to write: each is stated by
 # the documents of that optimizer.

@@ -88,7 +88,9 @@ class JaxProgram:
         if not on_gpu():
             return None
         measured = profiler.Cupti(finalize=False).measure(self.compiled, aggregate=False)
-        return len(measured(*self.arguments)[1])
+        _, kernels = measured(*self.arguments)
+        assert isinstance(kernels, list)
+        return len(kernels)
 
     def _device(self, calls: int) -> float:
         # CUPTI stays attached to the process after the first use, because detaching takes long.

@@ -12,7 +12,7 @@ import muon_jax
 from muon_jax import MuonDimensionNumbers, by_use, muon
 from muon_jax._trees import path_name
 
-PAGE = (Path(muon_jax.__file__).parent / "docs" / "routing.md").read_text()
+PAGE = (Path(muon_jax.__file__).parents[1] / "docs" / "routing.md").read_text()
 BLOCK = r"^```python\n(.*?)^```$(?:\n\nprints[^\n]*\n\n```text\n(.*?)^```$)?"
 RECIPES = {
     section.partition("\n")[0]: re.findall(BLOCK, section, re.S | re.M)

@@ -16,7 +16,7 @@ import muon_jax
 from benchmarks._times.sharded import collectives
 from muon_jax import NewtonSchulz, muon
 
-PAGE = Path(muon_jax.__file__).parent / "docs" / "distributed.md"
+PAGE = Path(muon_jax.__file__).parents[1] / "docs" / "distributed.md"
 
 
 def recipe(title, kind=AxisType.Auto):

@@ -22,7 +22,7 @@ from muon_jax import MuonDimensionNumbers, by_role, describe
 from muon_jax._matrices.views import MATRICES, is_view
 from muon_jax._trees import path_name
 
-PAGE = Path(muon_jax.__file__).parent / "docs" / "muon.md"
+PAGE = Path(muon_jax.__file__).parents[1] / "docs" / "muon.md"
 OUT_IN = {"layout": "out_in"}
 
 

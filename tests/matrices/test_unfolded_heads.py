@@ -13,7 +13,7 @@ from helpers import flat, nested
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks._times.sharded import collectives
-from muon_jax import MuonDimensionNumbers, Split, Unfold, by_role, muon, scale_by_muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, Split, Unfold, by_role, muon, scale_by_muon
 
 OF_HEADS = Unfold(-1, (-1, 4), MuonDimensionNumbers(-3, -1))
 ALTERNATING = Unfold(-1, (2, 3, -1), MuonDimensionNumbers(-4, -1))
@@ -27,7 +27,7 @@ KERNELS = {
     "latent/self_attn/kv_b_proj/kernel": ((8, 24), [4, 12, 16, 24]),
 }
 RULES = {"query_key_value": ALTERNATING, "kv_b_proj": LATENT, "/[qkv]_proj/kernel": OF_HEADS}
-UPDATE = {"learning_rate": 1.0, "ns_dtype": "float32", "ns_steps": 2}
+UPDATE = {"learning_rate": 1.0, "ns_coeffs": NewtonSchulz(dtype="float32"), "ns_steps": 2}
 
 
 def loop(kernel, ends):
@@ -71,7 +71,9 @@ def test_heads_that_are_sharded_over_a_tensor_axis_exchange_nothing(axis_type):
 
     def compiled_update(params, **arguments):
         views = by_role(**arguments)
-        optimizer = scale_by_muon(ns_dtype="float32", ns_steps=2, weight_dimension_numbers=views)
+        optimizer = scale_by_muon(
+            ns_coeffs=NewtonSchulz(dtype="float32"), ns_steps=2, weight_dimension_numbers=views
+        )
         state = optimizer.init(params)
         compiled = jax.jit(optimizer.update).lower(params, state).compile()
         return compiled, compiled(params, state)[0]
