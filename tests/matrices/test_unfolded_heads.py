@@ -71,8 +71,7 @@ def test_heads_that_are_sharded_over_a_tensor_axis_exchange_nothing(axis_type):
 
     def compiled_update(params, **arguments):
         views = by_role(**arguments)
-        iteration = NewtonSchulz(dtype="float32")
-        optimizer = scale_by_muon(iteration, ns_steps=2, weight_dimension_numbers=views)
+        optimizer = scale_by_muon(
             ns_coeffs=NewtonSchulz(dtype="float32"), ns_steps=2, weight_dimension_numbers=views
         )
         state = optimizer.init(params)
