@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax._by_use.follow import Follower
+from muon_jax._by_use.follow import Follower, Value
 from muon_jax._by_use.pieces import whole
-from muon_jax._by_use.roles_of_use import MUON, Roles, Routed
-from muon_jax._by_use.values import Value
+from muon_jax._by_use.roles import MUON, Roles, Routed
 from muon_jax._checks import checks_arguments
 from muon_jax._matrices.by_role import Rules
 from muon_jax._matrices.shapes import Unknown

@@ -4,10 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from muon_jax._by_use.follow import Follower, Product, Value
 from muon_jax._by_use.pieces import Shape, size_of
-from muon_jax._by_use.record import Record, WeightProduct
-from muon_jax._by_use.values import Value, as_activation
-from muon_jax._by_use.views_of_use import Digit, labels_of_parts, view_of_use
+from muon_jax._by_use.views import Digit, labels_of_parts, view_of_use
 from muon_jax._matrices.views import View
 
 # What a model uses a parameter for, and why AdamW has it, or its matrices.
@@ -46,29 +45,38 @@ type Way = tuple[tuple[Digit, ...], ...]  # the digits of each axis of a paramet
 
 
 class Roles:
-    """The roles of all parameters of a program."""
+    """The roles of all parameters of a program that was followed to its outputs."""
 
     def __init__(
         self,
-        follower: Record,
+        follower: Follower,
         outputs: Sequence[Value],
         paths: Sequence[str],
         shapes: Sequence[Shape],
     ) -> None:
-        self._seen, self._paths, self._shapes = follower, paths, shapes
-        products = follower.products
-        reached = frozenset().union(*(as_activation(x).frontier for x in outputs))
-        self._last = reached - {*follower.followed} - follower.contracted
-        self._products_of: defaultdict[int, list[int]] = defaultdict(list)
-        for j in follower.seen:
-            self._products_of[products[j].leaf].append(j)
+        self._facts, self._paths, self._shapes = follower.facts, paths, shapes
+        self._products = follower.products
+        self._uses = _by_first(self._facts["use"])
+        self._outputs = _by_first(self._facts["output"])
+        self._followers = _by_first(fact[:2] for fact in self._facts["followed"])
+        self._heads = _by_first((leaf, (*head,)) for leaf, *head in self._facts["head"])
+        self._taken = _by_first(self._facts["taken"])
+        self._seen = _by_first((j, (*seen,)) for j, *seen in self._facts["product"])
+        self._products_of = _by_first((self._products[j].leaf, j) for j in self._seen)
+        reached = frozenset().union(*(x.as_activation().frontier for x in outputs))
+        self._last = {j for j in reached if "contracted" not in self._outputs[j]}
+        self._last -= {j for j, followers in self._followers.items() if followers}
         self._routers = {
-            products[j].leaf
-            for j, how in follower.chosen
-            if j not in self._last and (how == "sort" or products[j].leaf not in follower.heads)
+            self._products[j].leaf
+            for j, how in self._outputs.items()
+            if j not in self._last
+            and ("argmax" in how or how >= {"sort", "experts"} or self._is_softmax_router(j))
         }
         self._latents, self._factors = self._latents_and_factors()
         self._experts = self._axes_of_experts()
+
+    def _is_softmax_router(self, j: int) -> bool:
+        return "softmax" in self._outputs[j] and not self._heads[self._products[j].leaf]
 
     def _low_rank_pairs(self) -> set[frozenset[int]]:
         """Parameters of which one takes the outputs of the other alone, as in LoRA beside a kernel.
@@ -76,15 +84,13 @@ class Roles:
         Only linear operations are between, so that both are factors of a matrix of lower rank, at
         most half of what it could be.
         """
-        seen, found = self._seen, set()
-        for j, product in enumerate(seen.products):
-            after = seen.followed.get(j, set())
-            if len(after) != 1 or after != seen.followed_by_linear.get(j) or product.leaf in after:
-                continue
-            kept = [size_of(seen.products[k].kept) for k in self._products_of[next(iter(after))]]
-            rank = size_of(product.kept)
-            if kept and 2 * rank <= min(size_of(product.contracted), *kept):
-                found.add(frozenset((product.leaf, *after)))
+        found = set()
+        for j, leaf, is_linear in self._facts["followed"]:
+            product, is_only = self._products[j], len(self._followers[j]) == 1
+            if is_linear and is_only and leaf != product.leaf:
+                kept = [size_of(self._products[k].kept) for k in self._products_of[leaf]]
+                if kept and 2 * size_of(product.kept) <= min(size_of(product.contracted), *kept):
+                    found.add(frozenset((product.leaf, leaf)))
         return found
 
     def _latents_and_factors(self) -> tuple[set[int], set[int]]:
@@ -92,44 +98,40 @@ class Roles:
 
         Where one of two is also used entry by entry with data, it is a table of latents.
         """
+        pairs = {frozenset(pair) for pair in self._facts["factors"]} | self._low_rank_pairs()
+        with_data = {i for i, uses in self._uses.items() if "with data" in uses}
+        latents = set().union(*(pair & with_data for pair in pairs if not pair <= with_data))
+        return latents, set().union(*(pair for pair in pairs if not pair & latents))
 
-        def meets_data(leaf: int) -> bool:
-            return "with data" in self._seen.uses[leaf]
-
-        pairs = self._seen.factors | self._low_rank_pairs()
-        latents = {
-            a
-            for pair in pairs
-            for a in pair
-            if meets_data(a) and not any(map(meets_data, pair - {a}))
-        }
-        return latents, {a for pair in pairs if not pair & latents for a in pair}
-
-    def _axes_of_experts(self) -> set[tuple[int, Any]]:
+    def _axes_of_experts(self) -> set[tuple[int, int]]:
         """The axes of experts: those that weights batch, or that meet what a router chooses."""
-        seen, shapes = self._seen, self._shapes
-        found = {(leaf, axis) for leaf, axis, n in seen.batched if n == shapes[leaf][axis]}
-        gates = {
-            (seen.products[j].leaf, atom.axis)
-            for j in seen.seen
-            if seen.products[j].leaf in self._routers
-            for atom in seen.products[j].kept
+        found = {
+            (leaf, axis)
+            for met in self._facts["batched"]
+            for leaf, axis, n in met
+            if n == self._shapes[leaf][axis] and len(met) > 1
         }
-        for mates in seen.mates:
+        kept = (
+            (leaf, self._products[j].kept)
+            for leaf in self._routers
+            for j in self._products_of[leaf]
+        )
+        gates = {(leaf, atom.axis) for leaf, atoms in kept for atom in atoms}
+        for mates in self._facts["contracted"]:
             experts = {n for leaf, axis, n in mates if (leaf, axis) in gates}
             found |= {
                 (leaf, axis)
                 for leaf, axis, n in mates
                 if leaf not in self._routers
                 and n in experts
-                and n == shapes[leaf][axis]
+                and n == self._shapes[leaf][axis]
                 and self._contracts_besides(leaf, axis)
             }
         return found
 
     def _contracts_besides(self, leaf: int, axis: int) -> bool:
         """Whether products contract another axis of a parameter than this one."""
-        products = (self._seen.products[j] for j in self._products_of[leaf])
+        products = (self._products[j] for j in self._products_of[leaf])
         return any(atom.axis != axis for product in products for atom in product.contracted)
 
     def route(self, i: int, per_head: bool) -> Routed:
@@ -151,10 +153,10 @@ class Roles:
         return Routed(path, shape, role, view, reason)
 
     def _role(self, i: int, has_products: bool) -> str:
-        uses, own = self._seen.uses[i], self._products_of[i]
+        uses, own = self._uses[i], self._products_of[i]
         is_opaque = any(use.startswith("opaque") for use in uses)
         is_vector = len([n for n in self._shapes[i] if n > 1]) < 2
-        if not is_vector and is_opaque or "modulated" in uses:
+        if not is_vector and is_opaque or uses & {"modulated", "makes weights"}:
             return "unclear"
         if "lookup" in uses and "matrices chosen by data" not in uses:
             return "embedding"
@@ -170,56 +172,56 @@ class Roles:
             return "vector"
         if i in self._routers:
             return "router"
-        if self._feeds_another_network(i):
+        if self._network_after(i):
             return "unclear"
-        others = [j for j in own if not self._seen.products[j].is_own] or own
-        return "input" if all(self._seen.seen[j][0] for j in others) else "hidden"
+        others = [j for j in own if not self._products[j].is_own] or own
+        return (
+            "input" if all(is_first for j in others for is_first, _ in self._seen[j]) else "hidden"
+        )
 
     def _reason(self, i: int, role: str) -> str:
         if role == "vector" and self._products_of[i]:
             return "it has one input or one output"
         if role != "unclear":
             return REASONS[role]
-        uses = self._seen.uses[i]
+        uses = self._uses[i]
         opaque = [use.removeprefix("opaque ") for use in uses if use.startswith("opaque ")]
         if opaque:
             return f"{_in_words(sorted(opaque))} takes it, and does not show what for"
         if "modulated" in uses:
             return "data change it, entry by entry, before a product takes it"
+        if "makes weights" in uses:
+            return "its product with data is used as weights, as of a hypernetwork"
         return (
             f"its outputs, joined with the inputs, feed {self._network_after(i)}: if it is an"
             " output head, pass by_use the forward pass of each network by itself"
         )
 
-    def _feeds_another_network(self, i: int) -> bool:
-        """Whether outputs, joined with the inputs, go into one other module at the top alone.
+    def _network_after(self, i: int) -> str | None:
+        """The one other module at the top that outputs go into, joined with the inputs.
 
-        An actor's last layer does so where a loss has the critic judge its action.
+        An actor's last layer feeds one where a loss has the critic judge its action.
         """
         own = self._products_of[i]
         tops = [path.partition("/")[0] for path in self._paths]
         with_products = [top for j, top in enumerate(tops) if self._products_of[j]]
-        after = {tops[leaf] for j in own for leaf in self._seen.followed.get(j, ())}
-        return (
-            bool({*own} & self._seen.beside_inputs)
-            and len(after) == 1
-            and tops[i] not in after
-            and all(with_products.count(top) > 1 for top in (tops[i], *after))
-        )
-
-    def _network_after(self, i: int) -> str:
-        followers = (leaf for j in self._products_of[i] for leaf in self._seen.followed.get(j, ()))
-        return _in_words(sorted({self._paths[leaf].partition("/")[0] for leaf in followers}))
+        after = {tops[leaf] for j in own for leaf in self._followers[j]}
+        if len(after) != 1 or tops[i] in after:
+            return None
+        if not any("beside inputs" in self._outputs[j] for j in own):
+            return None
+        are_networks = all(with_products.count(top) > 1 for top in (tops[i], *after))
+        return after.pop() if are_networks else None
 
     def _ways(self, i: int) -> list[Way]:
         """How products use a parameter, the one of the largest operand first."""
         entries: dict[Way, int] = {}
         for j in self._products_of[i]:
-            way = self._way(i, self._seen.products[j])
-            entries[way] = max(entries.get(way, 0), self._seen.seen[j][1])
+            way = self._way(i, self._products[j])
+            entries[way] = max(entries.get(way, 0), *(most for _, most in self._seen[j]))
         return sorted(entries, key=lambda way: -entries[way])
 
-    def _way(self, i: int, product: WeightProduct) -> Way:
+    def _way(self, i: int, product: Product) -> Way:
         """The digits of each axis in a product, with their sides."""
         sides = {"C": product.contracted, "F": product.kept, "B": product.batch}
         found = []
@@ -250,22 +252,17 @@ class Roles:
         def is_kept(axis: int) -> bool:
             return [digit.side for digit in way[axis]] == ["F"]
 
-        seen, shape = self._seen, self._shapes[i]
-        labels = {
-            axis: found
-            for axis in range(len(shape))
-            if is_kept(axis)
-            and (key := (i, axis))
-            and (
-                found := labels_of_parts(
-                    seen.taken.get(key, ()), shape[axis], key in seen.gated, key in seen.hidden
-                )
-            )
-        }
+        facts, shape = self._facts, self._shapes[i]
+        labels: dict[int, list[int]] = {}
+        for axis in filter(is_kept, range(len(shape))):
+            key = (i, axis)
+            are_gated, are_hidden = key in facts["gated"], key in facts["hidden"]
+            if found := labels_of_parts(self._taken[key], shape[axis], are_gated, are_hidden):
+                labels[axis] = found
         heads: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        for axis, begin, stride, _ in self._seen.heads[i]:
+        for axis, begin, width in self._heads[i]:
             if is_kept(axis):
-                heads[axis][begin] = min(stride, heads[axis].get(begin, stride))
+                heads[axis][begin] = min(width, heads[axis].get(begin, width))
         reason = _said(way)
         for axis, of_axis in sorted(labels.items()):
             cuts = [k for k in range(1, shape[axis]) if of_axis[k] != of_axis[k - 1]]
@@ -276,6 +273,14 @@ class Roles:
         if len(ways) > 1:
             reason += ", and the other way round elsewhere"
         return view_of_use(shape, way, labels, heads if per_head else {}), reason
+
+
+def _by_first(pairs: Iterable[tuple[Any, Any]]) -> defaultdict[Any, set[Any]]:
+    """For each first of a pair the seconds."""
+    found: defaultdict[Any, set[Any]] = defaultdict(set)
+    for first, second in pairs:
+        found[first].add(second)
+    return found
 
 
 def _swapped(way: Way) -> Way:
