@@ -329,6 +329,8 @@ class Follower:
             marks = frozenset(mark for mark in marks if mark[0] not in ("modulated", "masked"))
         if name == "reduce_sum":
             self._note_modulated(xs, "modulated")
+        if name == "eq":
+            found = found._replace(pieces=found.pieces | self._one_hot(op, xs))
         if name == "mul":
             self._note_gated(*pieces)
         if name in ("mul", "select_n"):
@@ -357,6 +359,18 @@ class Follower:
                 self._note("output", piece.source, how)
                 found.add(("chosen", piece.source))
         return frozenset(found if how != "maximum" else ())
+
+    def _one_hot(self, op: Operation, xs: list[Value]) -> frozenset[Piece]:
+        """Pieces of a one-hot encoding of what products chose: along an axis, their outputs."""
+        found, axes = set(), [*map(of_no_source, op.out)]
+        for x, shape in zip(xs, op.shapes, strict=True):
+            for j in x.marked("chosen"):
+                kept = self.products[j].kept
+                for k, n in enumerate(op.out if len(kept) == 1 else ()):
+                    if n == kept[0].size and (k in x.repeats or shape[k] == 1):
+                        own = Axis(0, (Atom(kept[0].axis, 0, 1, n),))
+                        found.add(Piece(j, (*axes[:k], own, *axes[k + 1 :])))
+        return frozenset(found)
 
     def _modulated(self, op: Operation, xs: list[Value], pieces: list[frozenset[Piece]]) -> Marks:
         """Marks of weights that data change entry by entry, where the result may be a matrix."""
@@ -571,10 +585,6 @@ class Follower:
                     j: j if own.x.is_weight else self.products[j].leaf for j in own.x.sources
                 }
                 met |= {(leaf_of[p.source], *a[::3]) for p in own.x.pieces if (a := p.only(k))}
-                # The entries of a one-hot encoding are the outputs of the product that chose.
-                for chooser in (self.products[j] for j in own.x.marked("chosen")):
-                    if len(chooser.kept) == 1 and chooser.kept[0].size == own.shape[k]:
-                        met.add((chooser.leaf, *chooser.kept[0][::3]))
             self._note(kind, *met)
 
     def _note_taken(self, own: Operand) -> None:
