@@ -1,7 +1,7 @@
 """The role of each parameter, from what products and other operations do with it."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from muon_jax._by_use.follow import Follower, Product, Value
@@ -78,56 +78,44 @@ class Roles:
     def _is_softmax_router(self, j: int) -> bool:
         return "softmax" in self._outputs[j] and not self._heads[self._products[j].leaf]
 
-    def _low_rank_pairs(self) -> set[frozenset[int]]:
+    def _low_rank_pairs(self) -> Iterator[frozenset[int]]:
         """Parameters of which one takes the outputs of the other alone, as in LoRA beside a kernel.
 
         Only linear operations are between, so that both are factors of a matrix of lower rank, at
         most half of what it could be.
         """
-        found = set()
         for j, leaf, is_linear in self._facts["followed"]:
             product, is_only = self._products[j], len(self._followers[j]) == 1
             if is_linear and is_only and leaf != product.leaf:
                 kept = [size_of(self._products[k].kept) for k in self._products_of[leaf]]
                 if kept and 2 * size_of(product.kept) <= min(size_of(product.contracted), *kept):
-                    found.add(frozenset((product.leaf, leaf)))
-        return found
+                    yield frozenset((product.leaf, leaf))
 
     def _latents_and_factors(self) -> tuple[set[int], set[int]]:
         """Parameters that are multiplied with parameters.
 
         Where one of two is also used entry by entry with data, it is a table of latents.
         """
-        pairs = {frozenset(pair) for pair in self._facts["factors"]} | self._low_rank_pairs()
+        pairs = {*map(frozenset, self._facts["factors"]), *self._low_rank_pairs()}
         with_data = {i for i, uses in self._uses.items() if "with data" in uses}
         latents = set().union(*(pair & with_data for pair in pairs if not pair <= with_data))
         return latents, set().union(*(pair for pair in pairs if not pair & latents))
 
     def _axes_of_experts(self) -> set[tuple[int, int]]:
         """The axes of experts: those that weights batch, or that meet what a router chooses."""
-        found = {
-            (leaf, axis)
-            for met in self._facts["batched"]
-            for leaf, axis, n in met
-            if n == self._shapes[leaf][axis] and len(met) > 1
+        products = [self._products[j] for j in self._seen]
+        gates = {
+            (p.leaf, a.axis, a.size) for p in products if p.leaf in self._routers for a in p.kept
         }
-        kept = (
-            (leaf, self._products[j].kept)
-            for leaf in self._routers
-            for j in self._products_of[leaf]
-        )
-        gates = {(leaf, atom.axis) for leaf, atoms in kept for atom in atoms}
-        for mates in self._facts["contracted"]:
-            experts = {n for leaf, axis, n in mates if (leaf, axis) in gates}
-            found |= {
-                (leaf, axis)
-                for leaf, axis, n in mates
-                if leaf not in self._routers
-                and n in experts
-                and n == self._shapes[leaf][axis]
-                and self._contracts_besides(leaf, axis)
+        met = {axis for each in self._facts["batched"] if len(each) > 1 for axis in each}
+        for each in self._facts["contracted"]:
+            chosen = {n for *_, n in gates.intersection(each)}
+            met |= {
+                (leaf, axis, n)
+                for leaf, axis, n in each
+                if n in chosen and leaf not in self._routers and self._contracts_besides(leaf, axis)
             }
-        return found
+        return {(leaf, axis) for leaf, axis, n in met if n == self._shapes[leaf][axis]}
 
     def _contracts_besides(self, leaf: int, axis: int) -> bool:
         """Whether products contract another axis of a parameter than this one."""
@@ -136,66 +124,51 @@ class Roles:
 
     def route(self, i: int, per_head: bool) -> Routed:
         """Returns the route of parameter i."""
-        path, shape = self._paths[i], self._shapes[i]
-        ways = self._ways(i)
-        role = self._role(i, bool(ways))
-        if role != "unclear" and _are_inconsistent(ways):
-            reason = f"one product {_said(ways[0])}, another {_said(ways[1])}"
-            return Routed(path, shape, "unclear", None, reason)
-        if role not in MUON:
-            return Routed(path, shape, role, None, self._reason(i, role))
-        try:
-            view, reason = self._view(i, ways, per_head)
-        except ValueError as error:
-            return Routed(path, shape, "unclear", None, str(error))
-        if role == "input":
-            reason = f"{reason}; the inputs come first"
-        return Routed(path, shape, role, view, reason)
+        ways, view = self._ways(i), None
+        role, reason = self._role(i, ways)
+        if role in MUON:
+            try:
+                view, reason = self._view(i, ways, per_head)
+                reason += "; the inputs come first" if role == "input" else ""
+            except ValueError as error:
+                role, reason = "unclear", str(error)
+        return Routed(self._paths[i], self._shapes[i], role, view, reason)
 
-    def _role(self, i: int, has_products: bool) -> str:
+    def _role(self, i: int, ways: Sequence[Way]) -> tuple[str, str]:
+        """The role of a parameter, and why it has it."""
         uses, own = self._uses[i], self._products_of[i]
-        is_opaque = any(use.startswith("opaque") for use in uses)
         is_vector = len([n for n in self._shapes[i] if n > 1]) < 2
-        if not is_vector and is_opaque or uses & {"modulated", "makes weights"}:
-            return "unclear"
-        if "lookup" in uses and "matrices chosen by data" not in uses:
-            return "embedding"
-        if i in self._latents:
-            return "latents"
-        if i in self._factors:
-            return "factor"
-        if not has_products:
-            return "depthwise" if "depthwise" in uses else "vector" if uses else "unused"
-        if {*own} & self._last:
-            return "output"
-        if is_vector:
-            return "vector"
-        if i in self._routers:
-            return "router"
-        if self._network_after(i):
-            return "unclear"
-        others = [j for j in own if not self._products[j].is_own] or own
-        return (
-            "input" if all(is_first for j in others for is_first, _ in self._seen[j]) else "hidden"
-        )
-
-    def _reason(self, i: int, role: str) -> str:
-        if role == "vector" and self._products_of[i]:
-            return "it has one input or one output"
-        if role != "unclear":
-            return REASONS[role]
-        uses = self._uses[i]
-        opaque = [use.removeprefix("opaque ") for use in uses if use.startswith("opaque ")]
-        if opaque:
-            return f"{_in_words(sorted(opaque))} takes it, and does not show what for"
+        opaque = sorted(use for use in uses if use.startswith("opaque "))
+        if opaque and not is_vector:
+            names = [use.removeprefix("opaque ") for use in opaque]
+            return "unclear", f"{_in_words(names)} takes it, and does not show what for"
         if "modulated" in uses:
-            return "data change it, entry by entry, before a product takes it"
+            return "unclear", "data change it, entry by entry, before a product takes it"
         if "makes weights" in uses:
-            return "its product with data is used as weights, as of a hypernetwork"
-        return (
-            f"its outputs, joined with the inputs, feed {self._network_after(i)}: if it is an"
-            " output head, pass by_use the forward pass of each network by itself"
-        )
+            return "unclear", "what its product with data makes is used as weights"
+        if len({min(way, _swapped(way), key=str) for way in ways}) > 1:
+            return "unclear", f"one product {_said(ways[0])}, another {_said(ways[1])}"
+        others = [j for j in own if not self._products[j].is_own] or own
+        first = all(is_first for j in others for is_first, _ in self._seen[j])
+        found = {
+            "embedding": "lookup" in uses and "matrices chosen by data" not in uses,
+            "latents": i in self._latents,
+            "factor": i in self._factors,
+            "depthwise": not ways and "depthwise" in uses,
+            "unused": not ways and not uses,
+            "output": bool(own & self._last),
+            "vector": not ways or is_vector,
+            "router": i in self._routers,
+        }
+        if role := next((role for role, is_so in found.items() if is_so), ""):
+            is_thin = role == "vector" and ways
+            return role, "it has one input or one output" if is_thin else REASONS[role]
+        if network := self._network_after(i):
+            return "unclear", (
+                f"its outputs, joined with the inputs, feed {network}: if it is an output head,"
+                " pass by_use the forward pass of each network by itself"
+            )
+        return "input" if first else "hidden", ""
 
     def _network_after(self, i: int) -> str | None:
         """The one other module at the top that outputs go into, joined with the inputs.
@@ -206,9 +179,8 @@ class Roles:
         tops = [path.partition("/")[0] for path in self._paths]
         with_products = [top for j, top in enumerate(tops) if self._products_of[j]]
         after = {tops[leaf] for j in own for leaf in self._followers[j]}
-        if len(after) != 1 or tops[i] in after:
-            return None
-        if not any("beside inputs" in self._outputs[j] for j in own):
+        is_beside = any("beside inputs" in self._outputs[j] for j in own)
+        if not is_beside or len(after) != 1 or tops[i] in after:
             return None
         are_networks = all(with_products.count(top) > 1 for top in (tops[i], *after))
         return after.pop() if are_networks else None
@@ -287,11 +259,6 @@ def _swapped(way: Way) -> Way:
     """The same way with contracted and kept axes in each other's places."""
     other: dict[Any, Any] = {"C": "F", "F": "C", "B": "B"}
     return tuple(tuple(Digit(n, other[side]) for n, side in axis) for axis in way)
-
-
-def _are_inconsistent(ways: Sequence[Way]) -> bool:
-    """Whether products have different axes of a parameter on the two sides of its matrices."""
-    return len({min(way, _swapped(way), key=str) for way in ways}) > 1
 
 
 def _said(way: Way) -> str:
