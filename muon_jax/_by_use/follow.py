@@ -316,10 +316,11 @@ class Follower:
         self, op: Operation, xs: list[Value], pieces: list[frozenset[Piece]]
     ) -> Value:
         name, found = op.name, activation(xs, _union(pieces))
-        marks = found.marks | self._chosen(op, xs)
+        chosen = self._chosen(op, xs)
+        marks = found.marks | chosen
         if name == "concatenate" and any(x.is_data and not x.frontier for x in xs):
             marks |= {("beside inputs", j) for j in found.frontier}
-        if not name.startswith(REDUCTIONS):
+        if not chosen and not name.startswith(REDUCTIONS):  # they look at all entries
             marks |= {("hidden", axis) for axis in _hidden(name, xs, pieces)}
         of_products = [x for x in xs if x.frontier]
         is_scaling = name in ("mul", "div", "neg", "select_n") and len(of_products) == 1

@@ -145,7 +145,7 @@ class Roles:
         if "modulated" in uses:
             return "unclear", "data change it, entry by entry, before a product takes it"
         if "makes weights" in uses:
-            return "unclear", "what its product with data makes is used as weights"
+            return "unclear", "what its product makes is used as weights"
         if len({min(way, _swapped(way), key=str) for way in ways}) > 1:
             return "unclear", f"one product {_said(ways[0])}, another {_said(ways[1])}"
         others = [j for j in own if not self._products[j].is_own] or own

@@ -344,6 +344,102 @@ def test_reparametrizations_stay_weights(combine):
     assert routes["w"].view == MuonDimensionNumbers(1, 2)
 
 
+def kernels_of_a_hypernetwork(p, x):
+    h = jnp.tanh(x @ p["a"])
+    w = (jnp.tanh(x @ p["b"]) @ p["w"]).reshape(4, 32, 8)
+    return jnp.tanh(jnp.einsum("bi,bio->bo", h, w)) @ p["out"]
+
+
+def kernel_of_an_embedding(p, x):
+    w = (p["b"][0] @ p["w"]).reshape(32, 8)
+    return jnp.tanh(jnp.tanh(x @ p["a"]) @ w) @ p["out"]
+
+
+def kernel_on_the_inputs(p, x):
+    w = (jnp.tanh(x @ p["b"]) @ p["w"]).reshape(4, 16, 16)
+    return jnp.tanh(jax.vmap(jnp.dot)(x, w)) @ p["a"][:, :8] @ p["out"]
+
+
+def mixture_of_kernels(p, x):
+    h, gates = jnp.tanh(x @ p["a"]), jax.nn.softmax(x.mean(0) @ p["b"])
+    w = jnp.einsum("n,nio->io", gates, p["w"])
+    return jnp.tanh(h @ w) @ p["out"]
+
+
+def mixture_of_kernels_by_example(p, x):
+    h, gates = jnp.tanh(x @ p["a"]), jax.nn.softmax(x @ p["b"])
+    w = jnp.einsum("bn,nio->bio", gates, p["w"])
+    return jnp.tanh(jax.vmap(jnp.dot)(h, w)) @ p["out"]
+
+
+def mixture_of_convolutions(p, x):
+    gates = jax.nn.softmax(x.mean(0) @ p["b"])
+    y = conv((x @ p["a"])[:, None, None], jnp.einsum("n,nhwio->hwio", gates, p["w"]))
+    return jnp.tanh(y[:, 0, 0]) @ p["out"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "b", "w"),
+    [
+        (kernels_of_a_hypernetwork, (16, 6), (6, 256)),
+        (kernel_of_an_embedding, (5, 6), (6, 256)),
+        (kernel_on_the_inputs, (16, 6), (6, 256)),
+        (mixture_of_kernels, (16, 3), (3, 32, 8)),
+        (mixture_of_kernels_by_example, (16, 3), (3, 32, 8)),
+        (mixture_of_convolutions, (16, 3), (3, 3, 3, 32, 8)),
+    ],
+)
+def test_products_that_make_weights(fn, b, w):
+    params = {"a": f32(16, 32), "b": f32(*b), "w": f32(*w), "out": f32(8, 4)}
+    raises_and_is_mended(fn, params, X, path="w", says="what its product makes is used as weights")
+
+
+def keys_of_one_head(p, x):
+    """Scores of several heads of queries with the keys of one: no weights are made."""
+    q, k, v = heads(x @ p["q"], 4), x @ p["k"], x @ p["v"]
+    y = jnp.einsum("hts,sd->thd", jax.nn.softmax(jnp.einsum("thd,sd->hts", q, k)), v)
+    return y.reshape(4, 32) @ p["o"] @ p["out"]
+
+
+def test_attention_makes_no_weights():
+    params = {"q": f32(16, 32), "k": f32(16, 8), "v": f32(16, 8), "o": f32(32, 64)}
+    routes = by_use(keys_of_one_head, params | {"out": f32(64, 4)}, X)
+    assert [routes[name].view for name in "qkvo"] == [IN_OUT] * 4
+
+
+def scattered(z):
+    values, chosen = jax.lax.top_k(z, 4)
+    return jnp.zeros_like(z).at[jnp.arange(4)[:, None], chosen].set(values)
+
+
+def above_the_least(z):
+    return jnp.where(z >= jax.lax.top_k(z, 4)[0][:, -1:], z, 0)
+
+
+def one_hot_mask(z):
+    return z * jax.nn.one_hot(jax.lax.top_k(z, 4)[1], 64).sum(1)
+
+
+def sorted_threshold(z):
+    return z * (z > jnp.sort(z, -1)[:, -5:-4])
+
+
+@pytest.mark.parametrize("largest", [scattered, above_the_least, one_hot_mask, sorted_threshold])
+def test_the_largest_features_are_no_experts(largest):
+    """As in a sparse autoencoder, whose decoder is a weight with no axis of experts."""
+
+    def fn(p, x):
+        h = jnp.tanh(x @ p["a"])
+        return (h + largest(jax.nn.relu(h @ p["enc"])) @ p["dec"]) @ p["out"]
+
+    params = {"a": f32(16, 32), "enc": f32(32, 64), "dec": f32(64, 32), "out": f32(32, 4)}
+    routes = by_use(fn, params, X)
+    assert [(r.role, r.view) for r in map(routes.__getitem__, ("enc", "dec"))] == [
+        ("hidden", IN_OUT),
+        ("hidden", IN_OUT),
+    ]
+
+
 def test_positions_are_no_modulated_weights():
     """Added to raw features of their own shape, without a batch, and normalized."""
 
