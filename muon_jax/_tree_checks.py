@@ -64,7 +64,7 @@ def _has_untrained(params: Any) -> bool:
 def check_floats(params: Any) -> None:
     """Raises ValueError where a parameter is not of a float dtype of 16 bits or more."""
     for path, leaf in jax.tree.leaves_with_path(params):
-        name, dtype = f"the parameter {jax.tree_util.keystr(path)}", _dtype(leaf)
+        name, dtype = f"the parameter {jax.tree_util.keystr(path)}", dtype_of(leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
                 f"{name} must have a float dtype, got {dtype}: name it None in"
@@ -90,7 +90,7 @@ def check_mu_dtype(params: Any, mu_dtype: jax.typing.DTypeLike | None) -> None:
             raise ValueError(
                 "mu_dtype must be real for real parameters and complex for complex ones, got"
                 f" {jnp.dtype(mu_dtype)} for the parameter {jax.tree_util.keystr(path)}, which is"
-                f" {_dtype(leaf)}: pass mu_dtype=None"
+                f" {dtype_of(leaf)}: pass mu_dtype=None"
             )
 
 
@@ -130,7 +130,7 @@ def check_update(gradients: Any, params: Any) -> None:
         name = f"the gradient {jax.tree_util.keystr(path)}"
         if not _is_array(gradient):
             raise TypeError(f"{name} must be an array, got {gradient!r}: pass jnp.asarray of it")
-        dtype = _dtype(gradient)
+        dtype = dtype_of(gradient)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
                 f"{name} must have a float dtype, got {dtype}: pass None where there is no"
@@ -164,8 +164,8 @@ def check_gradients(gradients: Any, like: Any, owner: str) -> None:
     def check(path: Path, gradient: Any, of_owner: Any) -> None:
         if gradient is not None and _is_complex(gradient) and not _is_complex(of_owner):
             raise ValueError(
-                f"the gradient {jax.tree_util.keystr(path)} is {_dtype(gradient)}, but {owner}"
-                f" there {_dtype(of_owner)}: pass its real part, or complex parameters"
+                f"the gradient {jax.tree_util.keystr(path)} is {dtype_of(gradient)}, but {owner}"
+                f" there {dtype_of(of_owner)}: pass its real part, or complex parameters"
             )
 
     jax.tree.map_with_path(check, gradients, like, is_leaf=_is_none)
@@ -247,7 +247,7 @@ def _are_alike(left: Any, right: Any) -> bool:
 
 def _described(node: Any) -> str:
     if _is_array(node):
-        return f"{_dtype(node)}{[*np.shape(node)]}"
+        return f"{dtype_of(node)}{[*np.shape(node)]}"
     if node is not None and not jax.tree_util.all_leaves([node]):
         return f"a {type(node).__name__}"
     return repr(node)
@@ -262,12 +262,13 @@ def _is_array(leaf: Any) -> bool:
     return is_number or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
 
 
-def _dtype(leaf: Any) -> Any:
+def dtype_of(leaf: Any) -> Any:
+    """Returns the dtype of an array, of its shape alone, or of a number."""
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
 def _is_complex(leaf: Any) -> bool:
-    return jnp.issubdtype(_dtype(leaf), jnp.complexfloating)
+    return jnp.issubdtype(dtype_of(leaf), jnp.complexfloating)
 
 
 def _is_none(node: Any) -> bool:

@@ -23,7 +23,8 @@ from muon_jax._matrices.unknown_roles import (
     literal,
 )
 from muon_jax._matrices.views import ViewTree
-from muon_jax._tree_checks import check_params
+from muon_jax._table import table
+from muon_jax._tree_checks import check_params, dtype_of
 from muon_jax._trees import check_patterns_decide, path_name
 
 
@@ -75,12 +76,10 @@ class Routes:
             (r.path, "×".join(map(str, r.shape)), r.role, _code(r.view), r.reason)
             for r in self.parameters
         ]
-        widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (heading, *rows)]
         of_muon = [_proposing(r, _code(r.view)) for r in self.parameters if r.view is not None]
         others = [r.path for r in self.parameters if r.view is None]
         entries = _entries({}, groups_of_unknown(of_muon, others)) + ["'.*': None"] * bool(others)
-        return "\n".join([*lines, "", f"by_role(rules={{{', '.join(entries)}}})"])
+        return f"{table(heading, rows)}\n\nby_role(rules={{{', '.join(entries)}}})"
 
 
 @checks_arguments
@@ -107,8 +106,8 @@ def by_use(
     | input     | the same, with the inputs of the model                            | Muon       |
     | output    | no product with a parameter follows on the way to the outputs     | AdamW      |
     | embedding | looks rows up, by index or by a one-hot encoding; tied or not     | AdamW      |
-    | router    | its outputs choose, by `top_k`, sorting or a maximum: experts,    | AdamW      |
-    |           | or the categories of a discrete latent                            |            |
+    | router    | its outputs choose experts, by `top_k`, sorting or a softmax, or  | AdamW      |
+    |           | a category by `argmax`, as of a discrete latent                   |            |
     | factor    | multiplies it with another parameter, or has only linear          | AdamW      |
     |           | operations to a product that raises the rank again, as in LoRA    |            |
     | depthwise | convolves with filters of one input each                          | AdamW      |
@@ -123,9 +122,7 @@ def by_use(
     Args:
         fn: a loss or a forward pass. It may return several outputs. Where one network feeds another
             in a loss, as an actor its critic, the actor's output head looks like a hidden layer:
-            call `by_use` with each network's own forward pass. A parameter whose
-            product with data is itself used as weights (a hypernetwork, a mixture of kernels) is
-            taken for a layer like any other: give a rule if its matrices are others.
+            call `by_use` with each network's own forward pass.
         params: the parameters, a tree of arrays or of their shapes.
         *inputs: the other arguments of `fn`, arrays or shapes.
         rules: a view, or None for AdamW, for each regular expression. Expressions are searched for
@@ -138,8 +135,9 @@ def by_use(
             expressions.
         ValueError: it is not clear what a parameter is: products use it in different ways, a kernel
             takes it whose inside cannot be seen (`pallas_call`, a custom call), data multiply it
-            entry by entry before a product, or its outputs feed another network. The message says
-            what was seen, and has the rule to paste.
+            entry by entry before a product, its product with data is itself used as weights (a
+            hypernetwork, a mixture of kernels), or its outputs feed another network. The message
+            says what was seen, and has the rule to paste.
         ValueError: a rule decides for no parameter, or `per_head` finds no heads.
     """
     check_params(params)
@@ -156,7 +154,7 @@ def by_use(
     found = [roles.route(i, per_head) for i in range(len(named))]
     found = [
         routed
-        if jnp.issubdtype(_dtype_of(x), jnp.inexact)
+        if jnp.issubdtype(dtype_of(x), jnp.inexact)
         else routed._replace(role="unused", view=None)
         for routed, (_, x) in zip(found, flat, strict=True)
     ]
@@ -212,7 +210,3 @@ def _entries(rules: Mapping[str, Any], groups: Sequence[Group]) -> list[str]:
 def _code(view: Any) -> str:
     """The shortest code of a view."""
     return str(view).replace("reduction_axis=", "").replace("output_axis=", "")
-
-
-def _dtype_of(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)

@@ -10,12 +10,17 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from muon_jax._by_use.pieces import (
+    ELEMENTWISE,
+    REDUCTIONS,
+    RELAYOUTS,
     Atom,
     Atoms,
     Axis,
+    Operation,
     Piece,
     Shape,
     fused,
+    moved,
     of_no_source,
     placed,
     reshaped,
@@ -23,7 +28,6 @@ from muon_jax._by_use.pieces import (
     sliced,
     without,
 )
-from muon_jax._by_use.relayouts import ELEMENTWISE, REDUCTIONS, RELAYOUTS, Operation, moved
 
 type Dims = Sequence[int]
 type Marks = frozenset[tuple[str, Any]]
@@ -183,6 +187,7 @@ class Follower:
     def _equation(self, equation: Any, xs: list[Value]) -> list[Value]:
         name, params = equation.primitive.name, equation.params
         shapes, outs = [*map(_shape, equation.invars)], [*map(_shape, equation.outvars)]
+        op = Operation(name, params, shapes, outs[0] if outs else (), 0)
         if "transpose(" in str(equation.source_info.name_stack):  # a backward pass inside
             backward = activation([x.as_activation() for x in xs], frozenset())
             return [backward._replace(is_data=False)] * len(outs)
@@ -196,14 +201,14 @@ class Follower:
                 branches = [self.run(branch, xs[1:]) for branch in params["branches"]]
                 return [self._joined(of_one) for of_one in zip(*branches, strict=True)]
             case "dot_general":
-                return [self._dot(xs, shapes, *params["dimension_numbers"], outs[0])]
+                return [self._dot(op, xs, *params["dimension_numbers"])]
             case "ragged_dot_general" | "ragged_dot":
                 numbers = params["ragged_dot_dimension_numbers"]
                 contract, (of_left, of_right) = numbers.dot_dimension_numbers
                 groups = (*of_right, *numbers.rhs_group_dimensions)
-                return [self._dot(xs, shapes, contract, (of_left, groups), outs[0])]
+                return [self._dot(op, xs, contract, (of_left, groups))]
             case "conv_general_dilated":
-                return [self._convolution(xs, shapes, params, outs[0])]
+                return [self._convolution(op, xs)]
         if name not in _OPAQUE:
             for inner in core.jaxprs_in_params(params):
                 inner = getattr(inner, "jaxpr", inner)
@@ -215,8 +220,8 @@ class Follower:
             return [self._mixed(xs, f"opaque {name}")] * len(outs)
         if name.startswith(("random_", "threefry")):
             return [Value()] * len(outs)
-        ops = [Operation(name, params, shapes, out, i) for i, out in enumerate(outs)]
-        return [self._entrywise(op, xs) for op in ops]
+        each = enumerate(outs)
+        return [self._entrywise(op._replace(out=out, output=i), xs) for i, out in each]
 
     def _scan(self, equation: Any, xs: list[Value]) -> list[Value]:
         """Scanned operands and results have one more axis outside, which tells them apart."""
@@ -346,9 +351,8 @@ class Follower:
             for j in xs[0].sources:
                 if (j, "maximum") in self.facts["output"]:
                     self._note("output", j, "softmax")
-        starts = {"reduce_max": "maximum", "arg": "argmax"}
-        starts |= dict.fromkeys(("top_k", "sort", "approx_top"), "sort")
-        how = next((how for start, how in starts.items() if op.name.startswith(start)), None)
+        how = "sort" if op.name.startswith(("top_k", "sort", "approx_top")) else None
+        how = {"reduce_max": "maximum", "argmax": "argmax", "argmin": "argmax"}.get(op.name, how)
         if how is None:
             return frozenset()
         axes = op.params.get("axes") or (-1,)
@@ -414,23 +418,16 @@ class Follower:
 
     # Products.
 
-    def _dot(
-        self,
-        xs: list[Value],
-        shapes: list[Shape],
-        contract: tuple[Dims, Dims],
-        batch: tuple[Dims, Dims],
-        out: Shape,
-    ) -> Value:
+    def _dot(self, op: Operation, xs: list[Value], contract: Any, batch: Any) -> Value:
         pairs, operands = [*zip(*batch, strict=False)], []
         begin = len(pairs)
         for i in (0, 1):
             taken = {*contract[i], *batch[i]}
-            free = [k for k in range(len(shapes[i])) if k not in taken]
+            free = [k for k in range(len(op.shapes[i])) if k not in taken]
             places = [(pair[i], n) for n, pair in enumerate(pairs)]
             places += [(k, begin + n) for n, k in enumerate(free)]
             begin += len(free)
-            own = Operand(xs[i], shapes[i], contract[i], batch[i], free, places, out)
+            own = Operand(xs[i], op.shapes[i], contract[i], batch[i], free, places, op.out)
             operands.append(own)
             other = xs[1 - i]
             is_one_hot = other.is_one_hot and not other.is_weight
@@ -440,10 +437,9 @@ class Follower:
                 return rows.with_pieces(own.in_output(piece) for piece in own.x.pieces)
         return self._multiplied(*operands)
 
-    def _convolution(
-        self, xs: list[Value], shapes: list[Shape], params: dict[str, Any], out: Shape
-    ) -> Value:
+    def _convolution(self, op: Operation, xs: list[Value]) -> Value:
         """A product with the channels of both operands, and of the output, cut into groups."""
+        _, params, shapes, out, _ = op
         numbers, groups = params["dimension_numbers"], params["feature_group_count"]
         of_out, of_in, *window = numbers.rhs_spec
         in_lhs, in_out = numbers.lhs_spec[1], numbers.out_spec[1]
@@ -451,7 +447,7 @@ class Follower:
         if kernel.is_weight and groups > 1 and shapes[1][of_in] == 1:
             self._note_use(kernel, "depthwise")
             keeps_width = out[in_out] == shapes[0][in_lhs]
-            kept = moved(Operation("", {}, shapes[:1], out, 0), [x.pieces])[0]
+            kept = moved(op._replace(name=""), [x.pieces, frozenset()])[0]
             return activation([x], kept if keeps_width else frozenset())
 
         def cut(shape: Shape, axis: int) -> Shape:
@@ -503,11 +499,9 @@ class Follower:
 
     def _weights_among(self, operands: Sequence[Operand]) -> Sequence[Operand]:
         """The operands, of which parameters that are no matrices here are activations."""
-        for is_latents in (_is_no_matrix, _is_looked_up, _is_wide):
-            found = [*map(is_latents, operands)]
-            if is_latents is _is_no_matrix or (
-                all(own.x.is_weight for own in operands) and found[0] != found[1]
-            ):
+        for test in (_is_no_matrix, lambda own: own.x.is_looked_up, _is_wide):
+            found, are_weights = [*map(test, operands)], all(own.x.is_weight for own in operands)
+            if test is _is_no_matrix or are_weights and found[0] != found[1]:
                 each = zip(operands, found, operands[::-1], strict=True)
                 operands = [
                     own._replace(x=self._latents(own.x, other.x.is_data)) if is_latent else own
@@ -611,10 +605,6 @@ def _is_no_matrix(own: Operand) -> bool:
     """Whether a piece of a weight lacks an axis that is contracted, or one that is free."""
     pieces, dims = own.x.pieces, (own.contract, own.free)
     return own.x.is_weight and not (pieces and all(p.atoms(k) for p in pieces for k in dims))
-
-
-def _is_looked_up(own: Operand) -> bool:
-    return own.x.is_looked_up
 
 
 def _is_wide(own: Operand) -> bool:
