@@ -26,6 +26,7 @@ from muon_jax._by_use.pieces import (
     reshaped,
     size_of,
     sliced,
+    with_axis,
     without,
 )
 
@@ -236,8 +237,7 @@ class Follower:
         outputs = self._loop(body, [*xs[:n], *one], n - carried, carried)
         steps = of_no_source(equation.params["length"])
         return outputs[:carried] + [
-            y.with_pieces(p._replace(axes=(steps, *p.axes)) for p in y.pieces)
-            for y in outputs[carried:]
+            y.with_pieces(with_axis(p, 0, steps) for p in y.pieces) for y in outputs[carried:]
         ]
 
     def _loop(self, body: Any, args: list[Value], first: int, n: int) -> list[Value]:
@@ -320,7 +320,8 @@ class Follower:
     def _of_activations(
         self, op: Operation, xs: list[Value], pieces: list[frozenset[Piece]]
     ) -> Value:
-        name, found = op.name, activation(xs, _union(pieces))
+        left = frozenset(p for p in _union(pieces) if p.atoms())
+        name, found = op.name, activation(xs, left)
         chosen = self._chosen(op, xs)
         marks = found.marks | chosen
         if name == "concatenate" and any(x.is_data and not x.frontier for x in xs):
@@ -456,10 +457,7 @@ class Follower:
         def grouped(x: Value, shape: Shape, axis: int) -> Value:
             if groups > 1:
                 return x.with_pieces(reshaped(p, shape, cut(shape, axis)) for p in x.pieces)
-            one = (Axis(0, ()),)
-            return x.with_pieces(
-                Piece(p.source, p.axes[:axis] + one + p.axes[axis:]) for p in x.pieces
-            )
+            return x.with_pieces(with_axis(p, axis, Axis(0, ())) for p in x.pieces)
 
         lhs, rhs = grouped(x, shapes[0], in_lhs), grouped(kernel, shapes[1], of_out)
         if kernel.sources != rhs.sources:

@@ -136,6 +136,11 @@ def placed(piece: Piece, shape: Shape, out: Shape, pairs: Iterable[tuple[int, in
     return without(Piece(piece.source, tuple(axes)), piece.atoms(lost))
 
 
+def with_axis(piece: Piece, n: int, axis: Axis) -> Piece:
+    """Returns the piece with one more axis, before axis n."""
+    return Piece(piece.source, (*piece.axes[:n], axis, *piece.axes[n:]))
+
+
 def sliced(
     piece: Piece, starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]
 ) -> Piece | None:
@@ -250,7 +255,7 @@ def _runs_of_axes(shape: Shape, new: Shape) -> list[tuple[range, range]]:
 
 
 class Operation(NamedTuple):
-    """An equation that is no product, and which of its outputs is asked for."""
+    """An equation, and which of its outputs is asked for."""
 
     name: str
     params: dict[str, Any]
@@ -282,71 +287,57 @@ def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | Non
         case "squeeze" | "expand_dims":
             return reshaped(piece, shape, out)
         case "reshape":
-            if (order := params["dimensions"]) is not None:
-                piece, shape = _permuted(piece, order), tuple(shape[axis] for axis in order)
-            return reshaped(piece, shape, out)
-        case "transpose":
-            return _permuted(piece, params["permutation"])
+            order = params["dimensions"] or range(len(shape))
+            turned = tuple(shape[k] for k in order)
+            piece = placed(piece, shape, turned, ((k, n) for n, k in enumerate(order)))
+            return reshaped(piece, turned, out)
         case "concatenate":
             return _shifted(piece, {params["dimension"]: begin})
         case "stack":
-            axes = [*piece.axes]
-            axes.insert(params["axis"], Axis(begin, ()))
-            return Piece(piece.source, tuple(axes))
+            return with_axis(piece, params["axis"], Axis(begin, ()))
         case "split" | "unstack":
             axis, sizes = params["axis"], params.get("sizes", (1,) * shape[params["axis"]])
             starts, stops = [0] * len(shape), [*shape]
             starts[axis] = int(sum(sizes[:begin]))
             stops[axis] = starts[axis] + int(sizes[begin])
             part = sliced(piece, starts, stops, (1,) * len(shape))
-            if part is None or name == "split":
-                return part
-            return reshaped(part, (*shape[:axis], 1, *shape[axis + 1 :]), out)
+            one = (*shape[:axis], 1, *shape[axis + 1 :])
+            return reshaped(part, one, out) if part and name == "unstack" else part
         case "slice":
             steps = params["strides"] or (1,) * len(shape)
             return sliced(piece, params["start_indices"], params["limit_indices"], steps)
         case "pad" if all(min(ends) >= 0 and not ends[2] for ends in params["padding_config"]):
             return _shifted(piece, {k: low for k, (low, *_) in enumerate(params["padding_config"])})
+        case "all_gather":  # the first shard stands for all
+            axis, shards = params["all_gather_dimension"], params["axis_size"]
+            if not params["tiled"]:
+                return with_axis(piece, axis, of_no_source(shards))
+            at, atoms = piece.axes[axis].at, fused(piece.axes[axis].atoms)
+            if len(atoms) != 1 or atoms[0].size != shape[axis]:
+                return None
+            atoms = (atoms[0]._replace(size=out[axis]),)
+            return Piece(
+                piece.source, (*piece.axes[:axis], Axis(at, atoms), *piece.axes[axis + 1 :])
+            )
+        case "transpose":
+            pairs = ((k, n) for n, k in enumerate(params["permutation"]))
         case "broadcast_in_dim":
-            return placed(piece, shape, out, enumerate(params["broadcast_dimensions"]))
+            pairs = enumerate(params["broadcast_dimensions"])
         case "gather":
             numbers = params["dimension_numbers"]
             gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-            return placed(
-                piece, shape, out, zip(_others(shape, gone), numbers.offset_dims, strict=True)
-            )
-        case "all_gather":
-            return _gathered(piece, params, shape)
-    if name.startswith(REDUCTIONS) and "axes" in params:
-        return placed(
-            piece, shape, out, zip(_others(shape, params["axes"]), range(len(out)), strict=True)
-        )
-    if len(shape) != len(out):
-        return None
-    return placed(piece, shape, out, ((k, k) for k in range(len(out))))
-
-
-def _others(shape: Shape, gone: Any) -> list[int]:
-    return [axis for axis in range(len(shape)) if axis not in gone]
-
-
-def _permuted(piece: Piece, order: Sequence[int]) -> Piece:
-    return Piece(piece.source, tuple(piece.axes[axis] for axis in order))
+            kept = (k for k in range(len(shape)) if k not in gone)
+            pairs = zip(kept, numbers.offset_dims, strict=True)
+        case _ if name.startswith(REDUCTIONS) and "axes" in params:
+            kept = (k for k in range(len(shape)) if k not in params["axes"])
+            pairs = ((k, n) for n, k in enumerate(kept))
+        case _ if len(shape) == len(out):
+            pairs = ((k, k) for k in range(len(out)))
+        case _:
+            return None
+    return placed(piece, shape, out, pairs)
 
 
 def _shifted(piece: Piece, by: dict[int, int]) -> Piece:
     axes = (Axis(at + by.get(k, 0), atoms) for k, (at, atoms) in enumerate(piece.axes))
-    return Piece(piece.source, tuple(axes))
-
-
-def _gathered(piece: Piece, params: dict[str, Any], shape: Shape) -> Piece | None:
-    """The piece of all shards, of which this is the first."""
-    axis, shards, axes = params["all_gather_dimension"], params["axis_size"], [*piece.axes]
-    if not params["tiled"]:
-        axes.insert(axis, of_no_source(shards))
-    else:
-        at, atoms = axes[axis].at, fused(axes[axis].atoms)
-        if len(atoms) != 1 or size_of(atoms) != shape[axis]:
-            return None
-        axes[axis] = Axis(at, (atoms[0]._replace(size=shape[axis] * shards),))
     return Piece(piece.source, tuple(axes))

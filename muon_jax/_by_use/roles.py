@@ -188,7 +188,7 @@ class Roles:
     def _ways(self, i: int) -> list[Way]:
         """How products use a parameter, the one of the largest operand first."""
         entries: dict[Way, int] = {}
-        for j in self._products_of[i]:
+        for j in sorted(self._products_of[i]):
             way = self._way(i, self._products[j])
             entries[way] = max(entries.get(way, 0), *(most for _, most in self._seen[j]))
         return sorted(entries, key=lambda way: -entries[way])
