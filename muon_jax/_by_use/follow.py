@@ -306,8 +306,8 @@ class Follower:
             # A weight made of weights, and of what does not depend on data: the largest counts.
             main = _union(pieces[k] for k in weights)
             if name not in ("concatenate", "stack"):
-                entries = {piece: size_of(piece.atoms()) for piece in main}
-                main = frozenset(p for p in main if entries[p] == max(entries.values()))
+                most = max((size_of(piece.atoms()) for piece in main), default=0)
+                main = frozenset(p for p in main if size_of(p.atoms()) == most)
             for k in weights:
                 if not pieces[k] & main:
                     self._note_use(xs[k], "vector")
