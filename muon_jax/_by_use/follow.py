@@ -562,7 +562,7 @@ class Follower:
             # Axes of positions or a batch would be free, or a batch of heads, in attention.
             is_all = all(kept & _axes(piece.atoms((k,))) for k in own.free)
             is_used = contracted and left and (other.x.is_data or other.x.frontier)
-            if is_used and is_all and not batched and piece.source not in other.x.sources:
+            if is_used and is_all and not batched and piece.source not in other.x.frontier:
                 self._note("use", leaf, "makes weights")
             lost = piece.atoms(own.contract) + piece.picked()  # both are taken now
             found.add(without(own.in_output(piece), lost))
