@@ -8,7 +8,7 @@
 
 The text is what every machine has, Python's standard library without its tests: some 12 million
 bytes, of which every tenth file is held out. A token is a byte, so that losses are nats per byte.
-Whatever the optimizer, step n of a seed sees the same bytes, and `by_role` gives the same
+Whatever the optimizer, step n of a seed sees the same bytes, and `by_use` gives the same
 parameters to Muon: the stacked matrices of all layers, `(layers, rows, columns)`. A run that is
 killed goes on from its last checkpoint, on a CPU bit for bit. Each of several processes computes a
 part of every batch, and the first of them prints and writes metrics.
@@ -45,7 +45,7 @@ from gpt_model import (
     shardings_of,
 )
 from gpt_report import Metrics, plot, read, table
-from muon_jax import by_role, muon
+from muon_jax import Routes, by_use, muon
 
 # What decides the numbers of a run; a checkpoint goes on only under the same.
 RECORDED = (
@@ -61,6 +61,19 @@ class State(NamedTuple):
     step: jax.Array
     params: Any
     optimizer: optax.OptState
+
+
+def routes_of(options: argparse.Namespace) -> Routes:
+    """Which parameters are matrices, read off the model: nothing runs."""
+    options = argparse.Namespace(**vars(options) | {"attention": "xla"})  # cuDNN hides the heads
+    graph, params = nnx.split(nnx.eval_shape(lambda: GPT(options, nnx.Rngs(0))))
+    text = jax.ShapeDtypeStruct((options.batch, options.context), jnp.int32)
+    return by_use(
+        lambda params, text: nnx.merge(graph, params)(text),
+        nnx.to_pure_dict(params),
+        text,
+        per_head=options.per_head,
+    )
 
 
 def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
@@ -80,8 +93,6 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
         stacks = functools.partial(jax.tree.map, lambda p: p.ndim == 3)
         optimizer = optax.adamw(schedule, b2=0.95, weight_decay=decay, mask=stacks)
     else:
-        head_width = options.width // options.heads
-        per_head = by_role(per_head=True, head_dim=head_width)
         names = ("preset", "ns_coeffs", "mu_dtype", "block_period")
         chosen = {name: getattr(options, name) for name in names}
         scale = {"weight_decay": decay, "consistent_rms": 0.2}
@@ -92,7 +103,7 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
             schedule,
             adam_b2=0.95,
             adam_weight_decay=0.0,
-            muon_weight_dimension_numbers=per_head if options.per_head else by_role,
+            muon_weight_dimension_numbers=routes_of(options),
             **scale,
             **{name: value for name, value in chosen.items() if value is not None},
         )

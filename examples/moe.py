@@ -26,7 +26,7 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import by_role, describe, explain, muon
+from muon_jax import by_use, describe, explain, muon
 
 LAYERS, HEADS = 2, 4
 CONTEXT, BATCH_SIZE = 64, 16
@@ -135,19 +135,22 @@ def specs_of(params: Params) -> Params:
 
 
 def make_optimizer(
-    name: str, learning_rate: float, method: str | None, specs: Params
+    name: str, learning_rate: float, method: str | None, model: Transformer
 ) -> optax.GradientTransformation:
     """Either of the optimizers in `LEARNING_RATES`; both begin slowly."""
     schedule = optax.warmup_constant_schedule(0.0, learning_rate, 10)
     if name == "adamw":
         return optax.adamw(schedule, b2=0.95, weight_decay=0.01)
-    return muon(schedule, **muon_arguments(method), shardings=specs)
+    return muon(schedule, **muon_arguments(method, model), shardings=specs_of(nnx.state(model)))
 
 
-def muon_arguments(method: str | None) -> dict[str, Any]:
+def muon_arguments(method: str | None, model: Transformer) -> dict[str, Any]:
     """Those of `muon` that `describe` and `explain` need, too."""
+    graph, params = nnx.split(model)
+    text = jax.ShapeDtypeStruct((BATCH_SIZE, CONTEXT), jnp.int32)
+    routes = by_use(lambda params, text: nnx.merge(graph, params)(text), params, text)
     chosen = {"ns_method": method} if method else {}
-    return {"preset": "moe_fp16", "muon_weight_dimension_numbers": by_role} | chosen
+    return {"preset": "moe_fp16", "muon_weight_dimension_numbers": routes} | chosen
 
 
 def batches(steps: int) -> Iterator[np.ndarray]:
@@ -232,15 +235,16 @@ def main(words: Sequence[str] | None = None) -> None:
 
     model = Transformer(args.experts, args.width, nnx.Rngs(0))
     params = nnx.state(model)
-    describe(params, **muon_arguments(args.method))
+    arguments = muon_arguments(args.method, model)
+    describe(params, **arguments)
     print()
-    explain(params, specs_of(params), mesh, **muon_arguments(args.method))
+    explain(params, specs_of(params), mesh, **arguments)
     print(f"\nLoss in nats per byte, on {len(devices)} devices ({devices[0].platform}):")
     for name in args.optimizer:
         learning_rate = args.learning_rate
         if learning_rate is None:
             learning_rate = LEARNING_RATES[name]
-        optimizer = make_optimizer(name, learning_rate, args.method, specs_of(params))
+        optimizer = make_optimizer(name, learning_rate, args.method, model)
         losses, seconds = train(model, optimizer, mesh, args.steps)
         shown = np.linspace(0, args.steps - 1, min(args.steps, 6)).astype(int)
         columns = [f"{step + 1}: {losses[step]:.3f}" for step in shown]

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from tqdm import tqdm
 
-from muon_jax import MuonDimensionNumbers, muon
+from muon_jax import Routes, by_use, muon
 from pallas_kernels import select_implementation
 
 WIDTH, DEPTH = 64, 2
@@ -86,19 +86,11 @@ class VisionTransformer(nnx.Module):
         return self.head(self.norm(x).mean(axis=1))
 
 
-def hidden_matrices(params: nnx.State) -> nnx.State:
-    """For each parameter the axes that are its rows and columns, or None to leave it to AdamW."""
-
-    def dimension_numbers(path, param):
-        name = jax.tree_util.keystr(path)
-        if "kernel" not in name or "head" in name:
-            return None
-        if "attention" in name and "out" not in name:  # query, key, value: (width, heads, ...)
-            return MuonDimensionNumbers(reduction_axis=0, output_axis=(1, 2))
-        *inputs, output = range(param.ndim)
-        return MuonDimensionNumbers(reduction_axis=inputs, output_axis=output)
-
-    return jax.tree.map_with_path(dimension_numbers, params)
+def routes_of_model() -> Routes:
+    """Which parameters are matrices, read off the model: nothing runs."""
+    graph, params = nnx.split(nnx.eval_shape(lambda: VisionTransformer(nnx.Rngs(0))))
+    images = jax.ShapeDtypeStruct((BATCH_SIZE, 8, 8, 1), jnp.float32)
+    return by_use(lambda params, images: nnx.merge(graph, params)(images), params, images)
 
 
 def make_optimizer(name: str, learning_rate: optax.Schedule) -> optax.GradientTransformation:
@@ -109,7 +101,7 @@ def make_optimizer(name: str, learning_rate: optax.Schedule) -> optax.GradientTr
         learning_rate,
         weight_decay=WEIGHT_DECAY,
         adam_weight_decay=WEIGHT_DECAY,
-        muon_weight_dimension_numbers=hidden_matrices,
+        muon_weight_dimension_numbers=routes_of_model(),
         consistent_rms=0.2,  # updates about as large as AdamW's: begin at AdamW's rate
     )
 

@@ -135,15 +135,15 @@ def muon(
         adam_eps_root: added under the square root of AdamW's denominator.
         adam_weight_decay: weight decay on everything else; None is 0.
         adam_learning_rate: AdamW's learning rate; None for `learning_rate`.
-        muon_weight_dimension_numbers: which parameters are matrices, and how: a tree of
-            `optax.contrib.MuonDimensionNumbers` that may be a prefix of the parameters', None where
-            AdamW applies, or a callable that makes one from them. None itself gives Muon all
-            parameters of rank 2, embeddings and output heads too: name those None in a tree. A
-            callable gets the parameters in `init`, in `update` the gradients, at times with some
+        muon_weight_dimension_numbers: which parameters are matrices, and how: what `by_use`
+            returns; or a tree of `optax.contrib.MuonDimensionNumbers` that may be a prefix of the
+            parameters', None where AdamW applies, or a callable that makes one from them. None
+            itself gives Muon all parameters of rank 2, embeddings and output heads too. A callable
+            gets the parameters in `init`, in `update` the gradients, at times with some
             masked (`optax.MaskedNode`): let it decide leaf by leaf.
         consistent_rms: None for `shape_scale`, s = √max(1, fan_out/fan_in); a number r for s =
-            r·√max(fan_in, fan_out). Under r = 0.2 updates are about as large as AdamW's: pass
-            `by_role`, and try a third, one and three times AdamW's learning rate.
+            r·√max(fan_in, fan_out). Under r = 0.2 updates are about as large as AdamW's: pass what
+            `by_use` returns, and try a third, one and three times AdamW's learning rate.
         preset: a name in `muon_jax.PRESETS`, whose arguments stand for those that the call leaves
             out: keller, torch, moonlight, optax, dion, gram, levanter, turbo, fused_muon, moe_fp16,
             megatron, nanogpt, kimi_k3, glm5 or muonh. It sets weight decay, not learning rates.

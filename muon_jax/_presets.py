@@ -185,12 +185,12 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     # Kimi K3: the Muon of Algorithm 1 in the report of Kimi K2 (https://arxiv.org/abs/2507.20534),
     # which has no Nesterov momentum. K3 (https://arxiv.org/abs/2607.24653, section 2.5) applies it
-    # head by head: pass muon_weight_dimension_numbers=by_role(per_head=True).
+    # head by head: pass muon_weight_dimension_numbers=by_use(…, per_head=True).
     # Its weight decay is 0.1. Its QK-Clip is `qk_clip` with a threshold of 100. Neither report
     # states coefficients, eps or dtype, or AdamW's arguments: these are Moonlight's.
     "kimi_k3": _MOONLIGHT | {"nesterov": False},
     # GLM-5 (https://arxiv.org/abs/2602.15763): "Muon Split" orthogonalizes up-projections of latent
-    # attention head by head: pass by_role(per_head=True). Five steps, momentum
+    # attention head by head: pass by_use(…, per_head=True). Five steps, momentum
     # 0.95, updates of RMS 0.2 and weight decay 0.1 are those of GLM-4.5
     # (https://arxiv.org/abs/2508.06471), where AdamW has embeddings, biases and norms alone, and
     # Muon the output head. All else is not stated, and is Moonlight's.

@@ -8,12 +8,13 @@ import re
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import muon_jax.benchmarks
 import pallas_kernels
-from muon_jax import PRESETS
+from muon_jax import PRESETS, by_role, by_use, describe
 from muon_jax.benchmarks.__main__ import COMMANDS
 from muon_jax.benchmarks._records.pages import all_pages
 from muon_jax.benchmarks._records.tables import markdown
@@ -22,6 +23,7 @@ from muon_jax.benchmarks._records.training_statistics import (
     pooled_noise,
     read_study,
 )
+from muon_jax.benchmarks._training.from_adamw import TASKS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "muon_jax" / "docs"
@@ -49,6 +51,7 @@ SLOW = ("numerics.md", "migration.md", "distributed.md", "layouts.md")
             marks=pytest.mark.slow if name.endswith(SLOW) else [],
         )
         for name, text in DOCUMENTS.items()
+        if not name.endswith("routing.md")  # tests/by_use/test_recipes.py runs these
         for index, match in enumerate(
             re.finditer(
                 r"^```python\n(.*?)^```$(?:\n\nprints[^\n]*\n\n```text\n(.*?)^```$)?",
@@ -61,7 +64,8 @@ SLOW = ("numerics.md", "migration.md", "distributed.md", "layouts.md")
 def test_code_runs(name, code, printed, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [*sys.path])  # to which code may add
-    exec(compile(code, name, "exec"), {})
+    made = {"routes": None} if name.endswith("migration.md") else {}  # of a loss not shown
+    exec(compile(code, name, "exec"), made)
     if printed:
         assert capsys.readouterr().out.strip() == printed.strip()
 
@@ -298,8 +302,22 @@ def test_losses_from_adamw_are_those_of_the_results():
             assert f"held-out loss of {min(routed):.2f}, tuned AdamW {best:.2f}" in said
         else:
             assert routed[0] > best  # "worse at a third"
-            assert f"(a CNN {min(routed):.3f}, {best:.3f};" in said
             assert max(abs(loss - best) for loss in unrouted) < 0.01
+
+
+def test_by_use_gives_the_matrices_of_the_record():
+    """As far as the page says: in the CNN, all but the first convolution."""
+    pytest.importorskip("sklearn")
+    for name, make in TASKS.items():
+        task = make()
+        params = jax.eval_shape(task.init, jax.random.key(0))
+        batch = jax.tree.map(lambda x, n=task.batch_size: x[:n], task.data)
+        rules = {"conv_1/kernel": None} if name == "digits CNN" else {}
+        found, recorded = (
+            describe(params, muon_weight_dimension_numbers=views).parameters
+            for views in (by_use(task.loss, params, batch, rules=rules), by_role)
+        )
+        assert [p.matrices for p in found] == [p.matrices for p in recorded]
 
 
 # Where an AdamW user looks for what to write.
@@ -310,7 +328,8 @@ def test_losses_from_adamw_are_those_of_the_results():
 def test_lines_for_users_of_adamw_route(name):
     calls = re.findall(r"\bmuon\(((?:[^()]|\([^()]*\))*)\)", DOCUMENTS[name])
     scaled = [call for call in calls if "consistent_rms=0.2" in call]
-    assert scaled and all("muon_weight_dimension_numbers=by_role" in call for call in scaled)
+    assert scaled and all("muon_weight_dimension_numbers=routes" in call for call in scaled)
+    assert "routes = by_use(" in DOCUMENTS[name]
     assert re.search(TRIED, DOCUMENTS[name])
 
 
@@ -320,7 +339,7 @@ TRIED = r"third,\s+one\s+and\s+three|`?k`? = 1/3, 1 and 3"
 def test_the_reference_sends_users_of_adamw_to_the_routing():
     _, _, text = (muon_jax.muon.__doc__ or "").partition(" consistent_rms:")
     said = text.partition("preset:")[0]
-    assert "by_role" in said and re.search(TRIED, said)
+    assert "by_use" in said and re.search(TRIED, said)
     assert "parameters.md#from-adamw" in DOCUMENTS["muon_jax/docs/muon.md"]
 
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gpt
@@ -147,9 +148,9 @@ def test_other_settings_do_not_go_on(straight, tmp_path):
 def specs_by_path(*arguments):
     """How parameters and moments are sharded over four by two devices."""
     options = gpt.parse([*TINY, "--mesh", "fsdp=4,tensor=2", *arguments])
-    init, *_ = gpt.make_functions(options, gpt.make_optimizer(options))
-    mesh = jax.make_mesh((1, 4, 2), tuple(options.mesh))
+    mesh = jax.make_mesh((1, 4, 2), tuple(options.mesh), (AxisType.Auto,) * 3)
     with jax.set_mesh(mesh):
+        init, *_ = gpt.make_functions(options, gpt.make_optimizer(options))
         shardings = shardings_of(jax.eval_shape(init), mesh)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): sharding.spec

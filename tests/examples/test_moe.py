@@ -32,7 +32,7 @@ def mesh_of(*sizes):
 
 @pytest.mark.nightly
 def test_it_learns_the_same_on_four_devices_as_on_one(model, capsys):
-    optimizer = moe.make_optimizer("muon", 0.02, None, moe.specs_of(nnx.state(model)))
+    optimizer = moe.make_optimizer("muon", 0.02, None, model)
     alone, _ = moe.train(model, optimizer, mesh_of(1, 1), 30)
     assert alone[0] > 5.5 and np.mean(alone[-5:]) < 0.7 * alone[0]  # ln 256 = 5.55
     moe.main("--steps 8 --width 16 --experts 4 --mesh expert=2,fsdp=2".split())
@@ -49,12 +49,13 @@ def test_it_learns_the_same_on_four_devices_as_on_one(model, capsys):
 @pytest.mark.slow
 def test_experts_go_to_muon_and_are_exchanged_over_fsdp_only(model):
     params = nnx.state(model)
-    arguments = moe.muon_arguments("gram")
+    arguments = moe.muon_arguments("gram", model)
     description = describe(params, **arguments)
-    routes = {p.path: (p.role, p.optimizer) for p in description.parameters}
-    assert routes["blocks/0/moe/router/kernel"] == ("router", "adamw")
-    for name in ("up", "down"):
-        assert routes[f"blocks/0/moe/experts/{name}"] == ("experts", "muon")
+    found = {p.path: p for p in description.parameters}
+    router = found["blocks/0/moe/router/kernel"]
+    assert router.role.startswith("router") and router.optimizer == "adamw"
+    for name, shape in (("up", (WIDTH, 2 * WIDTH)), ("down", (2 * WIDTH, WIDTH))):
+        assert found[f"blocks/0/moe/experts/{name}"].matrices == ((EXPERTS, *shape),)
     assert {group.method for group in description.groups} == {"gram"}
 
     specs = moe.specs_of(params)

@@ -56,7 +56,7 @@ def test_each_seed_has_a_bar_and_nothing_compiles_behind_it(
 
         return function
 
-    monkeypatch.setattr(quickstart, "VisionTransformer", lambda rngs: nnx.Linear(2, 2, rngs=rngs))
+    monkeypatch.setattr(quickstart, "VisionTransformer", lambda rngs: nnx.Linear(1, 2, rngs=rngs))
     monkeypatch.setattr(quickstart, "train_step", called("train_step", 0.5))
     monkeypatch.setattr(quickstart, "evaluate", called("evaluate", (0.5, 0.75)))
     digits = quickstart.Digits(jnp.zeros((100, 8, 8, 1)), jnp.zeros(100, jnp.int32))

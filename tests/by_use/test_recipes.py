@@ -1,0 +1,108 @@
+"""The recipes of the page run, and give Muon the parameters that they should."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import muon_jax
+from muon_jax import MuonDimensionNumbers, by_use, muon
+from muon_jax._trees import path_name
+
+PAGE = (Path(muon_jax.__file__).parent / "docs" / "routing.md").read_text()
+BLOCK = r"^```python\n(.*?)^```$(?:\n\nprints[^\n]*\n\n```text\n(.*?)^```$)?"
+RECIPES = {
+    section.partition("\n")[0]: re.findall(BLOCK, section, re.S | re.M)
+    for section in re.split(r"^##* ", PAGE, flags=re.M)[1:]
+}
+MUON = {
+    "Which parameters are matrices": {"layers/gate_up", "layers/down"},
+    "Flax linen": {"Dense_0/kernel", "Dense_1/kernel"},
+    "Flax nnx": {"first/kernel", "second/kernel"},
+    "Equinox": {"layers/0/weight", "layers/1/weight"},
+    "Haiku": {"mlp/~/linear_0/w", "mlp/~/linear_1/w"},
+    "Networks that feed each other": {"actor/0", "actor/1", "critic/0", "critic/1"},
+    "What raises": {"out", "head"},
+    "A matrix for each head": {"q", "k", "v", "o"},
+}
+
+
+def test_all_recipes_are_here():
+    assert {name: 1 for name in MUON} == {n: len(blocks) for n, blocks in RECIPES.items() if blocks}
+
+
+@pytest.mark.parametrize("name", MUON)
+def test_muon_gets_the_hidden_matrices(name, capsys):
+    ((code, printed),) = RECIPES[name]
+    made = {}
+    exec(compile(code, name, "exec"), made)
+    if printed:
+        assert capsys.readouterr().out.strip() == printed.strip()
+    params, optimizer = made["params"], muon(0.02, muon_weight_dimension_numbers=made["routes"])
+    state = optimizer.init(params)
+
+    def of_muon(path):
+        return path.removesuffix("/value") in MUON[name]
+
+    mu = jax.tree.leaves_with_path(state.inner_states["muon"].inner_state[0].mu)
+    assert {path_name(path).removesuffix("/value") for path, _ in mu} == MUON[name]
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+    grads = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape, x.dtype), params)
+    updates, _ = optimizer.update(grads, state, params)
+    for path, update in paths_of(updates):
+        assert np.all(np.isfinite(update)) and np.any(update)
+        # AdamW's first step moves all entries by the same distance, Muon's does not.
+        of_adamw = np.allclose(np.abs(update), np.abs(update).max(), rtol=1e-2)
+        assert of_adamw != of_muon(path), path
+
+
+def paths_of(tree):
+    return [(path_name(path), jnp.asarray(x)) for path, x in jax.tree.leaves_with_path(tree)]
+
+
+def tower(p, x):  # or a generator of two layers, and its discriminator
+    return jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"]
+
+
+def siamese(p, x):
+    return (tower(p, x) * tower(p, x[::-1])).sum(-1)
+
+
+def sparse_autoencoder(p, x):
+    h = jnp.tanh(x @ p["a"]) @ p["b"]
+    return jnp.where(h >= jax.lax.top_k(h, 8)[0][..., -1:], h, 0) @ p["c"]
+
+
+def hypernetwork(p, x):
+    return x @ (jnp.tanh(x[0] @ p["a"]) @ p["b"]).reshape(8, 4) @ p["c"][:4]
+
+
+@pytest.mark.parametrize(
+    ("fn", "path", "role", "view"),
+    [
+        (siamese, "c", "output", None),
+        (sparse_autoencoder, "b", "router", None),
+        (tower, "b", "hidden", MuonDimensionNumbers(0, 1)),
+        (hypernetwork, "b", "hidden", MuonDimensionNumbers(0, 1)),
+    ],
+)
+def test_the_limits_are_as_the_page_says(fn, path, role, view):
+    """If one of these is told better, take it off the page."""
+    params = {"a": jnp.ones((8, 32)), "b": jnp.ones((32, 32)), "c": jnp.ones((32, 16))}
+    routed = by_use(fn, params, jnp.ones((4, 8)))[path]
+    assert (routed.role, routed.view) == (role, view)
+    assert f"`{role}`" in PAGE.partition("## Limits")[2].partition("\n## ")[0]
+
+
+def test_kernels_that_data_mix_are_a_limit():
+    def fn(p, x):
+        h = jnp.tanh(x @ p["a"])
+        kernels = jnp.einsum("be,eio->bio", jax.nn.softmax(h @ p["gate"]), p["experts"])
+        return jnp.tanh(jnp.einsum("bi,bio->bo", h, kernels)) @ p["head"]
+
+    shapes = {"a": (8, 32), "gate": (32, 4), "experts": (4, 32, 16), "head": (16, 3)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    assert by_use(fn, params, jnp.ones((4, 8)))["experts"].view == MuonDimensionNumbers(0, (1, 2))
