@@ -259,64 +259,6 @@ def wavenet():
 
 
 @model
-def deepseek_v3_mtp():
-    """Sigmoid routing with a bias in groups, a shared expert, and a further token's module."""
-    d, count, f = 20, 6, 14
-
-    def block(b, x):
-        y = norm(x)
-        x = x + attend(b, y, y, 2)
-        y = norm(x).reshape(-1, d)
-        scores = jax.nn.sigmoid(y @ b["gate"])
-        biased = scores + b["bias"]
-        of_groups = jax.lax.top_k(heads(biased, 2), 2)[0].sum(-1)
-        _, best = jax.lax.top_k(of_groups, 1)
-        mask = jnp.repeat(jax.nn.one_hot(best[:, 0], 2), count // 2, -1)
-        _, chosen = jax.lax.top_k(jnp.where(mask > 0, biased, -jnp.inf), 2)
-        weights = jnp.take_along_axis(scores, chosen, -1)
-        weights = weights / weights.sum(-1, keepdims=True)
-        order = jnp.argsort(chosen.reshape(-1))
-        sizes = jnp.bincount(chosen.reshape(-1), length=count)
-        ragged = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
-        rows = jnp.repeat(y, 2, 0)[order]
-        h = jax.nn.silu(ragged(rows, b["w1"])) * ragged(rows, b["w3"])
-        z = ragged(h, b["w2"])[jnp.argsort(order)]
-        z = (z.reshape(-1, 2, d) * weights[..., None]).sum(1)
-        gate, up = jnp.split(y @ b["shared_gate_up"], 2, -1)
-        return x + (z + (jax.nn.silu(gate) * up) @ b["shared_down"]).reshape(x.shape)
-
-    def fn(p, t):
-        x = p["embed"][t]
-        for b in p["layers"]:
-            x = block(b, x)
-        loss = cross_entropy(norm(x) @ p["head"], t)
-        y = jnp.concatenate([norm(x[:, :-1]), norm(p["embed"][t[:, 1:]])], -1) @ p["mtp"]["proj"]
-        return loss + cross_entropy(norm(block(p["mtp"]["block"], y)) @ p["head"], t[:, 1:])
-
-    own = {k: f32(d, d) for k in "qkvo"} | {"gate": f32(d, count), "bias": f32(count)}
-    own |= {k: f32(count, d, f) for k in ("w1", "w3")} | {"w2": f32(count, f, d)}
-    own |= {"shared_gate_up": f32(d, 2 * f), "shared_down": f32(f, d)}
-    return (
-        fn,
-        {
-            "embed": f32(61, d),
-            "layers": [own] * 2,
-            "mtp": {"proj": f32(2 * d, d), "block": own},
-            "head": f32(d, 61),
-        },
-        (TOKENS,),
-        {
-            "embed": "embedding",
-            "head": "output",
-            "gate$": "router",
-            "/w[123]$": hidden(Dims(1, 2)),
-            "shared_gate_up": hidden(halves(1, f)),
-            "layers|mtp": hidden(),
-        },
-    )
-
-
-@model
 def gemma_3n():
     """AltUp's streams, Laurel's branch of low rank, embeddings of each layer."""
     d, n, low, per_layer, layers = 20, 3, 4, 6, 2
@@ -365,6 +307,8 @@ def gemma_3n():
             "^embed": "embedding",
             "laurel": "factor",
             "project_per_layer": hidden(halves(1, per_layer)),  # each layer takes its own
+            # Each stream goes on by itself after the last layer.
+            "layers/1/correction": hidden(Split(1, (1,) * n, IN_OUT)),
             "": hidden(),
         },
     )
@@ -916,31 +860,6 @@ def kan():
 
 
 @model
-def linformer():
-    """Keys and values are projected along the sequence."""
-    d, n, length, low = 24, 3, 14, 5
-
-    def fn(p, t):
-        x = p["embed"][t]
-        for b in p["layers"]:
-            y = norm(x)
-            k = jnp.einsum("btd,tl->bld", y @ b["k"], b["E"])
-            v = jnp.einsum("btd,tl->bld", y @ b["v"], b["F"])
-            x = x + merged(attention(heads(y @ b["q"], n), heads(k, n), heads(v, n))) @ b["o"]
-            x = x + feed_forward(b, norm(x))
-        return norm(x).mean(1) @ p["head"]
-
-    block = {k: f32(d, d) for k in "qkvo"} | {"up": f32(d, 34), "down": f32(34, d)}
-    block |= {"E": f32(length, low), "F": f32(length, low)}
-    return (
-        fn,
-        {"embed": f32(61, d), "layers": [block] * 2, "head": f32(d, 3)},
-        (i32(2, length),),
-        {"embed": "embedding", "head": "output", "layers": hidden()},
-    )
-
-
-@model
 def soft_moe():
     """Slots are mixtures of tokens; a table of slots decides the mixture."""
     d, count, slots, f = 20, 3, 4, 26
@@ -969,31 +888,6 @@ def soft_moe():
             "head": "output",
             "layers": hidden(Dims(1, 2)),
         },
-    )
-
-
-@model
-def mixture_of_depths():
-    """A router of one output picks the tokens that a block works on."""
-    d = 20
-
-    def fn(p, t):
-        x = p["embed"][t]
-        for b in p["layers"]:
-            scores = (x @ b["router"])[..., 0]
-            best, at = jax.lax.top_k(scores, 3)
-            y = jnp.take_along_axis(x, at[..., None], 1)
-            z = attend(b, norm(y), norm(y), 2)
-            z = z + feed_forward(b, norm(y + z))
-            x = x.at[jnp.arange(2)[:, None], at].add(jax.nn.sigmoid(best)[..., None] * z)
-        return cross_entropy(norm(x) @ p["head"], t)
-
-    block = {k: f32(d, d) for k in "qkvo"} | {"up": f32(d, 34), "down": f32(34, d)}
-    return (
-        fn,
-        {"embed": f32(61, d), "layers": [block | {"router": f32(d, 1)}] * 2, "head": f32(d, 61)},
-        (TOKENS,),
-        {"embed": "embedding", "router": None, "head": "output", "layers": hidden()},
     )
 
 
@@ -1174,4 +1068,525 @@ def shuffled_groups():
             "/out": hidden(view(c)),
             "head": "output",
         },
+    )
+
+
+@model
+def hyena():
+    """Long convolutions by FFT, whose filters a network of positions makes; q, k, v in one."""
+    d, length = 20, 9
+
+    def fn(p, t):
+        x = p["embed"][t]
+        time = jnp.linspace(0, 1, length)[:, None]
+        features = jnp.concatenate([time, jnp.sin(6 * time), jnp.cos(6 * time)], -1)
+        for b in p["layers"]:
+            z = depthwise(norm(x) @ b["in"], b["short"])
+            q, k, v = jnp.split(z, 3, -1)
+            h = jnp.sin(jnp.sin(features @ b["f0"]) @ b["f1"]) @ b["f2"] * jnp.exp(-time)
+            u = jnp.fft.rfft(k * v, 2 * length, axis=1) * jnp.fft.rfft(h, 2 * length, axis=0)
+            y = jnp.fft.irfft(u, 2 * length, axis=1)[:, :length]
+            x = x + (q * y) @ b["out"]
+            x = x + feed_forward(b, norm(x))
+        return cross_entropy(norm(x) @ p["head"], t)
+
+    block = {"in": f32(d, 3 * d), "short": f32(3, 1, 3 * d), "out": f32(d, d)}
+    block |= {"f0": f32(3, 11), "f1": f32(11, 13), "f2": f32(13, d)}
+    block |= {"up": f32(d, 34), "down": f32(34, d)}
+    return (
+        fn,
+        {"embed": f32(61, d), "layers": [block] * 2, "head": f32(d, 61)},
+        (i32(2, length),),
+        {
+            "embed": "embedding",
+            "head": "output",
+            "/in": hidden(Split(1, (d,) * 3, IN_OUT)),
+            "short": "depthwise",
+            "layers": hidden(),  # positions are constants, not inputs
+        },
+    )
+
+
+@model
+def quasi_recurrent():
+    """QRNN: candidates, forget gates and output gates are channels of a masked convolution."""
+    d, n = 14, 18
+
+    def fn(p, t):
+        x = p["embed"][t]
+        for w in p["layers"]:
+            z, f, o = jnp.split(conv1d(x, w), 3, -1)
+            z, f = jnp.tanh(z), jax.nn.sigmoid(f)
+
+            def step(c, now):
+                z, f = now
+                c = f * c + (1 - f) * z
+                return c, c
+
+            _, c = jax.lax.scan(step, jnp.zeros((2, n)), (z.swapaxes(0, 1), f.swapaxes(0, 1)))
+            x = jax.nn.sigmoid(o) * c.swapaxes(0, 1)
+        return cross_entropy(x @ p["head"], t)
+
+    return (
+        fn,
+        {
+            "embed": f32(61, d),
+            "layers": [f32(2, d, 3 * n), f32(2, n, 3 * n)],
+            "head": f32(n, 61),
+        },
+        (TOKENS,),
+        {
+            "embed": "embedding",
+            "head": "output",
+            "layers": hidden(Split(2, (n,) * 3, Dims((0, 1), 2))),
+        },
+    )
+
+
+@model
+def highway_char_cnn():
+    """Filters of several widths over letters, maxima over time, highway layers, an LSTM."""
+    d, n = 10, 22
+
+    def fn(p, letters):
+        x = p["letters"][letters].reshape(-1, 9, d)
+        x = jnp.concatenate([jnp.tanh(conv1d(x, w)).max(1) for w in p["filters"]], -1)
+        for b in p["highway"]:
+            gate = jax.nn.sigmoid(x @ b["gate"] - 2)
+            x = gate * jax.nn.relu(x @ b["transform"]) + (1 - gate) * x
+        x = x.reshape(2, 5, -1)
+
+        def step(s, x):
+            h, c = s
+            i, f, g, o = jnp.split(jnp.concatenate([x, h], -1) @ p["lstm"], 4, -1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = (jax.nn.sigmoid(o) * jnp.tanh(c)) @ p["project"]
+            return (h, c), h
+
+        _, h = jax.lax.scan(step, (jnp.zeros((2, 14)), jnp.zeros((2, n))), x.swapaxes(0, 1))
+        return h @ p["head"]
+
+    widths = {1: 6, 2: 8, 3: 12}
+    full = sum(widths.values())
+    return (
+        fn,
+        {
+            "letters": f32(37, d),
+            "filters": [f32(k, d, c) for k, c in widths.items()],
+            "highway": [{"gate": f32(full, full), "transform": f32(full, full)}] * 2,
+            "lstm": f32(full + 14, 4 * n),
+            "project": f32(n, 14),
+            "head": f32(14, 53),
+        },
+        (i32(2, 5, 9),),
+        {
+            "letters": "embedding",
+            "filters/0": hidden(Dims(1, 2)),
+            "filters": hidden(Dims((0, 1), 2)),
+            "lstm": hidden(Split(1, (n,) * 4, IN_OUT)),
+            "head": "output",
+            "highway|project": hidden(),
+        },
+    )
+
+
+@model
+def byol():
+    """A predictor of what another network of the same form says; its weights are inputs."""
+
+    def project(p, x):
+        h = jax.nn.relu(jax.nn.relu(x @ p["e0"]) @ p["e1"])
+        return jax.nn.relu(h @ p["p0"]) @ p["p1"]
+
+    def fn(p, target, one, other):
+        y = norm(jax.nn.relu(project(p, one) @ p["q0"]) @ p["q1"])
+        z = jax.lax.stop_gradient(norm(project(target, other)))
+        return ((y - z) ** 2).sum(-1).mean()
+
+    own = {"e0": f32(11, 22), "e1": f32(22, 26), "p0": f32(26, 34), "p1": f32(34, 14)}
+    return (
+        fn,
+        own | {"q0": f32(14, 18), "q1": f32(18, 14)},
+        (own, f32(9, 11), f32(9, 11)),
+        {"e0": first(), "q1": "output", "": hidden()},
+    )
+
+
+@model
+def point_net():
+    """A matrix that a small network of the points makes turns the points."""
+
+    def trunk(ws, x):
+        for w in ws:
+            x = jax.nn.relu(x @ w)
+        return x
+
+    def fn(p, x):
+        turn = (trunk(p["t"], x).max(1) @ p["t_out"]).reshape(-1, 3, 3) + jnp.eye(3)
+        x = jnp.einsum("bni,bij->bnj", x, turn)
+        local = trunk(p["local"], x)
+        whole = trunk(p["whole"], local).max(1, keepdims=True)
+        x = jnp.concatenate([local, jnp.broadcast_to(whole, (*local.shape[:2], 26))], -1)
+        return jax.nn.relu(x @ p["mix"]) @ p["out"]
+
+    return (
+        fn,
+        {
+            "t": [f32(3, 10), f32(10, 14)],
+            "t_out": f32(14, 9),
+            "local": [f32(3, 18), f32(18, 22)],
+            "whole": [f32(22, 26)],
+            "mix": f32(48, 34),
+            "out": f32(34, 5),
+        },
+        (f32(2, 31, 3),),
+        {"t/0": first(), "^out": "output", "": hidden()},
+    )
+
+
+@model
+def bahdanau_attention():
+    """Scores by a vector; the decoder's LSTM takes contexts and letters, input feeding."""
+    d, n = 14, 18
+
+    def fn(p, source, target):
+        memory = jnp.tanh(p["source"][source] @ p["encoder"])
+        keys = memory @ p["keys"]
+
+        def step(s, y):
+            h, c, context = s
+            z = jnp.concatenate([y, context], -1) @ p["x"] + h @ p["h"]
+            i, f, g, o = jnp.split(z, 4, -1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            scores = jnp.tanh(keys + (h @ p["query"])[:, None]) @ p["v"]
+            context = jnp.einsum("bs,bsd->bd", jax.nn.softmax(scores), memory)
+            out = jnp.tanh(jnp.concatenate([h, context], -1) @ p["mix"])
+            return (h, c, context), out
+
+        zero = jnp.zeros((2, n))
+        start = zero, zero, jnp.zeros((2, 22))
+        _, y = jax.lax.scan(step, start, p["target"][target].swapaxes(0, 1))
+        return y @ p["head"]
+
+    return (
+        fn,
+        {
+            "source": f32(61, d),
+            "target": f32(53, d),
+            "encoder": f32(d, 22),
+            "keys": f32(22, 10),
+            "query": f32(n, 10),
+            "v": f32(10),
+            "x": f32(d + 22, 4 * n),
+            "h": f32(n, 4 * n),
+            "mix": f32(n + 22, 26),
+            "head": f32(26, 53),
+        },
+        (TOKENS, i32(2, 5)),
+        {
+            "source|target": "embedding",
+            "^[xh]$": hidden(Split(1, (n,) * 4, IN_OUT)),
+            "head": "output",
+            "": hidden(),
+        },
+    )
+
+
+@model
+def retina_net():
+    """A pyramid of features with heads that all levels share."""
+
+    def fn(p, x):
+        levels = []
+        for w in p["stages"]:
+            x = jax.nn.relu(conv2d(x, w, 2))
+            levels.append(x)
+        top, found = 0, []
+        for x, w in zip(levels[::-1], p["lateral"], strict=True):
+            y = conv2d(x, w)
+            top = y if isinstance(top, int) else y + jnp.repeat(jnp.repeat(top, 2, 1), 2, 2)
+            y = conv2d(top, p["smooth"])
+            kind = conv2d(jax.nn.relu(conv2d(y, p["kind"][0])), p["kind"][1])
+            box = conv2d(jax.nn.relu(conv2d(y, p["box"][0])), p["box"][1])
+            found.append((kind.reshape(2, -1, 7), box.reshape(2, -1, 4)))
+        return [jnp.concatenate(of, 1) for of in zip(*found, strict=True)]
+
+    return (
+        fn,
+        {
+            "stages": [f32(3, 3, a, b) for a, b in ((3, 10), (10, 14), (14, 18))],
+            "lateral": [f32(1, 1, c, 12) for c in (18, 14, 10)],
+            "smooth": f32(3, 3, 12, 12),
+            "kind": [f32(3, 3, 12, 22), f32(3, 3, 22, 3 * 7)],
+            "box": [f32(3, 3, 12, 26), f32(3, 3, 26, 3 * 4)],
+        },
+        (f32(2, 16, 16, 3),),
+        {
+            "stages/0": first(CONV),
+            "lateral": hidden(Dims(2, 3)),
+            "(kind|box)/1": "output",
+            "": hidden(CONV),
+        },
+    )
+
+
+@model
+def nchw_unet_with_transposed_kernels():
+    """OIHW kernels; upsampling is the transpose of a strided convolution."""
+
+    def conv(x, w, stride=1):
+        dims = ("NCHW", "OIHW", "NCHW")
+        return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=dims)
+
+    def fn(p, x, time):
+        t = jax.nn.silu(time @ p["t0"]) @ p["t1"]
+        one = jax.nn.silu(conv(x, p["in"]))
+        two = jax.nn.silu(conv(one, p["down"], 2) + t[:, :, None, None])
+        up = jax.lax.conv_transpose(
+            two, p["up"], (2, 2), "SAME", dimension_numbers=("NCHW", "HWIO", "NCHW"),
+            transpose_kernel=True,
+        )
+        both = jnp.concatenate([jax.nn.silu(up), one], 1)
+        return conv(jax.nn.silu(conv(both, p["mix"])), p["out"])
+
+    return (
+        fn,
+        {
+            "t0": f32(5, 22),
+            "t1": f32(22, 14),
+            "in": f32(10, 3, 3, 3),
+            "down": f32(14, 10, 3, 3),
+            "up": f32(4, 4, 11, 14),  # (height, width, out, in)
+            "mix": f32(18, 21, 3, 3),
+            "out": f32(3, 18, 3, 3),
+        },
+        (f32(2, 3, 8, 8), f32(2, 5)),
+        {
+            "t0": first(),
+            "t1": hidden(),
+            "^in": first(Dims((1, 2, 3), 0)),
+            "up": hidden(Dims((0, 1, 3), 2)),
+            "out": "output",
+            "": hidden(Dims((1, 2, 3), 0)),
+        },
+    )
+
+
+@model
+def relational_gcn():
+    """A matrix for each kind of edge, taken by index, and one for loops."""
+    d, nodes = 14, 11
+
+    def fn(p, x, senders, receivers, kinds):
+        for b in p["layers"]:
+            m = jnp.einsum("ei,eio->eo", x[senders], b["kinds"][kinds])
+            x = jax.nn.relu(jax.ops.segment_sum(m, receivers, nodes) + x @ b["own"])
+        return x @ p["out"]
+
+    sizes = ((6, d), (d, 18))
+    return (
+        fn,
+        {
+            "layers": [{"kinds": f32(5, i, o), "own": f32(i, o)} for i, o in sizes],
+            "out": f32(18, 3),
+        },
+        (f32(nodes, 6), i32(31), i32(31), i32(31)),
+        {
+            "out": "output",
+            "0/kinds": first(Dims(1, 2)),
+            "0/own": first(),
+            "kinds": hidden(Dims(1, 2)),
+            "own": hidden(),
+        },
+    )
+
+
+@model
+def message_passing_by_edge_networks():
+    """Gilmer's MPNN: the last layer of an edge network makes the matrix of each edge."""
+    d, nodes = 10, 9
+
+    def fn(p, x, edges, senders, receivers):
+        h = jnp.tanh(x @ p["in"])
+        matrices = (jax.nn.relu(edges @ p["e0"]) @ p["e1"]).reshape(-1, d, d)
+
+        def step(h, _):
+            m = jax.ops.segment_sum(jnp.einsum("eij,ej->ei", matrices, h[senders]), receivers, nodes)
+            z = jax.nn.sigmoid(m @ p["wz"] + h @ p["uz"])
+            r = jax.nn.sigmoid(m @ p["wr"] + h @ p["ur"])
+            return (1 - z) * h + z * jnp.tanh(m @ p["wh"] + (r * h) @ p["uh"]), None
+
+        h, _ = jax.lax.scan(step, h, None, 3)
+        return (jax.nn.sigmoid(jnp.concatenate([h, x], -1) @ p["gate"]) * (h @ p["value"])).sum(0)
+
+    gru = {f"{a}{b}": f32(d, d) for a in "wu" for b in "zrh"}
+    return (
+        fn,
+        gru
+        | {
+            "in": f32(6, d),
+            "e0": f32(5, 22),
+            "e1": f32(22, d * d),
+            "gate": f32(d + 6, 3),
+            "value": f32(d, 3),
+        },
+        (f32(nodes, 6), f32(31, 5), i32(31), i32(31)),
+        {"^in|e0": first(), "gate|value": "output", "": hidden()},
+    )
+
+
+@model
+def capsules():
+    """A matrix from each capsule to each of the next, routing by agreement, a decoder."""
+    i, j, k, n = 9, 5, 4, 6
+
+    def squash(s):
+        squared = (s**2).sum(-1, keepdims=True)
+        return s * squared / (1 + squared) / jnp.sqrt(squared + 1e-6)
+
+    def fn(p, x, labels):
+        u = squash(jax.nn.relu(x @ p["in"]).reshape(-1, i, k))
+        u_hat = jnp.einsum("bik,ijkn->bijn", u, p["w"])
+        logits = jnp.zeros((x.shape[0], i, j))
+        for _ in range(3):
+            v = squash(jnp.einsum("bij,bijn->bjn", jax.nn.softmax(logits), u_hat))
+            logits = logits + jnp.einsum("bijn,bjn->bij", u_hat, v)
+        y = (v * jax.nn.one_hot(labels, j)[..., None]).reshape(-1, j * n)
+        return (v**2).sum(-1), jax.nn.relu(y @ p["d0"]) @ p["d1"]
+
+    return (
+        fn,
+        {"in": f32(13, i * k), "w": f32(i, j, k, n), "d0": f32(j * n, 22), "d1": f32(22, 13)},
+        (f32(3, 13), i32(3)),
+        {"^in": first(), "^w": hidden(Dims(2, (1, 3))), "d0": hidden(), "d1": "output"},
+    )
+
+
+@model
+def dueling_dqn_with_noise():
+    """Value and advantage streams; weights have a mean and a scale of noise."""
+
+    def dense(p, x, key):
+        noise = jax.random.normal(key, p["mean"].shape)
+        return x @ (p["mean"] + p["sigma"] * noise) + p["b"]
+
+    def fn(p, x, key):
+        h = jax.nn.relu(x @ p["in"])
+        k = jax.random.split(key, 4)
+        value = dense(p["v1"], jax.nn.relu(dense(p["v0"], h, k[0])), k[1])
+        advantage = dense(p["a1"], jax.nn.relu(dense(p["a0"], h, k[2])), k[3])
+        return value + advantage - advantage.mean(-1, keepdims=True)
+
+    def noisy(a, b):
+        return {"mean": f32(a, b), "sigma": f32(a, b), "b": f32(b)}
+
+    return (
+        fn,
+        {
+            "in": f32(11, 22),
+            "v0": noisy(22, 26),
+            "v1": noisy(26, 1),
+            "a0": noisy(22, 18),
+            "a1": noisy(18, 6),
+        },
+        (f32(9, 11), KEY),
+        {"^in": first(), "[va]1": "output", "": hidden()},
+    )
+
+
+@model
+def mu_zero():
+    """A dynamics function that is unrolled with actions; heads of reward, policy and value."""
+    d = 18
+
+    def fn(p, x, actions):
+        s, found = jax.nn.relu(x @ p["represent"][0]) @ p["represent"][1], []
+        for i in range(3):
+            h = jax.nn.relu(s @ p["predict"])
+            found.append((h @ p["policy"], h @ p["value"]))
+            y = jnp.concatenate([s, jax.nn.one_hot(actions[:, i], 5)], -1)
+            y = jax.nn.relu(y @ p["dynamics"][0])
+            found.append(y @ p["reward"])
+            s = s + y @ p["dynamics"][1]
+            s = (s - s.min(-1, keepdims=True)) / (s.max(-1, keepdims=True) - s.min(-1, keepdims=True))
+        h = jax.nn.relu(s @ p["predict"])
+        return found, h @ p["policy"], h @ p["value"]
+
+    return (
+        fn,
+        {
+            "represent": [f32(11, 22), f32(22, d)],
+            "predict": f32(d, 26),
+            "policy": f32(26, 5),
+            "value": f32(26, 1),
+            "dynamics": [f32(d + 5, 34), f32(34, d)],
+            "reward": f32(34, 1),
+        },
+        (f32(9, 11), i32(9, 3)),
+        {"represent/0": first(), "policy|value|reward": "output", "": hidden()},
+    )
+
+
+@model
+def dense_net_of_many():
+    """Each layer takes all before it: more sources than a few."""
+    k, layers = 3, 34
+
+    def fn(p, x):
+        x = conv2d(x, p["stem"])
+        for w in p["layers"]:
+            x = jnp.concatenate([x, conv2d(jax.nn.relu(x), w)], -1)
+        return x.mean((1, 2)) @ p["head"]
+
+    return (
+        fn,
+        {
+            "stem": f32(3, 3, 3, 7),
+            "layers": [f32(3, 3, 7 + k * i, k) for i in range(layers)],
+            "head": f32(7 + k * layers, 5),
+        },
+        (f32(2, 4, 4, 3),),
+        {"stem": first(CONV), "head": "output", "layers": hidden(CONV)},
+    )
+
+
+@model
+def neural_turing_machine():
+    """A memory that heads read and write by content, in a scan."""
+    n, slots, width = 22, 9, 6
+
+    def address(memory, key, strength):
+        scores = jnp.einsum("bmw,bw->bm", norm(memory), norm(key)) * jax.nn.softplus(strength)
+        return jax.nn.softmax(scores)
+
+    def fn(p, x):
+        def step(s, x):
+            h, memory, read = s
+            h = jnp.tanh(jnp.concatenate([x, read], -1) @ p["in"] + h @ p["rec"])
+            where = address(memory, h @ p["write_key"], h @ p["write_strength"])
+            erase, add = jax.nn.sigmoid(h @ p["erase"]), h @ p["add"]
+            memory = memory * (1 - where[..., None] * erase[:, None])
+            memory = memory + where[..., None] * add[:, None]
+            where = address(memory, h @ p["read_key"], h @ p["read_strength"])
+            read = jnp.einsum("bm,bmw->bw", where, memory)
+            return (h, memory, read), jnp.concatenate([h, read], -1)
+
+        start = jnp.zeros((2, n)), jnp.broadcast_to(p["memory"], (2, slots, width))
+        _, y = jax.lax.scan(step, (*start, jnp.zeros((2, width))), x)
+        return y @ p["out"]
+
+    return (
+        fn,
+        {
+            "in": f32(5 + width, n),
+            "rec": f32(n, n),
+            **{k: f32(n, width) for k in ("write_key", "read_key", "erase", "add")},
+            "write_strength": f32(n, 1),
+            "read_strength": f32(n, 1),
+            "memory": f32(slots, width),
+            "out": f32(n + width, 5),
+        },
+        (f32(11, 2, 5),),
+        {"strength|memory": None, "out": "output", "": hidden()},
     )
