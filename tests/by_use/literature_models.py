@@ -1,7 +1,5 @@
 """Small models of the literature, with answers read off their sources; sizes are distinct."""
 
-import functools
-
 import equinox as eqx
 import haiku as hk
 import jax
@@ -930,7 +928,7 @@ def conv2d(x, w, stride=1, groups=1):
 
 @model
 def sam_mask_decoder():
-    """Tokens and pixels attend to each other; masks are products of networks of tokens and pixels."""
+    """Tokens and pixels attend to each other; masks are products of both."""
     d, n = 24, 3
 
     def fn(p, image, points, labels):
@@ -945,10 +943,10 @@ def sam_mask_decoder():
             x = norm(x + attend(b["back"], x, q, n))
         pixels = x.reshape(2, 4, 4, d)
         pixels = jax.lax.conv_transpose(pixels, p["up1"], (2, 2), "SAME")
-        pixels = jax.nn.gelu(jax.lax.conv_transpose(jax.nn.gelu(norm(pixels)), p["up2"], (2, 2), "SAME"))
-        weights = [
-            jax.nn.relu(q[:, 1 + i] @ w["l0"]) @ w["l1"] for i, w in enumerate(p["hyper"])
-        ]
+        pixels = jax.nn.gelu(
+            jax.lax.conv_transpose(jax.nn.gelu(norm(pixels)), p["up2"], (2, 2), "SAME")
+        )
+        weights = [jax.nn.relu(q[:, 1 + i] @ w["l0"]) @ w["l1"] for i, w in enumerate(p["hyper"])]
         masks = jnp.einsum("bmc,bhwc->bmhw", jnp.stack(weights, 1), pixels)
         return masks, jax.nn.relu(q[:, 0] @ p["iou"][0]) @ p["iou"][1]
 
@@ -1028,7 +1026,9 @@ def tied_three_ways():
 
     def fn(p, source, target):
         x = p["table"][source]
-        _, x = jax.lax.scan(lambda h, x: 2 * (jnp.tanh(x @ p["in"] + h @ p["rec"]),), x[:, 0], x.swapaxes(0, 1))
+        _, x = jax.lax.scan(
+            lambda h, x: 2 * (jnp.tanh(x @ p["in"] + h @ p["rec"]),), x[:, 0], x.swapaxes(0, 1)
+        )
         y = p["table"][target] + attend(p, p["table"][target], x.swapaxes(0, 1), 2)
         return cross_entropy(norm(y) @ p["table"].T * d**-0.5, target)
 
@@ -1344,7 +1344,11 @@ def nchw_unet_with_transposed_kernels():
         one = jax.nn.silu(conv(x, p["in"]))
         two = jax.nn.silu(conv(one, p["down"], 2) + t[:, :, None, None])
         up = jax.lax.conv_transpose(
-            two, p["up"], (2, 2), "SAME", dimension_numbers=("NCHW", "HWIO", "NCHW"),
+            two,
+            p["up"],
+            (2, 2),
+            "SAME",
+            dimension_numbers=("NCHW", "HWIO", "NCHW"),
             transpose_kernel=True,
         )
         both = jnp.concatenate([jax.nn.silu(up), one], 1)
@@ -1412,7 +1416,9 @@ def message_passing_by_edge_networks():
         matrices = (jax.nn.relu(edges @ p["e0"]) @ p["e1"]).reshape(-1, d, d)
 
         def step(h, _):
-            m = jax.ops.segment_sum(jnp.einsum("eij,ej->ei", matrices, h[senders]), receivers, nodes)
+            m = jax.ops.segment_sum(
+                jnp.einsum("eij,ej->ei", matrices, h[senders]), receivers, nodes
+            )
             z = jax.nn.sigmoid(m @ p["wz"] + h @ p["uz"])
             r = jax.nn.sigmoid(m @ p["wr"] + h @ p["ur"])
             return (1 - z) * h + z * jnp.tanh(m @ p["wh"] + (r * h) @ p["uh"]), None
@@ -1509,7 +1515,9 @@ def mu_zero():
             y = jax.nn.relu(y @ p["dynamics"][0])
             found.append(y @ p["reward"])
             s = s + y @ p["dynamics"][1]
-            s = (s - s.min(-1, keepdims=True)) / (s.max(-1, keepdims=True) - s.min(-1, keepdims=True))
+            s = (s - s.min(-1, keepdims=True)) / (
+                s.max(-1, keepdims=True) - s.min(-1, keepdims=True)
+            )
         h = jax.nn.relu(s @ p["predict"])
         return found, h @ p["policy"], h @ p["value"]
 

@@ -13,7 +13,6 @@ from literature_models import attend, conv2d, feed_forward
 from optax.contrib import MuonDimensionNumbers as Dims
 from use_models import (
     CONV,
-    IN_OUT,
     KEY,
     Model,
     attention,
@@ -221,21 +220,105 @@ def modulation_before_many_layers():
 
 
 @model
-def delay_of_nine_steps():
-    """`out` comes back through nine registers of a scan: it is hidden, and six passes are few."""
+def gate_and_up_in_one_array_before_a_map():
+    """`lax.map`, or a scan, over the first axis of an activation forgets which half `y[0]` is."""
 
     def fn(p, x):
-        def step(s, x):
-            y = jnp.tanh(s[-1] @ p["back"] + x @ p["in"]) @ p["out"]
-            return (y, *s[:-1]), y.sum()
-
-        return jax.lax.scan(step, (jnp.zeros((2, D)),) * 9, x)[0][0] @ p["head"]
+        y = jnp.einsum("bti,kif->kbtf", jnp.tanh(x @ p["a"]), p["gate_up"])
+        return jax.lax.map(lambda one: one @ p["b"], jax.nn.silu(y[0]) * y[1]) @ p["c"]
 
     return (
         fn,
-        {"back": f32(D, F), "in": f32(10, F), "out": f32(F, D), "head": f32(D, 7)},
-        (f32(12, 2, 10),),
-        {"back|out": hidden(), "in": first(), "head": "output"},
+        {"a": f32(10, D), "gate_up": f32(2, D, F), "b": f32(F, 14), "c": f32(14, 7)},
+        (f32(2, 9, 10),),
+        {
+            "gate_up": hidden(Split(0, (1, 1), Dims(1, (0, 2)))),
+            "a": first(),
+            "b": hidden(),
+            "c": "output",
+        },
+    )
+
+
+@cases(
+    cond=lambda p, x, i: jax.lax.cond(i > 0, lambda: x @ p["b"], lambda: x @ p["b2"]),
+    switch=lambda p, x, i: jax.lax.switch(i, [lambda x: x @ p["b"], lambda x: x @ p["b2"]], x),
+)
+def branches_in_vmap(branch):
+    """`vmap` makes a select of each operand, weights as well: they come out as vectors."""
+
+    def one(p, x, i):
+        return jnp.tanh(branch(p, jnp.tanh(x @ p["a"]), i)) @ p["c"]
+
+    return (
+        lambda p, x, i: jax.vmap(one, (None, 0, 0))(p, x, i),
+        {**MLP, "b2": f32(D, F)},
+        (X, i32(4)),
+        OF_MLP,
+    )
+
+
+@cases(
+    scaled=lambda w, t: t * w,
+    clipped=lambda w, t: jnp.clip(w, -t, t),
+    divided=lambda w, t: w / t,
+)
+def weights_and_a_number(change):
+    """A number that is an input, as of a schedule or a range, changes `b`: still a matrix."""
+    return (
+        lambda p, x, t: jnp.tanh(jnp.tanh(x @ p["a"]) @ change(p["b"], t)) @ p["c"],
+        MLP,
+        (X, f32()),
+        OF_MLP,
+    )
+
+
+@model
+def penalty_on_two_kernels():
+    """A term of weights alone in the loss is no use, whichever kernels are in it."""
+
+    def fn(p, x):
+        h = jnp.tanh(x @ p["a"])
+        y = (jnp.tanh(h @ p["b"]) + jnp.tanh(h @ p["b2"])) @ p["c"]
+        return (y**2).mean() + ((p["b"].T @ p["b2"]) ** 2).sum()
+
+    return fn, {**MLP, "b2": f32(D, F)}, (X,), OF_MLP
+
+
+@model
+def gram_matrix():
+    """A kernel that is W Wᵀ: `b` is a factor, not without effect."""
+    return (
+        lambda p, x: jnp.tanh(jnp.tanh(x @ p["a"]) @ (p["b"] @ p["b"].T)) @ p["c"],
+        {"a": f32(10, D), "b": f32(D, 5), "c": f32(D, 7)},
+        (X,),
+        {"a": first(), "b": "factor", "c": "output"},
+    )
+
+
+@model
+def one_column_of_a_kernel():
+    """Only one output is taken: `b` gets Dims(0, ()), whose matrices have no columns."""
+    return (
+        lambda p, x: jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"][:, :1]) @ p["c"],
+        {"a": f32(10, D), "b": f32(D, F), "c": f32(1, 7)},
+        (X,),
+        {"a": first(), "b": hidden(), "c": None},
+    )
+
+
+@model
+def kernel_of_joined_parts():
+    """Parts of one parameter, joined along its rows: the rows of one matrix, not two of them."""
+
+    def fn(p, x):
+        return jnp.tanh(jnp.tanh(x @ p["a"]) @ jnp.concatenate([*p["b"]])) @ p["c"]
+
+    return (
+        fn,
+        {"a": f32(10, D), "b": f32(2, D // 2, F), "c": f32(F, 7)},
+        (X,),
+        {"a": first(), "b": hidden(Dims((0, 1), 2)), "c": "output"},
     )
 
 
@@ -356,6 +439,52 @@ def rows_that_were_looked_up(f):
         {"e": f32(V, D), "w": f32(D, F), "h": f32(F, V)},
         (TOKENS,),
         {"e": "embedding", "w": hidden(), "h": "output"},
+    )
+
+
+@model
+def row_for_a_number():
+    """A product of two inputs is taken apart, as EGNN's; one of them is a single number."""
+
+    def fn(p, x, r):
+        return jnp.tanh(jnp.tanh(x @ p["a"][:10] + r @ p["a"][10:]) @ p["b"]) @ p["c"]
+
+    return fn, {**MLP, "a": f32(11, D)}, (X, f32(4, 1)), OF_MLP
+
+
+@cases(rows=0, columns=1)
+def rolled_kernel(axis):
+    def fn(p, x):
+        return jnp.tanh(jnp.tanh(x @ p["a"]) @ jnp.roll(p["b"], 1, axis)) @ p["c"]
+
+    return fn, MLP, (X,), OF_MLP
+
+
+@model
+def conditional_vae():
+    """The decoder takes the label, which is an input, beside the latent."""
+
+    def fn(p, x, y):
+        h = jax.nn.relu(jnp.concatenate([x, y], -1) @ p["encoder"]["l0"])
+        mean, log_var = jnp.split(h @ p["encoder"]["l1"], 2, -1)
+        z = mean + jnp.exp(log_var / 2) * jax.random.normal(jax.random.key(0), mean.shape)
+        h = jax.nn.relu(jnp.concatenate([z, y], -1) @ p["decoder"]["l0"])
+        kl = mean**2 + jnp.exp(log_var) - log_var
+        return ((h @ p["decoder"]["l1"] - x) ** 2).mean() + kl.mean()
+
+    return (
+        fn,
+        {
+            "encoder": {"l0": f32(15, D), "l1": f32(D, 6)},
+            "decoder": {"l0": f32(8, F), "l1": f32(F, 10)},
+        },
+        (X, f32(4, 5)),
+        {
+            "encoder/l0": first(),
+            "encoder/l1": hidden(halves(1, 3)),
+            "decoder/l0": hidden(),
+            "decoder/l1": "output",
+        },
     )
 
 
@@ -653,6 +782,7 @@ def glow():
             "c1": hidden(halves(3, c // 2, CONV)),
         },
     )
+
 
 def failure(make):
     """What is wrong with the routes of a model, or the error; None where nothing is."""

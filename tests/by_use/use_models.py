@@ -22,9 +22,9 @@ KEY = jax.eval_shape(lambda: jax.random.key(0))
 class Model(NamedTuple):
     """A function, its parameters and inputs, and the answer.
 
-    `expected` has for each regular expression of paths a role, and a view where Muon has it; None is
-    any role that AdamW has. Each parameter of two axes or more is matched by one, of which the first
-    decides.
+    `expected` has for each regular expression of paths a role, and a view where Muon has it; None
+    is any role that AdamW has. Each parameter of two axes or more is matched by one, of which the
+    first decides.
     """
 
     fn: Callable[..., Any]
