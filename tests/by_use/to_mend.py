@@ -240,6 +240,36 @@ def gate_and_up_in_one_array_before_a_map():
     )
 
 
+@model
+def lstm_of_stacked_gates():
+    """The same with gates that are computed for all steps, and scanned."""
+
+    def fn(p, x):
+        gates = jnp.einsum("bti,kif->ktbf", jnp.tanh(x @ p["a"]), p["wx"])
+
+        def step(s, now):
+            h, c = s
+            i, f, g, o = (z + h @ p["wh"][k] for k, z in enumerate(now))
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        zero = jnp.zeros((2, F))
+        return jax.lax.scan(step, (zero, zero), tuple(gates))[1] @ p["c"]
+
+    return (
+        fn,
+        {"a": f32(10, D), "wx": f32(4, D, F), "wh": f32(4, F, F), "c": f32(F, 7)},
+        (f32(2, 9, 10),),
+        {
+            "a": first(),
+            "wx": hidden(Split(0, (1,) * 4, Dims(1, (0, 2)))),
+            "wh": hidden(Dims(1, 2)),
+            "c": "output",
+        },
+    )
+
+
 @cases(
     cond=lambda p, x, i: jax.lax.cond(i > 0, lambda: x @ p["b"], lambda: x @ p["b2"]),
     switch=lambda p, x, i: jax.lax.switch(i, [lambda x: x @ p["b"], lambda x: x @ p["b2"]], x),
@@ -450,6 +480,22 @@ def row_for_a_number():
         return jnp.tanh(jnp.tanh(x @ p["a"][:10] + r @ p["a"][10:]) @ p["b"]) @ p["c"]
 
     return fn, {**MLP, "a": f32(11, D)}, (X, f32(4, 1)), OF_MLP
+
+
+@model
+def gate_and_up_on_a_last_axis():
+    """`y[..., 0]` and `y[..., 1]` of two outputs for each unit."""
+
+    def fn(p, x):
+        y = jnp.einsum("bi,ifk->bfk", jnp.tanh(x @ p["a"]), p["b"])
+        return (jax.nn.silu(y[..., 0]) * y[..., 1]) @ p["c"]
+
+    return (
+        fn,
+        {"a": f32(10, D), "b": f32(D, F, 2), "c": f32(F, 7)},
+        (X,),
+        {"a": first(), "b": hidden(Split(2, (1, 1), Dims(0, (1, 2)))), "c": "output"},
+    )
 
 
 @cases(rows=0, columns=1)
