@@ -232,8 +232,8 @@ def gate_and_up_in_one_array_before_a_map():
         {"a": f32(10, D), "gate_up": f32(2, D, F), "b": f32(F, 14), "c": f32(14, 7)},
         (f32(2, 9, 10),),
         {
+            "^a": first(),
             "gate_up": hidden(Split(0, (1, 1), Dims(1, (0, 2)))),
-            "a": first(),
             "b": hidden(),
             "c": "output",
         },
@@ -300,6 +300,85 @@ def weights_and_a_number(change):
         MLP,
         (X, f32()),
         OF_MLP,
+    )
+
+
+@model
+def resized_positions():
+    """Bilinear weights are constants: `pos` is added, and is no matrix (ViT, BEiT, Swin)."""
+
+    def fn(p, x):
+        x = x @ p["a"] + jax.image.resize(p["pos"], (1, 4, 5, D), "bilinear")
+        return jnp.tanh(norm(x) @ p["b"]).mean((1, 2)) @ p["c"]
+
+    return fn, {**MLP, "pos": f32(1, 3, 3, D)}, (f32(2, 4, 5, 10),), {"pos": None, **OF_MLP}
+
+
+@model
+def resized_kernel():
+    """FlexiViT's kernel of patches: rows are its window and its inputs as ever."""
+
+    def fn(p, x):
+        x = conv2d(x, jax.image.resize(p["patch"], (4, 4, 3, D), "bilinear"), 4)
+        return jnp.tanh(norm(x) @ p["b"]).mean((1, 2)) @ p["c"]
+
+    params = {"patch": f32(6, 6, 3, D), "b": f32(D, F), "c": f32(F, 7)}
+    return (
+        fn,
+        params,
+        (f32(2, 16, 20, 3),),
+        {"patch": first(CONV), "b": hidden(), "c": "output"},
+    )
+
+
+@cases(
+    turned=lambda w: w @ np.eye(F, dtype=np.float32),
+    permuted=lambda w: w[:, np.arange(F)[::-1]],
+    taken=lambda w: jnp.take(w, jnp.arange(D), 0),
+    stacked_rows=lambda w: jnp.stack([w[i] for i in range(D)]),
+    mapped=lambda w: jax.lax.map(lambda row: row / jnp.linalg.norm(row), w),
+)
+def kernel_and_constants(change):
+    """What constants do to a kernel is no use: (in, out) as ever, and no lookup, or raise."""
+    return (
+        lambda p, x: jnp.tanh(jnp.tanh(x @ p["a"]) @ change(p["b"])) @ p["c"],
+        MLP,
+        (X,),
+        OF_MLP,
+    )
+
+
+def blurred(x):
+    kernel = jnp.ones((3, 1, x.shape[-1])) / 3
+    return jax.lax.conv_general_dilated(
+        x,
+        kernel,
+        (1,),
+        "SAME",
+        dimension_numbers=("NWC", "WIO", "NWC"),
+        feature_group_count=x.shape[-1],
+    )
+
+
+@cases(
+    blurred=blurred,
+    mapped_by_channel=lambda x: jnp.moveaxis(jax.lax.map(jnp.tanh, jnp.moveaxis(x, -1, 0)), 0, -1),
+    repeated=lambda x: jnp.repeat(x, 2, -1)[..., ::2],
+    partly_activated=lambda x: jnp.concatenate([x[..., :3], jnp.tanh(x[..., 3:])], -1),
+    turned_by_halves=lambda x: x + jnp.concatenate([-x[..., F // 2 :], x[..., : F // 2]], -1),
+)
+def gate_and_up_through(f):
+    """Halves that a constant filter, a loop over channels or a concatenation hides."""
+
+    def fn(p, x):
+        gate, up = jnp.split(jnp.tanh(x @ p["a"]) @ p["gate_up"], 2, -1)
+        return jnp.tanh((jax.nn.silu(f(gate)) * f(up)) @ p["b"]) @ p["c"]
+
+    return (
+        fn,
+        {"a": f32(10, D), "gate_up": f32(D, 2 * F), "b": f32(F, 14), "c": f32(14, 7)},
+        (f32(2, 9, 10),),
+        {"^a": first(), "gate_up": hidden(halves(1, F)), "b": hidden(), "c": "output"},
     )
 
 
