@@ -782,10 +782,12 @@ def nnx_vmapped_ensemble():
 
 @model
 def haiku_layer_stack():
+    from haiku.experimental import layer_stack
+
     def fn(t):
         x = hk.Embed(61, 24)(t)
 
-        @hk.experimental.layer_stack(3)
+        @layer_stack(3)
         def block(x):
             y = hk.LayerNorm(-1, True, True)(x)
             init = hk.initializers.VarianceScaling()
@@ -1455,9 +1457,10 @@ def capsules():
         u = squash(jax.nn.relu(x @ p["in"]).reshape(-1, i, k))
         u_hat = jnp.einsum("bik,ijkn->bijn", u, p["w"])
         logits = jnp.zeros((x.shape[0], i, j))
-        for _ in range(3):
-            v = squash(jnp.einsum("bij,bijn->bjn", jax.nn.softmax(logits), u_hat))
+        v = squash(jnp.einsum("bij,bijn->bjn", jax.nn.softmax(logits), u_hat))
+        for _ in range(2):
             logits = logits + jnp.einsum("bijn,bjn->bij", u_hat, v)
+            v = squash(jnp.einsum("bij,bijn->bjn", jax.nn.softmax(logits), u_hat))
         y = (v * jax.nn.one_hot(labels, j)[..., None]).reshape(-1, j * n)
         return (v**2).sum(-1), jax.nn.relu(y @ p["d0"]) @ p["d1"]
 

@@ -14,7 +14,6 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from use_models import (
     CONV,
     KEY,
-    Model,
     attention,
     cross_entropy,
     differences,
@@ -28,7 +27,7 @@ from use_models import (
     norm,
 )
 
-from muon_jax import Split, by_use
+from muon_jax import Split, Unfold, by_use
 
 TOKENS = i32(2, 7)
 V, D, F = 61, 16, 22
@@ -506,6 +505,42 @@ def gate_and_up_in_a_kernel():
     )
 
 
+H, K = 6, 4  # heads, and their width
+
+
+def of_heads(project, params, expected):
+    """Attention whose heads are matrices each."""
+
+    def fn(p, x):
+        q, k, v = project(p, jnp.tanh(x @ p["a"]))
+        return jnp.tanh(merged(attention(q, k, v)) @ p["o"]) @ p["c"]
+
+    params = {"a": f32(10, D), "o": f32(H * K, F), "c": f32(F, 7), **params}
+    expected = {"a": first(), "o": hidden(), "c": "output", **expected}
+    return fn, params, (f32(2, 9, 10),), expected, True
+
+
+@model
+def heads_of_units_of_three():
+    """Units of q, k and v beside each other, "(h d qkv)": each unit gets a matrix of its own."""
+    view = Unfold(1, (H, K, 3), Split(3, (1, 1, 1), Dims(0, (2, 3))))
+    return of_heads(
+        lambda p, x: [*jnp.moveaxis((x @ p["w"]).reshape(2, 9, H, K, 3), 4, 0)],
+        {"w": f32(D, 3 * H * K)},
+        {"w": hidden(view)},
+    )
+
+
+@model
+def heads_that_alternate():
+    """Columns of a head are H apart: all of them get Dims(0, ()), without columns."""
+    return of_heads(
+        lambda p, x: [(x @ p[c]).reshape(2, 9, K, H).swapaxes(-1, -2) for c in "qkv"],
+        {c: f32(D, H * K) for c in "qkv"},
+        {"[qkv]": hidden(Unfold(1, (K, H), Dims(0, 1)))},
+    )
+
+
 # Raises without need.
 
 
@@ -911,9 +946,9 @@ def glow():
 
 def failure(make):
     """What is wrong with the routes of a model, or the error; None where nothing is."""
-    fn, params, inputs, expected = Model(*make())
+    fn, params, inputs, expected, *per_head = make()
     try:
-        found = by_use(fn, params, *inputs).parameters
+        found = by_use(fn, params, *inputs, per_head=any(per_head)).parameters
     except Exception as error:
         return None if expected is None and isinstance(error, ValueError) else repr(error)
     if expected is None:
