@@ -125,6 +125,23 @@ def selective_kernels():
 
 
 @model
+def monarch():
+    """Block diagonals, permuted between them: `m1` gets Dims(1, ()), as its outputs are batched."""
+
+    def fn(p, x):
+        y = jnp.einsum("bij,ijk->bik", jnp.tanh(x @ p["a"]).reshape(4, 5, 3), p["m1"])
+        y = jnp.einsum("bki,kio->bko", y.swapaxes(1, 2), p["m2"])
+        return jnp.tanh(y.reshape(4, -1)) @ p["c"]
+
+    return (
+        fn,
+        {"a": f32(10, 15), "m1": f32(5, 3, 4), "m2": f32(4, 5, 6), "c": f32(24, 7)},
+        (X,),
+        {"a": first(), "m": hidden(Dims(1, 2)), "c": "output"},
+    )
+
+
+@model
 def external_attention():
     """Two linear layers with a softmax over the memory between: no experts are chosen."""
     return (
@@ -478,6 +495,20 @@ def paths_that_are_equal():
         (X,),
         None,  # must raise
     )
+
+
+@model
+def step_of_descent():
+    """`fn` returns parameters less their gradients: the head is the head all the same, or raise."""
+
+    def net(p, x):
+        return (jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"]) ** 2
+
+    def fn(p, x):
+        grads = jax.grad(lambda p: net(p, x).mean())(p)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
+
+    return fn, MLP, (X,), OF_MLP
 
 
 @model
