@@ -229,7 +229,7 @@ def checks_arguments[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         if not takes_more:
             check_positions(called, args, kwargs, by_position)
         if not takes_any:
-            check_names(called, kwargs, names)
+            check_names(called, kwargs, names, takes_inputs=takes_more)
         given = signature.bind_partial(*args, **kwargs)
         for name, value in given.arguments.items():
             if name in checks:

@@ -28,6 +28,7 @@ from muon_jax._matrices.unknown_roles import (
     groups_of_unknown,
     listed,
 )
+from muon_jax._matrices.view_checks import check_rules
 from muon_jax._matrices.views import Split, Unfold, View, ViewTree
 from muon_jax._tree_checks import check_params
 from muon_jax._trees import check_patterns_decide, has_masked, path_name
@@ -134,7 +135,7 @@ def by_role(
     """
     if head_dim is not None and not per_head:
         raise ValueError(f"head_dim={head_dim} needs per_head=True: pass both, or neither")
-    rules = rules and dict(rules)  # which the caller may change later
+    rules = rules and check_rules(rules)  # a dict that the caller cannot change later
     if params is _LATER:
         given = {"rules": rules, "layout": layout, "per_head": per_head, "head_dim": head_dim}
         given = {name: value for name, value in given.items() if value not in _DEFAULTS}
