@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,3 +110,19 @@ def test_latent_attention_without_a_norm_is_a_limit():
     params = {name: jnp.ones(shape) for name, shape in shapes.items()}
     routes = by_use(latent_attention, params, jnp.ones((4, 8)))
     assert [routes[name].role for name in "bcq"] == ["factor", "factor", "hidden"]
+
+
+def test_the_recipe_for_freezing_takes_modules():
+    """Paths have attributes there in the place of keys."""
+    page = (Path(muon_jax.__file__).parent / "docs" / "parameters.md").read_text()
+    made = {}
+    exec(re.findall(BLOCK, page.partition("## Freezing")[2], re.S | re.M)[0][0], made)
+
+    class Network(eqx.Module):
+        embedding: jax.Array
+        layer_0: eqx.nn.Linear
+        layer_01: eqx.nn.Linear
+
+    linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    labels = made["labels"](Network(jnp.ones((3, 2)), linear, linear))
+    assert jax.tree.leaves(labels) == ["frozen"] * 3 + ["trained"] * 2

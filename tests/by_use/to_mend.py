@@ -487,17 +487,6 @@ def head_that_is_thrown_away():
 
 
 @model
-def paths_that_are_equal():
-    """`a/b` is a key, and a path: the head gets the first layer's view."""
-    return (
-        lambda p, x: jnp.tanh(x @ p["a/b"]) @ p["a"]["b"],
-        {"a/b": f32(10, D), "a": {"b": f32(D, 7)}},
-        (X,),
-        None,  # must raise
-    )
-
-
-@model
 def step_of_descent():
     """`fn` returns parameters less their gradients: the head is the head all the same, or raise."""
 
@@ -509,12 +498,6 @@ def step_of_descent():
         return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
 
     return fn, MLP, (X,), OF_MLP
-
-
-@model
-def no_output():
-    """`fn` returns nothing: all parameters are "unused", and go to AdamW without a word."""
-    return lambda p, x: None, MLP, (X,), None  # must raise
 
 
 @model
@@ -759,12 +742,6 @@ def fixed_point():
         (X,),
         {"in": first(), "w": hidden(), "head": "output"},
     )
-
-
-@model
-def no_parameters():
-    """A crash: `Roles.__init__() missing 2 required positional arguments`."""
-    return lambda p, x: x, {}, (X,), {}
 
 
 @model
