@@ -228,7 +228,7 @@ def checks_arguments[**P, R](function: Callable[P, R]) -> Callable[P, R]:
             check_positions(called, args, kwargs, by_position)
         if not takes_any:
             given_by_name = dict(zip(by_position, args, strict=False)) | kwargs
-            check_names(called, given_by_name, names)
+            check_names(called, given_by_name, names, takes_inputs=takes_more)
         given = signature.bind_partial(*args, **kwargs)
         for name, value in given.arguments.items():
             if name in checks:

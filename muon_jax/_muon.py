@@ -120,7 +120,8 @@ def muon(
         beta: decay rate of Muon's momentum.
         eps: added to the norm that the momentum is divided by, and to AdamW's denominator.
         weight_decay: λ of matrices, a number or a schedule, see `weight_decay_form`. None is 0.
-        weight_decay_mask: tree of booleans (or a callable that makes one): which matrices decay.
+        weight_decay_mask: tree of booleans (or a callable that makes one): which matrices decay;
+            AdamW's parameters all have `adam_weight_decay`.
         mu_dtype: dtype of the momentum and of AdamW's first moment, also `"int8"`, for AdamW then
             bfloat16; None for the parameters', or what optax promotes that and the gradients' to.
         nesterov: whether both sides use Nesterov momentum, as in optax; see `adam_nesterov`.
@@ -139,7 +140,8 @@ def muon(
             masked (`optax.MaskedNode`): let it decide leaf by leaf.
         consistent_rms: None for `shape_scale`, s = √max(1, fan_out/fan_in); a number r for s =
             r·√max(fan_in, fan_out). Under r = 0.2 updates are about as large as AdamW's: pass what
-            `by_use` returns, and try a third, one and three times AdamW's learning rate.
+            `by_use` returns, and try a third, one and three times AdamW's learning rate; if three
+            is best, go on to ten.
         preset: a name in `muon_jax.PRESETS`, whose arguments stand for those that the call leaves
             out: keller, torch, moonlight, optax, dion, gram, levanter, turbo, fused_muon, moe_fp16,
             megatron, nanogpt, kimi_k3, glm5 or muonh. It sets weight decay, not learning rates.

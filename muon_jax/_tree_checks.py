@@ -11,6 +11,14 @@ from muon_jax._foreign.calls import is_transformation
 
 type Path = tuple[Any, ...]
 
+# The parameters of a module of Equinox, and of nnx: alone, and where a function takes them.
+_OF_MODULES = ("eqx.filter(model, eqx.is_array)", "params = nnx.state(model, nnx.Param)")
+OF_MODULES_IN_FN = (
+    "params, static = eqx.partition(model, eqx.is_inexact_array) (in fn: model ="
+    " eqx.combine(params, static))",
+    "graph, params, rest = nnx.split(model, nnx.Param, ...) (in fn, with rest as an input: model ="
+    " nnx.merge(graph, params, rest))",
+)
 # What is often passed in the place of parameters, by an attribute, and what to pass.
 _NO_PARAMS = {
     "opt_state": "the parameters alone, such as train_state.params",
@@ -20,13 +28,19 @@ _NO_PARAMS = {
 }
 
 
-def check_params(params: Any, call: str = "optimizer.init(params)") -> None:
+def check_params(
+    params: Any,
+    call: str = "optimizer.init(params)",
+    of_modules: tuple[str, str] = _OF_MODULES,
+) -> None:
     """Raises TypeError where there is no tree, or a leaf is no array, shape of one, or number.
 
     Args:
         params: what a function got for parameters.
         call: the right call of the function, for errors.
+        of_modules: how to get parameters of a module of Equinox, and of nnx, for errors.
     """
+    of_equinox, of_nnx = of_modules
     if params is None:
         raise TypeError(
             f"params must be a tree of arrays or of their shapes, got None: call {call}"
@@ -34,21 +48,20 @@ def check_params(params: Any, call: str = "optimizer.init(params)") -> None:
     wrong = [what for attribute, what in _NO_PARAMS.items() if hasattr(params, attribute)]
     if is_transformation(params):
         wrong = ["the parameters, not an optimizer"]
-    elif jax.tree_util.all_leaves([params]) and not _is_array(params):
+    elif jax.tree_util.all_leaves([params]) and not is_array(params):
         wrong = wrong or ["a tree of arrays, such as a dict of them"]
     elif _has_untrained(params):
-        wrong = ["params = nnx.state(model, nnx.Param)"]
+        wrong = [of_nnx]
     if wrong:
         raise TypeError(
             f"params must be a tree of arrays or of their shapes, got a {type(params).__name__}:"
             f" call {call} with {wrong[0]}"
         )
     for path, leaf in jax.tree.leaves_with_path(params):
-        if not _is_array(leaf):
+        if not is_array(leaf):
             raise TypeError(
                 f"the parameter {jax.tree_util.keystr(path)} must be an array, got {leaf!r}: leave"
-                " it out. eqx.filter(model, eqx.is_array) does so for a module of Equinox,"
-                " nnx.state(model, nnx.Param) for one of nnx"
+                f" it out. For a module of Equinox call {of_equinox}, for one of nnx {of_nnx}"
             )
 
 
@@ -64,7 +77,7 @@ def _has_untrained(params: Any) -> bool:
 def check_floats(params: Any) -> None:
     """Raises ValueError where a parameter is not of a float dtype of 16 bits or more."""
     for path, leaf in jax.tree.leaves_with_path(params):
-        name, dtype = f"the parameter {jax.tree_util.keystr(path)}", _dtype(leaf)
+        name, dtype = f"the parameter {jax.tree_util.keystr(path)}", dtype_of(leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
                 f"{name} must have a float dtype, got {dtype}: name it None in"
@@ -90,7 +103,7 @@ def check_mu_dtype(params: Any, mu_dtype: jax.typing.DTypeLike | None) -> None:
             raise ValueError(
                 "mu_dtype must be real for real parameters and complex for complex ones, got"
                 f" {jnp.dtype(mu_dtype)} for the parameter {jax.tree_util.keystr(path)}, which is"
-                f" {_dtype(leaf)}: pass mu_dtype=None"
+                f" {dtype_of(leaf)}: pass mu_dtype=None"
             )
 
 
@@ -128,9 +141,9 @@ def check_update(gradients: Any, params: Any) -> None:
     """
     for path, gradient in jax.tree.leaves_with_path(gradients):
         name = f"the gradient {jax.tree_util.keystr(path)}"
-        if not _is_array(gradient):
+        if not is_array(gradient):
             raise TypeError(f"{name} must be an array, got {gradient!r}: pass jnp.asarray of it")
-        dtype = _dtype(gradient)
+        dtype = dtype_of(gradient)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
                 f"{name} must have a float dtype, got {dtype}: pass None where there is no"
@@ -164,8 +177,8 @@ def check_gradients(gradients: Any, like: Any, owner: str) -> None:
     def check(path: Path, gradient: Any, of_owner: Any) -> None:
         if gradient is not None and _is_complex(gradient) and not _is_complex(of_owner):
             raise ValueError(
-                f"the gradient {jax.tree_util.keystr(path)} is {_dtype(gradient)}, but {owner}"
-                f" there {_dtype(of_owner)}: pass its real part, or complex parameters"
+                f"the gradient {jax.tree_util.keystr(path)} is {dtype_of(gradient)}, but {owner}"
+                f" there {dtype_of(of_owner)}: pass its real part, or complex parameters"
             )
 
     jax.tree.map_with_path(check, gradients, like, is_leaf=_is_none)
@@ -231,7 +244,7 @@ def _children(node: Any) -> dict[Any, Any]:
 
 def _compare_gradient(gradient: Any, of_owner: Any) -> tuple[str, str] | None:
     if gradient is None or (
-        _is_array(gradient) and _is_array(of_owner) and np.shape(gradient) == np.shape(of_owner)
+        is_array(gradient) and is_array(of_owner) and np.shape(gradient) == np.shape(of_owner)
     ):
         return None
     return _described(gradient), _described(of_owner)
@@ -246,8 +259,8 @@ def _are_alike(left: Any, right: Any) -> bool:
 
 
 def _described(node: Any) -> str:
-    if _is_array(node):
-        return f"{_dtype(node)}{[*np.shape(node)]}"
+    if is_array(node):
+        return f"{dtype_of(node)}{[*np.shape(node)]}"
     if node is not None and not jax.tree_util.all_leaves([node]):
         return f"a {type(node).__name__}"
     return repr(node)
@@ -257,17 +270,19 @@ def _shown(path: Path) -> str:
     return jax.tree_util.keystr(path) or "the root"
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Returns whether `leaf` is an array, the shape of one, or a number."""
     is_number = isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
     return is_number or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
 
 
-def _dtype(leaf: Any) -> Any:
+def dtype_of(leaf: Any) -> Any:
+    """Returns the dtype of an array, of its shape alone, or of a number."""
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
 def _is_complex(leaf: Any) -> bool:
-    return jnp.issubdtype(_dtype(leaf), jnp.complexfloating)
+    return jnp.issubdtype(dtype_of(leaf), jnp.complexfloating)
 
 
 def _is_none(node: Any) -> bool:

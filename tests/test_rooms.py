@@ -45,6 +45,7 @@ ORDER = {
         "_foreign",
         "_checks",
         "_numerics",
+        "_table",
         "_tree_checks",
         "_trees",
         "_matrices",

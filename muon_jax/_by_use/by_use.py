@@ -1,23 +1,28 @@
 """`by_use`: which parameters are matrices, read off the model."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax._by_use.follow import Follower
+from muon_jax._by_use.follow import Follower, Value
 from muon_jax._by_use.pieces import whole
-from muon_jax._by_use.roles_of_use import MUON, Roles, Routed
-from muon_jax._by_use.values import Value
+from muon_jax._by_use.roles import MUON, Roles, Routed
+from muon_jax._by_use.trace import check_fn, traced
 from muon_jax._checks import checks_arguments
 from muon_jax._matrices.rules import (
     Group,
     Rules,
     Undecided,
+    check_rule_fits,
     check_rules,
+    checked_rules,
     code_of_rules,
     code_of_view,
     deciding_rule,
@@ -25,7 +30,8 @@ from muon_jax._matrices.rules import (
     listed,
 )
 from muon_jax._matrices.views import MATRICES, ViewTree
-from muon_jax._tree_checks import check_params
+from muon_jax._table import table
+from muon_jax._tree_checks import OF_MODULES_IN_FN, check_params, dtype_of
 from muon_jax._trees import path_name
 
 
@@ -34,8 +40,8 @@ class Routes:
     """The view of each parameter, and why: what `by_use` returns.
 
     It is data alone, and can be pickled. Pass it as `muon_weight_dimension_numbers`. Printed, it is
-    a table with the reason for each parameter, and a call of `by_role` to paste that gives the same
-    views without the model.
+    a table with the reasons, with one row for parameters that are alike, and a call of `by_role` to
+    paste that gives the same views without the model. Iterating gives the paths.
 
     Attributes:
         parameters: what is known of each: path, shape, role, view and reason.
@@ -49,6 +55,11 @@ class Routes:
         Raises:
             ValueError: `by_use` saw no parameter of that path, or saw it with another rank.
         """
+        if jax.tree_util.all_leaves([params]) and [*self] != [""]:
+            raise ValueError(
+                f"routes need a tree of parameters, got one array of shape {np.shape(params)}: pass"
+                " static_args='muon_weight_dimension_numbers' to optax.inject_hyperparams"
+            )
         by_path = {routed.path: routed for routed in self.parameters}
 
         def view_of(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -56,12 +67,15 @@ class Routes:
             if routed is None or np.ndim(leaf) != len(routed.shape):
                 raise ValueError(
                     f"by_use saw no parameter {path_name(path)!r} of shape {np.shape(leaf)}:"
-                    " call by_use again with these parameters. optax.inject_hyperparams needs"
-                    " static_args='muon_weight_dimension_numbers'"
+                    " call by_use again with these parameters"
                 )
             return routed.view
 
         return jax.tree.map_with_path(view_of, params)
+
+    def __iter__(self) -> Iterator[str]:
+        """The paths of the parameters, as of a dict."""
+        return (routed.path for routed in self.parameters)
 
     def __getitem__(self, path: str) -> Routed:
         """Returns what is known of the parameter with this path."""
@@ -71,14 +85,15 @@ class Routes:
         raise KeyError(path)
 
     def __str__(self) -> str:
-        """The table, and the code."""
+        """The table, with one row for parameters that are alike, and the code."""
         heading = ("path", "shape", "role", "view", "reason")
-        rows = [
-            (r.path, "×".join(map(str, r.shape)), r.role, code_of_view(r.view), r.reason)
-            for r in self.parameters
-        ]
-        widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (heading, *rows)]
+        alike = defaultdict(list)
+        for r in self.parameters:
+            words = re.sub(r"\d+", "0", r.path)
+            key = words.rpartition("/")[2] if len(r.shape) < 2 else words
+            row = ("×".join(map(str, r.shape)), r.role, code_of_view(r.view), r.reason)
+            alike[key, row].append(r.path)
+        rows = [(_in_one(paths), *row) for (_, row), paths in alike.items()]
         of_muon = [
             Undecided(r.path, r.shape, proposal=code_of_view(r.view))
             for r in self.parameters
@@ -87,7 +102,7 @@ class Routes:
         others = [r.path for r in self.parameters if r.view is None]
         groups = groups_of(of_muon, others)
         groups += [Group(".*", [Undecided(".*", ())])] * bool(others)
-        return "\n".join([*lines, "", f"by_role(rules={code_of_rules({}, groups)})"])
+        return f"{table(heading, rows)}\n\nby_role(rules={code_of_rules({}, groups)})"
 
 
 @checks_arguments
@@ -114,8 +129,8 @@ def by_use(
     | input     | the same, with the inputs of the model                            | Muon       |
     | output    | no product with a parameter follows on the way to the outputs     | AdamW      |
     | embedding | looks rows up, by index or by a one-hot encoding; tied or not     | AdamW      |
-    | router    | its outputs choose, by `top_k`, sorting or a maximum: experts,    | AdamW      |
-    |           | or the categories of a discrete latent                            |            |
+    | router    | its outputs choose experts, by `top_k`, sorting or a softmax, or  | AdamW      |
+    |           | a category by `argmax`, as of a discrete latent                   |            |
     | factor    | multiplies it with another parameter, or has only linear          | AdamW      |
     |           | operations to a product that raises the rank again, as in LoRA    |            |
     | depthwise | convolves with filters of one input each                          | AdamW      |
@@ -128,53 +143,61 @@ def by_use(
     up or of the gates of an LSTM, each part is a matrix of its own.
 
     Args:
-        fn: a loss or a forward pass. It may return several outputs. Where one network feeds another
+        fn: a loss or a forward pass. It may return several arrays. Where one network feeds another
             in a loss, as an actor its critic, the actor's output head looks like a hidden layer:
-            call `by_use` with each network's own forward pass. A parameter whose
-            product with data is itself used as weights (a hypernetwork, a mixture of kernels) is
-            taken for a layer like any other: give a rule if its matrices are others.
-        params: the parameters, a tree of arrays or of their shapes.
-        *inputs: the other arguments of `fn`, arrays or shapes.
+            call `by_use` with each network's own forward pass.
+        params: all parameters, also those that you freeze, a tree of arrays or of their shapes.
+        *inputs: the other arguments of `fn`, arrays or shapes; bind others by `functools.partial`.
         rules: a view, or None for AdamW, for each regular expression. Expressions are searched for
             in paths such as `"layers/0/mlp/up/kernel"`. The first that matches decides.
         per_head: whether each head of a projection to heads is a matrix of its own. Products of two
             activations show the heads.
 
     Raises:
-        TypeError: `params` has leaves that are no arrays, or `rules` is no dict of regular
+        TypeError: `fn` is no function, `params`, inputs or what `fn` returns have leaves that are
+            no arrays, `fn` needs the value of an input, or `rules` is no dict of regular
             expressions.
         ValueError: it is not clear what a parameter is: products use it in different ways, a kernel
             takes it whose inside cannot be seen (`pallas_call`, a custom call), data multiply it
-            entry by entry before a product, or its outputs feed another network. The message says
-            what was seen, and has the rule to paste.
-        ValueError: a rule decides for no parameter, or `per_head` finds no heads.
+            entry by entry before a product, its product with data is itself used as weights (a
+            hypernetwork, a mixture of kernels), or its outputs feed another network. The message
+            says what was seen, and has the rule to paste.
+        ValueError: a rule decides for no parameter, or has no view, or one that does not fit.
+        ValueError: `fn` returns nothing, two parameters have one path, or `per_head` finds no
+            heads.
     """
-    check_params(params)
+    check_fn(fn)
+    check_params(params, "by_use(fn, params, *inputs)", OF_MODULES_IN_FN)
+    rules = checked_rules(rules or {})
     flat = jax.tree.leaves_with_path(params)
     named = [(path_name(path), np.shape(x)) for path, x in flat]
-    closed = jax.make_jaxpr(lambda params, *inputs: fn(params, *inputs))(params, *inputs)
+    paths, shapes = [path for path, _ in named], [shape for _, shape in named]
+    if twice := [path for path, n in Counter(paths).items() if n > 1]:
+        raise ValueError(
+            f"two parameters have the path {twice[0]!r}, by which rules and routes tell them apart:"
+            " rename one of them"
+        )
+    closed = traced(fn, params, inputs)
     follower = Follower(captures_are_data=not inputs)
-    args = [
-        Value(frozenset([whole(i, shape)]), is_weight=True) for i, (_, shape) in enumerate(named)
-    ]
+    args = [Value(frozenset([whole(i, shape)]), is_weight=True) for i, shape in enumerate(shapes)]
     args += [Value(is_data=True)] * (len(closed.jaxpr.invars) - len(named))
     outputs = follower.run(closed, args)
-    roles = Roles(follower, outputs, *([*column] for column in zip(*named, strict=True)))
+    roles = Roles(follower, outputs, paths, shapes)
     found = [roles.route(i, per_head) for i in range(len(named))]
     found = [
         routed
-        if jnp.issubdtype(_dtype_of(x), jnp.inexact)
+        if jnp.issubdtype(dtype_of(x), jnp.inexact)
         else routed._replace(role="unused", view=None)
         for routed, (_, x) in zip(found, flat, strict=True)
     ]
-    found = _ruled(found, rules or {})
+    found = _ruled(found, rules)
     unclear = [Undecided(r.path, r.shape, r.reason) for r in found if r.role == "unclear"]
     if unclear:
         known = [r.path for r in found if r.role not in ("unclear", "rule")]
         groups = groups_of(unclear, known)
         raise ValueError(
             f"by_use cannot decide on {listed(groups)}: pass"
-            f" rules={code_of_rules(rules or {}, groups)}, with None for AdamW or a view for Muon,"
+            f" rules={code_of_rules(rules, groups)}, with None for AdamW or a view for Muon,"
             f" such as {code_of_view(MATRICES)} for matrices in the last two axes"
         )
     if per_head and not any("heads" in r.reason for r in found if r.role in MUON):
@@ -193,11 +216,27 @@ def _ruled(found: Sequence[Routed], rules: Rules) -> list[Routed]:
         rule = deciding_rule(rules, routed.path)
         if rule is None:
             return routed
+        check_rule_fits(rule, rules[rule], routed.path, routed.shape)
         reason = f"the rule {rule!r} matches; without it: {routed.role}"
         return routed._replace(role="rule", view=rules[rule], reason=reason)
 
     return [*map(ruled, found)]
 
 
-def _dtype_of(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+def _in_one(paths: Sequence[str]) -> str:
+    """Paths as one: `layers/{0..11}/up`, or `*/bias (5)` where more than numbers differ."""
+    if len({re.sub(r"\d+", "0", path) for path in paths}) > 1:
+        first, *others = {path.rpartition("/")[2] for path in paths}
+        return f"*/{re.sub(r'\d+', '*', first) if others else first} ({len(paths)})"
+    words = (re.split(r"(\d+)", path) for path in paths)
+    columns = [[*dict.fromkeys(column)] for column in zip(*words, strict=True)]
+    if math.prod(map(len, columns)) != len(paths):
+        return f"{''.join(c[0] if len(c) == 1 else '*' for c in columns)} ({len(paths)})"
+    return "".join(c[0] if len(c) == 1 else f"{{{_range(c)}}}" for c in columns)
+
+
+def _range(numbers: Sequence[str]) -> str:
+    """The numbers, by the first and the last where all between are there."""
+    first, *_, last = ordered = sorted(numbers, key=int)
+    is_run = [*map(int, ordered)] == [*range(int(first), int(last) + 1)]
+    return f"{first}..{last}" if is_run else ",".join(ordered)

@@ -1,51 +1,170 @@
-"""Follows parameters through a jaxpr, equation by equation, and records what is done with them."""
+"""Follows parameters through a jaxpr, equation by equation, and notes what is done with them."""
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from jax.extend import core
 
 from muon_jax._by_use.pieces import (
+    ELEMENTWISE,
+    REDUCTIONS,
+    RELAYOUTS,
     Atom,
+    Atoms,
+    Axis,
+    Operation,
     Piece,
     Shape,
-    all_atoms,
-    known,
-    no_axis,
+    fused,
+    moved,
+    of_no_source,
+    placed,
+    reshaped,
     size_of,
-    source_axes,
-)
-from muon_jax._by_use.products import ProductRecord
-from muon_jax._by_use.relayouts import ELEMENTWISE, MOVES, REDUCTIONS, RELAYOUTS, moved
-from muon_jax._by_use.values import (
-    Value,
-    activation,
-    as_activation,
-    fitting,
-    hidden_axes,
+    sliced,
+    with_axis,
+    without,
 )
 
+type Dims = Sequence[int]
+type Marks = frozenset[tuple[str, Any]]
+
+_MOST_PIECES = 24  # of an activation: those of the latest products are kept
 _OPAQUE = frozenset(
     "cudnn_dot_product_attention_fwd custom_partitioning ffi_call io_callback pallas_call"
     " pure_callback run_state triton_kernel_call xla_ffi_call".split()
 )
+_ARITHMETIC = ("mul", "div", "add", "sub", "select_n")
 
 
-class Follower(ProductRecord):
-    """Runs a jaxpr on `Value`s, and records what products and other operations do with weights."""
+class Value(NamedTuple):
+    """What is known of an array of the program.
+
+    Attributes:
+        pieces: boxes of it. Their sources are parameters in a weight, products in an activation.
+        is_weight: whether it is a relayout or a reparametrization of parameters.
+        frontier: the products that it comes from with no product between; -1 - i for rows that were
+            looked up in parameter i.
+        is_data: whether it depends on the inputs.
+        is_scalar: whether it is one number, or made of single numbers alone.
+        is_one_hot: whether it is a comparison, as of a one-hot encoding.
+        is_looked_up: whether it is a weight of which the data chose rows or matrices.
+        repeats: the axes that a broadcast has just made.
+        marks: what happened on the way from a product, or from a parameter, to here:
+            ("linear", product): linear operations alone;
+            ("chosen", product): its outputs were sorted, or compared for the largest;
+            ("beside inputs", product): its outputs were concatenated with the inputs;
+            ("hidden", (product, axis)): a relayout took entries of this axis of its weight that
+            pieces cannot show;
+            ("modulated", parameter): data changed it entry by entry, and vary along some of its
+            axes alone, so that the result may be a matrix;
+            ("masked", parameter): inputs of its own shape changed it.
+    """
+
+    pieces: frozenset[Piece] = frozenset()
+    is_weight: bool = False
+    frontier: frozenset[int] = frozenset()
+    is_data: bool = False
+    is_scalar: bool = False
+    is_one_hot: bool = False
+    is_looked_up: bool = False
+    repeats: frozenset[int] = frozenset()
+    marks: Marks = frozenset()
+
+    def with_pieces(self, pieces: Iterable[Piece | None]) -> "Value":
+        """Returns the same value with these pieces."""
+        return self._replace(pieces=frozenset(p for p in pieces if p))
+
+    def marked(self, mark: str) -> set[Any]:
+        """Returns what has this mark."""
+        return {source for own, source in self.marks if own == mark}
+
+    @property
+    def sources(self) -> set[int]:
+        """The sources of its pieces."""
+        return {piece.source for piece in self.pieces}
+
+    def as_activation(self, is_latents: bool = False) -> "Value":
+        """Returns the value as an operand that is no weight; latents are in its frontier."""
+        if not self.is_weight:
+            return self
+        own = self.sources if is_latents or self.is_looked_up else ()
+        return Value(frontier=self.frontier | {-1 - i for i in own}, is_data=self.is_data)
+
+
+class Operand(NamedTuple):
+    """An operand of a product, with its contracting, batch and free axes.
+
+    `places` has pairs of its axes and those of the output.
+    """
+
+    x: Value
+    shape: Shape
+    contract: Dims
+    batch: Dims
+    free: Dims
+    places: Sequence[tuple[int, int]]
+    out: Shape
+
+    def in_output(self, piece: Piece) -> Piece:
+        """Returns what the output has of a piece."""
+        return placed(piece, self.shape, self.out, self.places)
+
+
+class Product(NamedTuple):
+    """A product with a parameter: the atoms of its axes that are contracted, kept and batched.
+
+    `is_own` says whether the other operand comes from products with the same parameter alone, as in
+    the power iteration of a spectral norm.
+    """
+
+    leaf: int
+    contracted: Atoms
+    kept: Atoms
+    batch: Atoms
+    is_own: bool
+
+
+class Follower:
+    """Runs a jaxpr on `Value`s, and notes what products and other operations do with weights.
+
+    Attributes:
+        products: all products, in the order in which they were found.
+        facts: tuples of each kind:
+            "product": its index, whether its other operand comes from inputs alone, and the number
+            of entries of that operand;
+            "use": a parameter, and what else is done with it: "lookup", "matrices chosen by data",
+            "vector", "with data", "depthwise", "modulated", "opaque …", or "makes weights" where
+            outputs of its products are used as weights;
+            "output": a product, and what is done with its outputs: "contracted" with another
+            activation, "beside inputs" of a product, or a choice: "argmax", "maximum", "softmax",
+            "sort", and "experts" if what was sorted meets axes or outputs of experts;
+            "followed": a product, a parameter whose product takes its outputs, and whether linear
+            operations alone are between;
+            "taken": an axis of a parameter, and the sets of indices that a later product takes;
+            "hidden": an axis of a parameter of which a product takes entries that pieces hide;
+            "gated": an axis of a parameter of which parts are multiplied with each other;
+            "head": a parameter, an axis, where it begins that attention takes it head by head, and
+            the width of a head;
+            "contracted", "batched": axes of parameters, and their sizes, that a product contracts
+            with each other, or batches where one of them is of a weight;
+            "factors": parameters that are multiplied with each other.
+    """
 
     def __init__(self, captures_are_data: bool) -> None:
-        super().__init__()
-        self._captures_are_data = captures_are_data
+        self.products: list[Product] = []
+        self.facts: defaultdict[str, set[Any]] = defaultdict(set)
+        self._captured = Value(is_data=captures_are_data)
+        self._index_of: dict[Product, int] = {}
 
     def run(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
         """Returns the values of a jaxpr's outputs."""
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        captured = itertools.repeat(Value(is_data=self._captures_are_data))
-        values = dict(zip(jaxpr.constvars, captured, strict=False))
+        values = dict.fromkeys(jaxpr.constvars, self._captured)
         values |= dict(zip(jaxpr.invars, args, strict=True))
 
         def read(variable: Any) -> Value:
@@ -54,265 +173,490 @@ class Follower(ProductRecord):
 
         for equation in jaxpr.eqns:
             outputs = self._equation(equation, [*map(read, equation.invars)])
-            for variable, value in zip(equation.outvars, outputs, strict=True):
-                values[variable] = fitting(value, _shape(variable))
+            values |= zip(equation.outvars, outputs, strict=True)
         return [*map(read, jaxpr.outvars)]
+
+    def _note(self, kind: str, *fact: Any) -> None:
+        self.facts[kind].add(fact)
+
+    def _note_use(self, x: Value, use: str) -> None:
+        for leaf in x.sources if x.is_weight else ():
+            self._note("use", leaf, use)
 
     # Equations.
 
     def _equation(self, equation: Any, xs: list[Value]) -> list[Value]:
         name, params = equation.primitive.name, equation.params
         shapes, outs = [*map(_shape, equation.invars)], [*map(_shape, equation.outvars)]
+        op = Operation(name, params, shapes, outs[0] if outs else (), 0)
         if "transpose(" in str(equation.source_info.name_stack):  # a backward pass inside
-            backward = activation([as_activation(x) for x in xs], frozenset(), is_data=False)
-            return [backward] * len(outs)
+            backward = activation([x.as_activation() for x in xs], frozenset())
+            return [backward._replace(is_data=False)] * len(outs)
         match name:
             case "scan":
                 return self._scan(equation, xs)
             case "while":
                 of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-                xs = xs[of_cond:]
-                body = params["body_jaxpr"]
-                return self._loop(lambda a: self.run(body, a), xs, of_body, len(xs) - of_body)
+                return self._loop(params["body_jaxpr"], xs[of_cond:], of_body, len(outs))
             case "cond":
                 branches = [self.run(branch, xs[1:]) for branch in params["branches"]]
                 return [self._joined(of_one) for of_one in zip(*branches, strict=True)]
             case "dot_general":
-                contract, batch = params["dimension_numbers"]
-                return [self.dot(xs, shapes, contract, batch)]
+                return [self._dot(op, xs, *params["dimension_numbers"])]
             case "ragged_dot_general" | "ragged_dot":
                 numbers = params["ragged_dot_dimension_numbers"]
                 contract, (of_left, of_right) = numbers.dot_dimension_numbers
                 groups = (*of_right, *numbers.rhs_group_dimensions)
-                return [self.dot(xs[:2], shapes, contract, (of_left, groups))]
+                return [self._dot(op, xs, contract, (of_left, groups))]
             case "conv_general_dilated":
-                return [self.convolution(xs, shapes, params, outs[0])]
+                return [self._convolution(op, xs)]
         if name not in _OPAQUE:
             for inner in core.jaxprs_in_params(params):
                 inner = getattr(inner, "jaxpr", inner)
                 ranks = [len(_shape(v)) for v in inner.invars]
                 if ranks == [*map(len, shapes)] and len(inner.outvars) == len(outs):
-                    pairs = zip(xs, inner.invars, strict=True)
-                    return self.run(inner, [fitting(x, _shape(v)) for x, v in pairs])
+                    args = map(_fitting, xs, map(_shape, inner.invars))
+                    return [*map(_fitting, self.run(inner, [*args]), outs)]
         if name in _OPAQUE or any(hasattr(v.aval, "inner_aval") for v in equation.invars):
-            return [self.mixed(xs, f"opaque {name}")] * len(outs)
+            return [self._mixed(xs, f"opaque {name}")] * len(outs)
         if name.startswith(("random_", "threefry")):
             return [Value()] * len(outs)
-        chosen = self.note_choice(name, params, xs, shapes)
         each = enumerate(outs)
-        found = [self._entrywise(name, params, xs, shapes, out, i) for i, out in each]
-        return (
-            [dataclasses.replace(y, choosers=y.choosers | chosen) for y in found]
-            if chosen
-            else found
-        )
+        return [self._entrywise(op._replace(out=out, output=i), xs) for i, out in each]
 
     def _scan(self, equation: Any, xs: list[Value]) -> list[Value]:
         """Scanned operands and results have one more axis outside, which tells them apart."""
-        body = equation.params["jaxpr"]
-        inner = getattr(body, "jaxpr", body)
-        operands = zip(equation.invars, inner.invars, strict=True)
-        scanned = sum(len(_shape(v)) != len(_shape(w)) for v, w in operands)
-        results = zip(equation.outvars, inner.outvars, strict=True)
-        carried = sum(len(_shape(v)) == len(_shape(w)) for v, w in results)
-        first = len(xs) - scanned - carried
-        args = xs[: first + carried]
-        for x in xs[first + carried :]:
-            args.append(x.with_pieces(p._replace(at=p.at[1:], axes=p.axes[1:]) for p in x.pieces))
-        outputs = self._loop(lambda a: self.run(body, a), args, first, carried)
-        steps = no_axis(equation.params["length"])
+        body = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
 
-        def stacked(y: Value) -> Value:
-            return y.with_pieces(Piece(p.source, (0, *p.at), (steps, *p.axes)) for p in y.pieces)
+        def of_body(outer: Any, inner: Any) -> int:
+            """How many variables the loop passes to its body, or back, as they are."""
+            return sum(len(_shape(v)) == len(_shape(w)) for v, w in zip(outer, inner, strict=True))
 
-        return [*outputs[:carried], *map(stacked, outputs[carried:])]
+        n, carried = of_body(equation.invars, body.invars), of_body(equation.outvars, body.outvars)
+        one = (x.with_pieces(p._replace(axes=p.axes[1:]) for p in x.pieces) for x in xs[n:])
+        outputs = self._loop(body, [*xs[:n], *one], n - carried, carried)
+        steps = of_no_source(equation.params["length"])
+        return outputs[:carried] + [
+            y.with_pieces(with_axis(p, 0, steps) for p in y.pieces) for y in outputs[carried:]
+        ]
 
-    def _loop(
-        self, body: Callable[[list[Value]], list[Value]], args: list[Value], first: int, n: int
-    ) -> list[Value]:
+    def _loop(self, body: Any, args: list[Value], first: int, n: int) -> list[Value]:
         """The outputs of a loop with n carries, of which args[first] is the first.
 
-        Uses count in the last pass alone, where the carries do not change any more.
+        Facts count from the last pass alone, where the carries do not change any more.
         """
-        self.passes_to_come += 1
+        facts, self.facts = self.facts, defaultdict(set)
         for _ in range(6):
             before = args[first : first + n]
-            carries = [*map(self._joined, zip(before, body(args)[:n], strict=True))]
+            carries = [*map(self._joined, zip(before, self.run(body, args)[:n], strict=True))]
             args = [*args[:first], *carries, *args[first + n :]]
             if carries == before:
                 break
-        self.passes_to_come -= 1
-        return body(args)
+        self.facts = facts
+        return self.run(body, args)
 
     def _joined(self, xs: Sequence[Value]) -> Value:
         """The value that is one of several."""
         if all(x.is_weight for x in xs):
-            return xs[0].with_pieces(frozenset().union(*(x.pieces for x in xs)))
-        return self.mixed(xs) if any(x.is_weight for x in xs) else activation(xs)
+            return xs[0]._replace(pieces=_union(x.pieces for x in xs))
+        return self._mixed(xs)
 
     # Operations that are no products.
 
-    def _entrywise(
-        self,
-        name: str,
-        params: dict[str, Any],
-        xs: list[Value],
-        shapes: list[Shape],
-        out: Shape,
-        output: int,
-    ) -> Value:
-        is_choice = name in ("gather", "dynamic_slice") and xs[0].is_weight
-        if is_choice and any(x.is_data or x.frontier or not x.is_scalar for x in xs[1:]):
-            self.note(xs[0], "lookup")
-            xs = [dataclasses.replace(xs[0], is_looked_up=True, is_data=True)]
-        pieces = _moved_pieces(name, params, xs, shapes, out, output)
+    def _mixed(self, xs: Sequence[Value], use: str | None = None) -> Value:
+        """An activation of operands: weights among them are vectors, tables or latents."""
+        for x in xs:
+            has_data = any(other.is_data for other in xs if other is not x)
+            self._note_use(x, use or ("with data" if has_data else "vector"))
+        return activation([x.as_activation() for x in xs])
+
+    def _entrywise(self, op: Operation, xs: list[Value]) -> Value:
+        name, params, shapes, out, _ = op
+        is_indexing = name in ("gather", "dynamic_slice")
+        is_chosen = any(x.is_data or x.frontier or not x.is_scalar for x in xs[1:])
+        if is_indexing and xs[0].is_weight and is_chosen:
+            self._note_use(xs[0], "lookup")
+            xs = [xs[0]._replace(is_looked_up=True, is_data=True, marks=_marks(xs))]
         flags: dict[str, Any] = {
-            "is_scalar": bool(xs) and all(x.is_scalar for x in xs) or math.prod(out) == 1,
+            "is_scalar": math.prod(out) == 1 or bool(xs) and all(x.is_scalar for x in xs),
             "is_one_hot": name == "eq" or name in RELAYOUTS and xs[0].is_one_hot,
+            "repeats": frozenset(),
         }
         if name == "broadcast_in_dim":
             of = {n: k for k, n in enumerate(params["broadcast_dimensions"])}
             repeated = (n for n in range(len(out)) if n not in of or shapes[0][of[n]] != out[n])
             flags["repeats"] = frozenset(repeated)
+        if not any(x.pieces or x.frontier or x.marks for x in xs):
+            return Value(is_data=any(x.is_data for x in xs), **flags)
+        pieces = moved(op, [x.pieces for x in xs])
         weights = [k for k, x in enumerate(xs) if x.is_weight]
         if not weights:
-            found = activation([x.with_pieces(p) for x, p in zip(xs, pieces, strict=True)])
-            keeps = name in RELAYOUTS or name in ("mul", "div", "add", "sub", "select_n")
-            modulated = found.modulated if keeps else frozenset()
-            beside = found.beside_inputs
-            if name == "concatenate" and any(x.is_data and not x.frontier for x in xs):
-                beside |= found.frontier
-            if name == "mul":
-                self.note_gates(*pieces)
-            if name == "eq" and (one_hot := self._one_hot(xs, shapes, out)):
-                found = found.with_pieces({one_hot})
-            if name == "reduce_sum":
-                self.note_modulated(leaf for x in xs for leaf in x.modulated if leaf >= 0)
-            if not name.startswith(REDUCTIONS):
-                found = dataclasses.replace(
-                    found, hidden=found.hidden | hidden_axes(name, xs, pieces)
-                )
-            found = dataclasses.replace(found, modulated=modulated, beside_inputs=beside)
-            of_products = [x for x in xs if x.frontier]
-            is_scaled = name in ("mul", "div", "neg", "select_n") and len(of_products) == 1
-            if is_scaled and not any(x.is_data for x in xs if not x.frontier) or name in RELAYOUTS:
-                found = dataclasses.replace(
-                    found, linear=frozenset().union(*(x.linear for x in of_products))
-                )
-            return dataclasses.replace(found, **flags)
-        is_reduction = name.startswith(REDUCTIONS) and "axes" in params
-        is_sum = name == "reduce_sum" and any(len(source_axes(p)) > 1 for p in pieces[0])
-        if is_reduction and not is_sum:  # a norm of a weight, say
-            frontier = as_activation(xs[0]).frontier
-            return Value(is_data=xs[0].is_data, frontier=frontier, **flags)
+            return self._of_activations(op, xs, pieces)._replace(**flags)
+        is_sum = name == "reduce_sum" and any(len(_axes(p.atoms())) > 1 for p in pieces[0])
+        if name.startswith(REDUCTIONS) and "axes" in params and not is_sum:  # a norm, say
+            return xs[0].as_activation()._replace(**flags)
         for k in weights:
-            may_lose = is_sum or name in ("gather", "dynamic_slice")
-            is_lost = not may_lose and hidden_axes(name, [xs[k]], [pieces[k]])
+            is_lost = not is_sum and not is_indexing and _hidden(name, [xs[k]], [pieces[k]])
             if name not in ELEMENTWISE and not is_sum or is_lost:
-                self.note(xs[k], f"opaque {name}")
+                self._note_use(xs[k], f"opaque {name}")
         if len(xs) == 1:
-            return dataclasses.replace(xs[0].with_pieces(pieces[0]), **flags)
-        others = [x for x in xs if not x.is_weight]
-        if not any(x.is_looked_up for x in xs) and all(
-            not x.is_data or x.is_scalar for x in others
-        ):
-            return self._reparametrized(name, xs, pieces, weights, flags)
-        operands = zip(xs, pieces, strict=True)
-        found = self.mixed([x if x.is_weight else x.with_pieces(p) for x, p in operands])
-        modulated = found.modulated
-        if name in ("mul", "div", "add", "sub", "select_n"):
-            modulated |= self._modulated(name, xs, pieces, shapes, out)
-        return dataclasses.replace(found, modulated=modulated, **flags)
+            return xs[0]._replace(pieces=pieces[0], **flags)
+        is_learned = all(x.is_weight or x.is_scalar or not x.is_data for x in xs)
+        if is_learned and not any(x.is_looked_up for x in xs):
+            # A weight made of weights, and of what does not depend on data: the largest counts.
+            main = _union(pieces[k] for k in weights)
+            if name not in ("concatenate", "stack"):
+                most = max((size_of(piece.atoms()) for piece in main), default=0)
+                main = frozenset(p for p in main if size_of(p.atoms()) == most)
+            for k in weights:
+                if not pieces[k] & main:
+                    self._note_use(xs[k], "vector")
+            return Value(main, is_weight=True, **flags)
+        each = zip(xs, pieces, strict=True)
+        found = self._mixed([x if x.is_weight else x._replace(pieces=own) for x, own in each])
+        marks = self._modulated(op, xs, pieces) if name in _ARITHMETIC else frozenset()
+        return found._replace(marks=found.marks | marks, **flags)
 
-    def _one_hot(self, xs: list[Value], shapes: list[Shape], out: Shape) -> Piece | None:
-        """The piece of a one-hot encoding of what a product chose: its outputs along an axis."""
-        for x, shape in zip(xs, shapes, strict=True):
-            chooser = self.chooser_of(x)
-            if chooser is None or len(shape) != len(out):
-                continue
-            j, axis, size = chooser
-            repeated = [
-                k for k, n in enumerate(out) if n == size and (shape[k] == 1 or k in x.repeats)
-            ]
-            if repeated:
-                atoms = [no_axis(n) for n in out]
-                atoms[repeated[-1]] = (Atom(axis, 0, 1, size),)
-                return Piece(j, (0,) * len(out), tuple(atoms))
-        return None
+    def _of_activations(
+        self, op: Operation, xs: list[Value], pieces: list[frozenset[Piece]]
+    ) -> Value:
+        left = frozenset(p for p in _union(pieces) if p.atoms())
+        name, found = op.name, activation(xs, left)
+        chosen = self._chosen(op, xs)
+        marks = found.marks | chosen
+        if name == "concatenate" and any(x.is_data and not x.frontier for x in xs):
+            marks |= {("beside inputs", j) for j in found.frontier}
+        if not chosen and not name.startswith(REDUCTIONS):  # they look at all entries
+            marks |= {("hidden", axis) for axis in _hidden(name, xs, pieces)}
+        of_products = [x for x in xs if x.frontier]
+        is_scaling = name in ("mul", "div", "neg", "select_n") and len(of_products) == 1
+        if is_scaling and not any(x.is_data for x in xs if not x.frontier) or name in RELAYOUTS:
+            marks |= {("linear", j) for x in of_products for j in x.marked("linear")}
+        if name not in RELAYOUTS and name not in _ARITHMETIC:
+            marks = frozenset(mark for mark in marks if mark[0] not in ("modulated", "masked"))
+        if name == "reduce_sum":
+            self._note_modulated(xs, "modulated")
+        if name == "eq":
+            found = found._replace(pieces=found.pieces | self._one_hot(op, xs))
+        if name == "mul":
+            self._note_gated(*pieces)
+        if name in ("mul", "select_n"):
+            for x, shape in zip(xs, op.shapes, strict=True):
+                if x.repeats or shape != op.out:
+                    self._note_experts(x, [y for y in xs if y is not x])
+        return found._replace(marks=marks)
 
-    def _modulated(
-        self,
-        name: str,
-        xs: list[Value],
-        pieces: list[frozenset[Piece]],
-        shapes: list[Shape],
-        out: Shape,
-    ) -> set[int]:
-        """The weights that data change, entry by entry, as far as they may be matrices after it."""
+    def _chosen(self, op: Operation, xs: list[Value]) -> Marks:
+        """Marks of products whose outputs choose among entries of an axis that they keep."""
+        if op.name == "exp":
+            for j in xs[0].sources:
+                if (j, "maximum") in self.facts["output"]:
+                    self._note("output", j, "softmax")
+        how = "sort" if op.name.startswith(("top_k", "sort", "approx_top")) else None
+        how = {"reduce_max": "maximum", "argmax": "argmax", "argmin": "argmax"}.get(op.name, how)
+        if how is None:
+            return frozenset()
+        axes = op.params.get("axes") or (-1,)
+        axis = op.params.get("dimension", op.params.get("axis", axes[0]))
+        found = set()
+        for piece in xs[0].pieces:
+            kept = self.products[piece.source].kept
+            if size_of(kept) == 1 or _axes(kept) & _axes(piece.atoms((axis,))):
+                self._note("output", piece.source, how)
+                found.add(("chosen", piece.source))
+        return frozenset(found if how != "maximum" else ())
+
+    def _one_hot(self, op: Operation, xs: list[Value]) -> frozenset[Piece]:
+        """Pieces of a one-hot encoding of what products chose: along an axis, their outputs."""
+        found, axes = set(), [*map(of_no_source, op.out)]
+        for x, shape in zip(xs, op.shapes, strict=True):
+            for j in x.marked("chosen"):
+                kept = self.products[j].kept
+                for k, n in enumerate(op.out if len(kept) == 1 else ()):
+                    if n == kept[0].size and (k in x.repeats or shape[k] == 1):
+                        own = Axis(0, (Atom(kept[0].axis, 0, 1, n),))
+                        found.add(Piece(j, (*axes[:k], own, *axes[k + 1 :])))
+        return frozenset(found)
+
+    def _modulated(self, op: Operation, xs: list[Value], pieces: list[frozenset[Piece]]) -> Marks:
+        """Marks of weights that data change entry by entry, where the result may be a matrix."""
+        n = len(op.out)
         data = [
             (x, shape)
-            for x, shape in zip(xs, shapes, strict=True)
-            if x.is_data and not x.is_weight and len(shape) == len(out)
+            for x, shape in zip(xs, op.shapes, strict=True)
+            if x.is_data and not x.is_weight and len(shape) == n
         ]
-        varies = [any(s[n] != 1 and n not in x.repeats for x, s in data) for n in range(len(out))]
+        varies = [any(s[k] != 1 and k not in x.repeats for x, s in data) for k in range(n)]
         found = set()
-        for piece in (p for x, own in zip(xs, pieces, strict=True) if x.is_weight for p in own):
-            own = [varies[n] for n, atoms in enumerate(piece.axes) if known(atoms)]
-            if name not in ("add", "sub") and any(own) and not all(own):
-                found.add(piece.source)
-            elif size_of(known(all_atoms(piece))) == math.prod(out) and len(own) > 1:
-                found |= {-1 - piece.source for x, _ in data if not x.frontier}
+        for piece in _union(own for x, own in zip(xs, pieces, strict=True) if x.is_weight):
+            own = [varies[k] for k in range(n) if piece.atoms((k,))]
+            if op.name not in ("add", "sub") and any(own) and not all(own):
+                found.add(("modulated", piece.source))
+            elif size_of(piece.atoms()) == math.prod(op.out) and len(own) > 1:
+                found |= {("masked", piece.source) for x, _ in data if not x.frontier}
+        return frozenset(found)
+
+    def _note_modulated(self, xs: Iterable[Value], *marks: str) -> None:
+        for mark, leaf in _marks(xs):
+            if mark in marks:
+                self._note("use", leaf, "modulated")
+
+    def _note_gated(self, left: frozenset[Piece], right: frozenset[Piece]) -> None:
+        for p, q in itertools.product(left, right):
+            is_same_place = [axis.at for axis in p.axes] == [axis.at for axis in q.axes]
+            if p.source == q.source and p != q and is_same_place:
+                for axis in _axes(self.products[p.source].kept):
+                    one, other = ([a for a in x.atoms() if a.axis == axis] for x in (p, q))
+                    if one != other and [a.size for a in one] == [a.size for a in other]:
+                        self._note("gated", self.products[p.source].leaf, axis)
+
+    def _note_experts(self, x: Value, others: Sequence[Value]) -> None:
+        """Notes products whose choices in `x` meet outputs of other products."""
+        met = {j for other in others for j in other.frontier if j >= 0}
+        for j in x.marked("chosen"):
+            if met - {j}:
+                self._note("output", j, "experts")
+
+    # Products.
+
+    def _dot(self, op: Operation, xs: list[Value], contract: Any, batch: Any) -> Value:
+        pairs, operands = [*zip(*batch, strict=False)], []
+        begin = len(pairs)
+        for i in (0, 1):
+            taken = {*contract[i], *batch[i]}
+            free = [k for k in range(len(op.shapes[i])) if k not in taken]
+            places = [(pair[i], n) for n, pair in enumerate(pairs)]
+            places += [(k, begin + n) for n, k in enumerate(free)]
+            begin += len(free)
+            own = Operand(xs[i], op.shapes[i], contract[i], batch[i], free, places, op.out)
+            operands.append(own)
+            other = xs[1 - i]
+            is_one_hot = other.is_one_hot and not other.is_weight
+            if own.x.is_weight and is_one_hot and len(own.contract) == 1 and not own.batch:
+                self._note_use(own.x, "lookup")
+                rows = own.x._replace(is_data=True, is_looked_up=True, marks=other.marks)
+                return rows.with_pieces(own.in_output(piece) for piece in own.x.pieces)
+        return self._multiplied(*operands)
+
+    def _convolution(self, op: Operation, xs: list[Value]) -> Value:
+        """A product with the channels of both operands, and of the output, cut into groups."""
+        _, params, shapes, out, _ = op
+        numbers, groups = params["dimension_numbers"], params["feature_group_count"]
+        of_out, of_in, *window = numbers.rhs_spec
+        in_lhs, in_out = numbers.lhs_spec[1], numbers.out_spec[1]
+        x, kernel = self._latents(xs[0], True) if xs[0].is_weight else xs[0], xs[1]
+        if kernel.is_weight and groups > 1 and shapes[1][of_in] == 1:
+            self._note_use(kernel, "depthwise")
+            keeps_width = out[in_out] == shapes[0][in_lhs]
+            kept = moved(op._replace(name=""), [x.pieces, frozenset()])[0]
+            return activation([x], kept if keeps_width else frozenset())
+
+        def cut(shape: Shape, axis: int) -> Shape:
+            return (*shape[:axis], groups, shape[axis] // groups, *shape[axis + 1 :])
+
+        def grouped(x: Value, shape: Shape, axis: int) -> Value:
+            if groups > 1:
+                return x.with_pieces(reshaped(p, shape, cut(shape, axis)) for p in x.pieces)
+            return x.with_pieces(with_axis(p, axis, Axis(0, ())) for p in x.pieces)
+
+        lhs, rhs = grouped(x, shapes[0], in_lhs), grouped(kernel, shapes[1], of_out)
+        if kernel.sources != rhs.sources:
+            self._note_use(kernel, "opaque conv_general_dilated")
+        free = [k for k in range(len(out) + 1) if k not in (in_lhs, in_lhs + 1)]
+        contract = [k + (k > of_out) for k in (of_in, *window)]
+        places, cuts = [(of_out, in_out), (of_out + 1, in_out + 1)], cut(out, in_out)
+        y = self._multiplied(
+            Operand(lhs, cut(shapes[0], in_lhs), [in_lhs + 1], [in_lhs], free, [], cuts),
+            Operand(rhs, cut(shapes[1], of_out), contract, [of_out], [of_out + 1], places, cuts),
+        )
+        return y.with_pieces(reshaped(p, cuts, out) for p in y.pieces)
+
+    def _multiplied(self, *operands: Operand) -> Value:
+        left, right = self._weights_among(operands)
+        is_data = left.x.is_data or right.x.is_data
+        is_product = left.x.is_weight or right.x.is_weight
+        if left.x.is_weight and right.x.is_weight and left.x.sources == right.x.sources:
+            return Value()  # a regularizer that multiplies W and Wᵀ, say
+        self._note_met("contracted", left, right)
+        if not is_product:
+            self._note_modulated([left.x, right.x], "modulated", "masked")
+            found = self._beside_activation(left, right) | self._beside_activation(right, left)
+            return activation([left.x, right.x], frozenset(p for p in found if p.atoms()))
+        self._note_met("batched", left, right)
+        found: set[Piece] = set()
+        for own, other in ((left, right), (right, left)):
+            if own.x.is_weight:
+                other = other._replace(x=other.x.as_activation())
+                self._note_taken(other)
+                for piece in own.x.pieces:
+                    j = self._product(piece, own, other)
+                    found.add(own.in_output(piece)._replace(source=j))
+        products = frozenset(piece.source for piece in found)
+        marks = frozenset(("linear", j) for j in products)
+        return Value(frozenset(found), frontier=products, is_data=is_data, marks=marks)
+
+    def _weights_among(self, operands: Sequence[Operand]) -> Sequence[Operand]:
+        """The operands, of which parameters that are no matrices here are activations."""
+        for test in (_is_no_matrix, lambda own: own.x.is_looked_up, _is_wide):
+            found, are_weights = [*map(test, operands)], all(own.x.is_weight for own in operands)
+            if test is _is_no_matrix or are_weights and found[0] != found[1]:
+                each = zip(operands, found, operands[::-1], strict=True)
+                operands = [
+                    own._replace(x=self._latents(own.x, other.x.is_data)) if is_latent else own
+                    for own, is_latent, other in each
+                ]
+        left, right = (own.x for own in operands)
+        if left.is_weight and right.is_weight and left.sources != right.sources:
+            for pair in itertools.product(left.sources, right.sources):
+                self._note("factors", *pair)
+        return operands
+
+    def _latents(self, x: Value, is_data: bool) -> Value:
+        """A parameter in the place of an activation."""
+        self._note_use(x, "with data" if is_data else "vector")
+        return x.as_activation(is_latents=True)
+
+    def _product(self, piece: Piece, own: Operand, other: Operand) -> int:
+        """Notes a product of a weight with an activation and returns its index."""
+        atoms = [fused(piece.atoms(dims)) for dims in (own.contract, own.free, own.batch)]
+        before, linear = other.x.frontier, other.x.marked("linear")
+        of = {self.products[j].leaf if j >= 0 else None for j in before}
+        product = Product(piece.source, *atoms, is_own=of == {piece.source})
+        j = self._index_of.setdefault(product, len(self.products))
+        if j == len(self.products):
+            self.products.append(product)
+        for k in before:
+            if k >= 0:
+                self._note("followed", k, product.leaf, k in linear)
+        for k in other.x.marked("beside inputs"):
+            self._note("output", k, "beside inputs")
+        for k in other.x.marked("chosen") | own.x.marked("chosen"):
+            batch = {a.size for a in product.batch} - {a.size for a in self.products[k].batch}
+            kept = size_of(self.products[k].kept)
+            if own.x.is_looked_up or any(n > 1 and kept % n == 0 for n in batch):
+                self._note("output", k, "experts")
+        if own.x.is_looked_up:
+            self._note("use", piece.source, "matrices chosen by data")
+        self._note("product", j, other.x.is_data and not before, math.prod(other.shape))
+        return j
+
+    def _beside_activation(self, own: Operand, other: Operand) -> set[Piece]:
+        """Attention, for example: notes heads, and returns what the output has of an operand."""
+        self._note_experts(own.x, [other.x])
+        self._note_taken(own)
+        is_norm = own.x.frontier == other.x.frontier and not own.free and not other.free
+        found = set()
+        for piece in own.x.pieces:
+            leaf, kept = self.products[piece.source].leaf, _axes(self.products[piece.source].kept)
+            contracted, batched, left = (
+                [atom for atom in piece.atoms(dims) if atom.axis in kept]
+                for dims in (own.contract, own.batch, own.free)
+            )
+            if contracted and other.x.frontier and not is_norm:
+                self._note("output", piece.source, "contracted")
+            if other.x.frontier:
+                for atom in batched + (left if contracted else []):
+                    begin = sum(a.start for a in piece.atoms() if a.axis == atom.axis)
+                    if atom.size > 1:
+                        self._note("head", leaf, atom.axis, begin, atom.stride)
+            # Axes of positions or a batch would be free, or a batch of heads, in attention.
+            is_all = all(kept & _axes(piece.atoms((k,))) for k in own.free)
+            is_used = contracted and left and (other.x.is_data or other.x.frontier)
+            if is_used and is_all and not batched and piece.source not in other.x.frontier:
+                self._note("use", leaf, "makes weights")
+            lost = piece.atoms(own.contract) + piece.picked()  # both are taken now
+            found.add(without(own.in_output(piece), lost))
         return found
 
-    def _reparametrized(
-        self,
-        name: str,
-        xs: list[Value],
-        pieces: list[frozenset[Piece]],
-        weights: list[int],
-        flags: dict[str, Any],
-    ) -> Value:
-        """A weight made of weights, and of what does not depend on data: the largest counts."""
+    def _note_met(self, kind: str, left: Operand, right: Operand) -> None:
+        """Notes axes of parameters that a product contracts, or batches, with each other."""
+        dims = [own.contract if kind == "contracted" else own.batch for own in (left, right)]
+        for pair in zip(*dims, strict=False):
+            met = set()
+            for own, k in zip((left, right), pair, strict=True):
+                leaf_of = {
+                    j: j if own.x.is_weight else self.products[j].leaf for j in own.x.sources
+                }
+                met |= {(leaf_of[p.source], *a[::3]) for p in own.x.pieces if (a := p.only(k))}
+            self._note(kind, *met)
 
-        def entries(piece: Piece) -> int:
-            return size_of(known(all_atoms(piece)))
-
-        most = max((entries(p) for k in weights for p in pieces[k]), default=0)
-        keeps_all = name in ("concatenate", "stack")
-        main = frozenset(p for k in weights for p in pieces[k] if keeps_all or entries(p) == most)
-        for k in weights:
-            if not pieces[k] & main:
-                self.note(xs[k], "vector")
-        return Value(main, is_weight=True, **flags)
-
-
-def _moved_pieces(
-    name: str,
-    params: dict[str, Any],
-    xs: Sequence[Value],
-    shapes: Sequence[Shape],
-    out: Shape,
-    output: int,
-) -> list[frozenset[Piece]]:
-    """For each operand the pieces that the output has of it."""
-    found, offset = [], 0
-    axis = params.get("dimension" if name == "concatenate" else "axis", 0)
-    for k, (x, shape) in enumerate(zip(xs, shapes, strict=False)):
-        if shape == out and name not in MOVES:
-            found.append(x.pieces)
-            continue
-        pieces = [moved(name, params, piece, shape, out, output) for piece in x.pieces]
-        if name in ("concatenate", "stack"):
-            place = offset if name == "concatenate" else k
-            pieces = [p and _shifted(p, axis, place) for p in pieces]
-            offset += shape[axis] if name == "concatenate" else 0
-        found.append(frozenset(p for p in pieces if p))
-    return found
+    def _note_taken(self, own: Operand) -> None:
+        """Notes which indices of the axes of weights an operand of a product has."""
+        for j, axis in own.x.marked("hidden"):
+            self._note("hidden", self.products[j].leaf, axis)
+        entries = defaultdict(set)
+        for piece in own.x.pieces:
+            product = self.products[piece.source]
+            # One index of an axis is taken, whichever axis of the operand its atom has come to.
+            consumed = piece.atoms((*own.contract, *own.batch)) + piece.picked()
+            for axis in _axes(product.kept) & _axes(consumed):
+                dims = [k for k in range(len(piece.axes)) if axis in _axes(piece.atoms((k,)))]
+                atoms = tuple(a for a in piece.atoms(dims) if a.axis == axis)
+                box = tuple((k, piece.axes[k].at, size_of(piece.axes[k].atoms)) for k in dims)
+                room = (a for k in dims for a in piece.axes[k].atoms if a.axis in (axis, None))
+                entries[product.leaf, axis].add((atoms, box, size_of(room)))
+        for axis, found in entries.items():
+            self._note("taken", axis, frozenset(found))
 
 
-def _shifted(piece: Piece, axis: int, by: int) -> Piece:
-    at = tuple(begin + by * (k == axis) for k, begin in enumerate(piece.at))
-    return piece._replace(at=at)
+def _is_no_matrix(own: Operand) -> bool:
+    """Whether a piece of a weight lacks an axis that is contracted, or one that is free."""
+    pieces, dims = own.x.pieces, (own.contract, own.free)
+    return own.x.is_weight and not (pieces and all(p.atoms(k) for p in pieces for k in dims))
+
+
+def _is_wide(own: Operand) -> bool:
+    """Whether axes are of no parameter, as of latents that were broadcast over a batch."""
+    atoms = (atom for piece in own.x.pieces for axis in piece.axes for atom in axis.atoms)
+    return any(atom.axis is None and atom.size > 1 for atom in atoms)
+
+
+def activation(xs: Sequence[Value], pieces: frozenset[Piece] | None = None) -> Value:
+    """Returns an activation that comes from these, not by linear operations alone."""
+    if pieces is None:
+        pieces = _union(x.pieces for x in xs)
+    if len(pieces) > _MOST_PIECES:
+        latest = sorted(pieces, key=lambda piece: piece.source)
+        pieces = frozenset(latest[-_MOST_PIECES:])
+    return Value(
+        pieces,
+        frontier=_union(x.frontier for x in xs),
+        is_data=any(x.is_data for x in xs),
+        marks=frozenset(mark for mark in _marks(xs) if mark[0] != "linear"),
+    )
+
+
+def _fitting(x: Value, shape: Shape) -> Value:
+    """The value in an array of this shape: a shard's first part stands for the shard."""
+    start, step = (0,) * len(shape), (1,) * len(shape)
+    pieces = [p for p in x.pieces if len(p.axes) == len(shape)]
+    return x.with_pieces(sliced(piece, start, shape, step) for piece in pieces)
+
+
+def _hidden(
+    name: str, xs: Sequence[Value], pieces: Sequence[frozenset[Piece]]
+) -> set[tuple[int, int | None]]:
+    """Sources and their axes of which an operation takes entries that pieces do not show."""
+    before = [x.pieces for x in xs]
+    if name in ("slice", "split", "unstack") or all(map(operator.is_, before, pieces)):
+        return set()
+
+    def axes_of(each: Iterable[frozenset[Piece]]) -> set[tuple[int, int | None]]:
+        return {(p.source, a.axis) for own in each for p in own for a in p.atoms() if a.stride}
+
+    return axes_of(before) - axes_of(pieces)
+
+
+def _axes(atoms: Iterable[Atom]) -> set[int | None]:
+    return {atom.axis for atom in atoms}
+
+
+def _marks(xs: Iterable[Value]) -> Marks:
+    return _union(x.marks for x in xs)
+
+
+def _union[T](sets: Iterable[frozenset[T]]) -> frozenset[T]:
+    return frozenset[T]().union(*sets)
 
 
 def _shape(variable: Any) -> Shape:

@@ -1,4 +1,4 @@
-"""Where the entries of a value come from: boxes whose axes are digits of the axes of a source.
+"""Where the entries of an array come from: boxes whose axes are digits of the axes of a source.
 
 A source is a parameter, or the output of a product with one. If an axis of an activation comes from
 axis 1 of a weight, `x.reshape(…, heads, dim)` turns it into two axes of atoms of axis 1: heads
@@ -8,10 +8,30 @@ operation shows which indices of which axis it takes, whatever happened in betwe
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 type Shape = tuple[int, ...]
-type Axis = tuple[Atom, ...]
+type Atoms = tuple[Atom, ...]
+
+# They move entries and change none, but for their dtype: those that keep each in its place, and
+# those that may not.
+_CASTS = frozenset(
+    "convert_element_type copy device_put name optimization_barrier pcast pvary reduce_precision"
+    " reshard sharding_constraint stop_gradient".split()
+)
+RELAYOUTS = _CASTS | frozenset(
+    "all_gather broadcast_in_dim expand_dims reshape rev slice split squeeze stack transpose"
+    " unstack".split()
+)
+_MOVES = RELAYOUTS - _CASTS | frozenset("concatenate dynamic_slice gather pad".split())
+# Entry by entry. A weight may go through these and is a weight after them.
+ELEMENTWISE = RELAYOUTS | frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex concatenate"
+    " conj cos cosh div dynamic_slice eq erf erf_inv erfc exp exp2 expm1 floor gather ge gt imag"
+    " integer_pow is_finite le log log1p log2 logistic lt max min mul ne neg nextafter not or pad"
+    " pow real rem round rsqrt select_n sign sin sinh sqrt square sub tan tanh xor".split()
+)
+REDUCTIONS = ("reduce_", "arg", "cum")
 
 
 class Atom(NamedTuple):
@@ -28,51 +48,51 @@ class Atom(NamedTuple):
     size: int
 
 
+class Axis(NamedTuple):
+    """An axis of a box: the index where the box begins, and the atoms, the slowest first."""
+
+    at: int
+    atoms: Atoms
+
+
 class Piece(NamedTuple):
-    """A box of a value: its source, the index where it begins, and the atoms of each axis."""
+    """A box of an array, and the source of its entries."""
 
     source: int
-    at: Shape
     axes: tuple[Axis, ...]
+
+    def atoms(self, dims: Iterable[int] | None = None) -> Atoms:
+        """Returns the atoms of these axes, or of all, that are of an axis of the source."""
+        axes = self.axes if dims is None else [self.axes[k] for k in dims]
+        return tuple([atom for axis in axes for atom in axis.atoms if atom.axis is not None])
+
+    def picked(self) -> Atoms:
+        """Returns the atoms that are one index of a longer axis of the source."""
+        return tuple(atom for atom in self.atoms() if atom.size == 1 and atom.stride)
+
+    def only(self, dim: int) -> Atom | None:
+        """Returns the atom of an axis that has one."""
+        found = self.atoms((dim,))
+        return found[0] if len(found) == 1 else None
 
 
 def whole(source: int, shape: Shape) -> Piece:
     """Returns the piece that is an array of this shape itself."""
-    axes = tuple((Atom(axis, 0, int(n > 1), n),) for axis, n in enumerate(shape))
-    return Piece(source, (0,) * len(shape), axes)
+    atoms = (Atom(axis, 0, int(n > 1), n) for axis, n in enumerate(shape))
+    return Piece(source, tuple(Axis(0, (atom,)) for atom in atoms))
 
 
-def size_of(axis: Iterable[Atom]) -> int:
+def size_of(atoms: Iterable[Atom]) -> int:
     """Returns the size of an axis of these atoms."""
-    return math.prod(atom.size for atom in axis)
+    return math.prod([atom.size for atom in atoms])
 
 
-def known(atoms: Iterable[Atom]) -> Axis:
-    """Returns the atoms that are of an axis of the source."""
-    return tuple(atom for atom in atoms if atom.axis is not None)
+def of_no_source(n: int) -> Axis:
+    """Returns an axis of n entries that are of no axis of a source."""
+    return Axis(0, (Atom(None, 0, 0, n),))
 
 
-def no_axis(n: int) -> Axis:
-    """Returns an axis of n entries that is of no axis of a source."""
-    return (Atom(None, 0, 0, n),)
-
-
-def atoms_at(axes: Sequence[Axis], indices: Iterable[int]) -> Axis:
-    """Returns the atoms of the axes with these indices, one after the other."""
-    return tuple(atom for index in indices for atom in axes[index])
-
-
-def all_atoms(piece: Piece) -> Axis:
-    """Returns the atoms of all axes."""
-    return atoms_at(piece.axes, range(len(piece.axes)))
-
-
-def picked(piece: Piece) -> Axis:
-    """Returns the atoms that are one index of a longer axis of the source."""
-    return tuple(atom for atom in all_atoms(piece) if atom.size == 1 and atom.stride)
-
-
-def fused(atoms: Iterable[Atom]) -> Axis:
+def fused(atoms: Iterable[Atom]) -> Atoms:
     """Returns the same axis in the fewest atoms."""
     found: list[Atom] = []
     for atom in atoms:
@@ -86,10 +106,116 @@ def fused(atoms: Iterable[Atom]) -> Axis:
     return tuple(found)
 
 
-def regrouped(atoms: Iterable[Atom], sizes: Sequence[int]) -> list[Axis] | None:
-    """Returns the axes of these sizes that one axis is reshaped to, None where an atom is cut."""
+def without(piece: Piece, lost: Iterable[Atom]) -> Piece:
+    """Returns the piece without the axes of the source of which atoms are lost."""
+    gone = {atom.axis for atom in lost}
+    if not gone:
+        return piece
+
+    def kept(atom: Atom) -> Atom:
+        return Atom(None, 0, 0, atom.size) if atom.axis in gone else atom
+
+    return Piece(piece.source, tuple(Axis(at, (*map(kept, own),)) for at, own in piece.axes))
+
+
+def placed(piece: Piece, shape: Shape, out: Shape, pairs: Iterable[tuple[int, int]]) -> Piece:
+    """Returns the piece with axis k of an array as axis n of the output, for each pair (k, n).
+
+    Axes of the source of which atoms find no place are lost: those of an axis in no pair, and of
+    one that has another size in the output, unless its one entry is repeated.
+    """
+    axes, lost = [*map(of_no_source, out)], {*range(len(shape))}
+    for k, n in pairs:
+        if shape[k] == out[n]:
+            axes[n] = piece.axes[k]
+        elif shape[k] == 1:
+            axes[n] = Axis(0, piece.axes[k].atoms + axes[n].atoms)
+        else:
+            continue
+        lost.discard(k)
+    return without(Piece(piece.source, tuple(axes)), piece.atoms(lost))
+
+
+def with_axis(piece: Piece, n: int, axis: Axis) -> Piece:
+    """Returns the piece with one more axis, before axis n."""
+    return Piece(piece.source, (*piece.axes[:n], axis, *piece.axes[n:]))
+
+
+def sliced(
+    piece: Piece, starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]
+) -> Piece | None:
+    """Returns what a slice has of the piece, None for nothing, or for no box of it."""
+    axes = []
+    for (at, atoms), start, stop, step in zip(piece.axes, starts, stops, steps, strict=True):
+        low, high = max(start, at), min(stop, at + size_of(atoms))
+        low += -(low - start) % step
+        found = _sliced_atoms(atoms, low - at, high - at, step) if low < high else None
+        if found is None:
+            return None
+        axes.append(Axis((low - start) // step, found))
+    return Piece(piece.source, tuple(axes))
+
+
+def _sliced_atoms(atoms: Atoms, start: int, stop: int, step: int) -> Atoms | None:
+    """The atoms of `axis[start:stop:step]`, None where that is no box of them."""
+    if not atoms or (start, stop, step) == (0, size_of(atoms), 1):
+        return atoms
+    first, *rest = atoms
+    inner = size_of(rest)
+    begin = first.start + start // inner * first.stride
+    if start % inner == 0 and stop % inner == 0 and (step == 1 or inner == 1):
+        size = -(-(stop - start) // inner // step)
+        return (first._replace(start=begin, stride=first.stride * step, size=size), *rest)
+    if start // inner != (stop - 1) // inner:
+        return None
+    found = _sliced_atoms(tuple(rest), start % inner, (stop - 1) % inner + 1, step)
+    return found and (first._replace(start=begin, size=1), *found)
+
+
+def reshaped(piece: Piece, shape: Shape, new: Shape) -> Piece | None:
+    """Returns the piece of a reshape, None where it would be no box.
+
+    Both shapes fall into runs of axes with equal products. In each run the piece may be a part of
+    the first axis that is longer than 1. It should have the other axes whole, and is widened where
+    it does not, as if its entries were repeated.
+    """
+    axes: list[Axis] = []
+    if 0 in shape:
+        return None
+    for old_axes, new_axes in _runs_of_axes(shape, new):
+        first = next((k for k in old_axes if shape[k] > 1), None)
+        longest = next((k for k in new_axes if new[k] > 1), None)
+        atoms: list[Atom] = []
+        for k in old_axes:
+            own = piece.axes[k].atoms
+            repeats, rest = divmod(shape[k], size_of(own))
+            if first is not None and k > first and repeats > 1:
+                if rest:
+                    return None
+                atoms += of_no_source(repeats).atoms
+            atoms += own
+        if first is None or longest is None:
+            axes += [Axis(0, (*atoms,) if k == new_axes[0] else ()) for k in new_axes]
+            continue
+        tail = math.prod(new[k] for k in new_axes if k > longest)
+        begin = piece.axes[first].at * math.prod(shape[k] for k in old_axes if k > first)
+        size = size_of(atoms)
+        if begin % tail or size % tail:
+            return None
+        found = _cut(atoms, [size // tail if k == longest else new[k] for k in new_axes])
+        if found is None:
+            return None
+        axes += [
+            Axis(begin // tail * (k == longest), own)
+            for k, own in zip(new_axes, found, strict=True)
+        ]
+    return Piece(piece.source, tuple(axes))
+
+
+def _cut(atoms: Iterable[Atom], sizes: Sequence[int]) -> list[Atoms] | None:
+    """The axes of these sizes that one axis is reshaped to, None where an atom is cut."""
     rest = [*fused(atoms)]
-    found: list[Axis] = []
+    found: list[Atoms] = []
     for size in sizes:
         own = [rest.pop(0)] if rest and rest[0].size == 1 else []
         while size > 1:
@@ -107,122 +233,9 @@ def regrouped(atoms: Iterable[Atom], sizes: Sequence[int]) -> list[Axis] | None:
             else:
                 return None
         found.append(tuple(own))
-    if found and all(atom.size == 1 for atom in rest):
-        return [*found[:-1], (*found[-1], *rest)]
-    return None if rest else found
-
-
-def sliced_axis(axis: Axis, start: int, stop: int, step: int) -> Axis | None:
-    """Returns the atoms of `axis[start:stop:step]`, None where that is no box of them."""
-    if (start, stop, step) == (0, size_of(axis), 1):
-        return axis
-    if not axis:
-        return axis if stop > start else None
-    first, *rest = axis
-    inner = size_of(rest)
-    begin = first.start + start // inner * first.stride
-    if start % inner == 0 and stop % inner == 0 and (step == 1 or inner == 1):
-        size = -(-(stop - start) // inner // step)
-        return (first._replace(start=begin, stride=first.stride * step, size=size), *rest)
-    if start // inner != (stop - 1) // inner:
+    if any(atom.size > 1 for atom in rest):
         return None
-    found = sliced_axis(tuple(rest), start % inner, (stop - 1) % inner + 1, step)
-    return found and (first._replace(start=begin, size=1), *found)
-
-
-def without_lost(piece: Piece, lost: Iterable[Atom]) -> Piece:
-    """Returns the piece without the axes of the source of which atoms are lost."""
-    gone = {atom.axis for atom in known(lost)}
-    if not gone:
-        return piece
-
-    def kept(atom: Atom) -> Atom:
-        return Atom(None, 0, 0, atom.size) if atom.axis in gone else atom
-
-    return piece._replace(axes=tuple(tuple(map(kept, axis)) for axis in piece.axes))
-
-
-def source_axes(piece: Piece) -> set[int | None]:
-    """Returns the axes of the source that the piece has atoms of."""
-    return {atom.axis for axis in piece.axes for atom in known(axis) if atom.stride}
-
-
-def permuted(piece: Piece, permutation: Sequence[int]) -> Piece:
-    """Returns the piece of a transpose."""
-    return Piece(
-        piece.source,
-        tuple(piece.at[axis] for axis in permutation),
-        tuple(piece.axes[axis] for axis in permutation),
-    )
-
-
-def sliced(
-    piece: Piece, starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]
-) -> Piece | None:
-    """Returns what a slice has of the piece, None for nothing, or for no box of it."""
-    at, axes = [], []
-    each = zip(piece.at, piece.axes, starts, stops, steps, strict=True)
-    for begin, axis, start, stop, step in each:
-        low, high = max(start, begin), min(stop, begin + size_of(axis))
-        low += -(low - start) % step
-        found = sliced_axis(axis, low - begin, high - begin, step) if low < high else None
-        if found is None:
-            return None
-        at.append((low - start) // step)
-        axes.append(found)
-    return Piece(piece.source, tuple(at), tuple(axes))
-
-
-def sliced_along(piece: Piece, shape: Shape, axis: int, start: int, stop: int) -> Piece | None:
-    """Returns what a slice of one axis has of the piece."""
-    ranges = [(start, stop) if k == axis else (0, n) for k, n in enumerate(shape)]
-    starts, stops = zip(*ranges, strict=True)
-    return sliced(piece, starts, stops, (1,) * len(shape))
-
-
-def reshaped(piece: Piece, shape: Shape, new: Shape) -> Piece | None:
-    """Returns the piece of a reshape, None where it would be no box.
-
-    Both shapes fall into runs of axes with equal products. In each run the piece may be a part of
-    the first axis that is longer than 1. It should have the other axes whole, and is widened where
-    it does not, as if its entries were repeated.
-    """
-    at: list[int] = []
-    axes: list[Axis] = []
-    for old_axes, new_axes in _runs_of_axes(shape, new):
-        first = next((k for k in old_axes if shape[k] > 1), None)
-        longest = next((k for k in new_axes if new[k] > 1), None)
-        if first is None or longest is None:
-            at += [0] * len(new_axes)
-            atoms = atoms_at(piece.axes, old_axes)
-            axes += [atoms, *[()] * (len(new_axes) - 1)] if new_axes else []
-            continue
-        widened = [
-            piece.axes[k] if k <= first else _widened(piece.axes[k], shape[k]) for k in old_axes
-        ]
-        if None in widened:
-            return None
-        atoms = tuple(atom for axis in widened for atom in axis or ())
-        inner = math.prod(shape[k] for k in old_axes if k > first)
-        tail = math.prod(new[k] for k in new_axes if k > longest)
-        begin, size = piece.at[first] * inner, size_of(piece.axes[first]) * inner
-        if begin % tail or size % tail:
-            return None
-        sizes = [size // tail if k == longest else new[k] for k in new_axes]
-        found = regrouped(atoms, sizes)
-        if found is None:
-            return None
-        at += [begin // tail if k == longest else 0 for k in new_axes]
-        axes += found
-    return Piece(piece.source, tuple(at), tuple(axes))
-
-
-def _widened(axis: Axis, size: int) -> Axis | None:
-    """The atoms, repeated until they fill an axis of this size, None where they do not fit."""
-    repeats, rest = divmod(size, size_of(axis))
-    if rest:
-        return None
-    return axis if repeats == 1 else (*no_axis(repeats), *axis)
+    return [*found[:-1], (*found[-1], *rest)]
 
 
 def _runs_of_axes(shape: Shape, new: Shape) -> list[tuple[range, range]]:
@@ -241,20 +254,90 @@ def _runs_of_axes(shape: Shape, new: Shape) -> list[tuple[range, range]]:
     return found
 
 
-def atoms_in(axis: Axis, size: int, new: int) -> Axis:
-    """Returns the atoms of an axis of one size in an axis of another."""
-    return axis if size == new else (*axis, *no_axis(new)) if size == 1 else no_axis(new)
+class Operation(NamedTuple):
+    """An equation, and which of its outputs is asked for."""
+
+    name: str
+    params: dict[str, Any]
+    shapes: Sequence[Shape]
+    out: Shape
+    output: int
 
 
-def kept_where_equal(piece: Piece, shape: Shape, new: Shape) -> Piece:
-    """Returns the piece of an operation that keeps the rank, such as padding or pooling.
+def moved(op: Operation, pieces: Iterable[frozenset[Piece]]) -> list[frozenset[Piece]]:
+    """Returns for each operand the pieces that the output has of it."""
+    found, joined = [], op.name in ("concatenate", "stack")
+    begin = 0 if joined else op.output
+    for own, shape in zip(pieces, op.shapes, strict=False):
+        if own and (shape != op.out or op.name in _MOVES):
+            own = frozenset(p for piece in own if (p := _moved(op, piece, shape, begin)))
+        found.append(own)
+        if joined:
+            begin += shape[op.params["dimension"]] if op.name == "concatenate" else 1
+    return found
 
-    An axis of another size has none of its atoms, unless its one entry is repeated.
+
+def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | None:
+    """What the output has of a piece, None for nothing, or where it is no box.
+
+    `begin` is where a concatenation has the operand, and the number of the output otherwise.
     """
-    if shape == new:
-        return piece
-    keeps = [old == n for old, n in zip(shape, new, strict=True)]
-    at = tuple(begin if keep else 0 for begin, keep in zip(piece.at, keeps, strict=True))
-    axes = tuple(map(atoms_in, piece.axes, shape, new))
-    changed = [k for k, keep in enumerate(keeps) if not keep and shape[k] != 1]
-    return without_lost(Piece(piece.source, at, axes), atoms_at(piece.axes, changed))
+    name, params, _, out, _ = op
+    match name:
+        case "squeeze" | "expand_dims":
+            return reshaped(piece, shape, out)
+        case "reshape":
+            order = params["dimensions"] or range(len(shape))
+            turned = tuple(shape[k] for k in order)
+            piece = placed(piece, shape, turned, ((k, n) for n, k in enumerate(order)))
+            return reshaped(piece, turned, out)
+        case "concatenate":
+            return _shifted(piece, {params["dimension"]: begin})
+        case "stack":
+            return with_axis(piece, params["axis"], Axis(begin, ()))
+        case "split" | "unstack":
+            axis, sizes = params["axis"], params.get("sizes", (1,) * shape[params["axis"]])
+            starts, stops = [0] * len(shape), [*shape]
+            starts[axis] = int(sum(sizes[:begin]))
+            stops[axis] = starts[axis] + int(sizes[begin])
+            part = sliced(piece, starts, stops, (1,) * len(shape))
+            one = (*shape[:axis], 1, *shape[axis + 1 :])
+            return reshaped(part, one, out) if part and name == "unstack" else part
+        case "slice":
+            steps = params["strides"] or (1,) * len(shape)
+            return sliced(piece, params["start_indices"], params["limit_indices"], steps)
+        case "pad" if all(min(ends) >= 0 and not ends[2] for ends in params["padding_config"]):
+            return _shifted(piece, {k: low for k, (low, *_) in enumerate(params["padding_config"])})
+        case "all_gather":  # the first shard stands for all
+            axis, shards = params["all_gather_dimension"], params["axis_size"]
+            if not params["tiled"]:
+                return with_axis(piece, axis, of_no_source(shards))
+            at, atoms = piece.axes[axis].at, fused(piece.axes[axis].atoms)
+            if len(atoms) != 1 or atoms[0].size != shape[axis]:
+                return None
+            atoms = (atoms[0]._replace(size=out[axis]),)
+            return Piece(
+                piece.source, (*piece.axes[:axis], Axis(at, atoms), *piece.axes[axis + 1 :])
+            )
+        case "transpose":
+            pairs = ((k, n) for n, k in enumerate(params["permutation"]))
+        case "broadcast_in_dim":
+            pairs = enumerate(params["broadcast_dimensions"])
+        case "gather":
+            numbers = params["dimension_numbers"]
+            gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+            kept = (k for k in range(len(shape)) if k not in gone)
+            pairs = zip(kept, numbers.offset_dims, strict=True)
+        case _ if name.startswith(REDUCTIONS) and "axes" in params:
+            kept = (k for k in range(len(shape)) if k not in params["axes"])
+            pairs = ((k, n) for n, k in enumerate(kept))
+        case _ if len(shape) == len(out):
+            pairs = ((k, k) for k in range(len(out)))
+        case _:
+            return None
+    return placed(piece, shape, out, pairs)
+
+
+def _shifted(piece: Piece, by: dict[int, int]) -> Piece:
+    axes = (Axis(at + by.get(k, 0), atoms) for k, (at, atoms) in enumerate(piece.axes))
+    return Piece(piece.source, tuple(axes))

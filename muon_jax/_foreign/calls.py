@@ -12,16 +12,16 @@ import numpy as np
 
 from muon_jax._foreign.ways import (
     BY_NAME,
+    CALL_OF_BY_USE,
     arguments_of_way,
     each_once,
     factor_beside_shape,
     is_betas,
-    is_by_role,
     is_number,
     is_pair,
     renamed,
     row_of,
-    shown_by_role,
+    shown_views,
     way_of,
     ways_by_kind,
     written,
@@ -32,14 +32,24 @@ _VIEWS = ("muon_weight_dimension_numbers", "weight_dimension_numbers")
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
-def check_names(function: str, given: Mapping[str, Any], parameters: Sequence[str]) -> None:
-    """Raises TypeError where `given` has names that `parameters` lacks."""
+def check_names(
+    function: str, given: Mapping[str, Any], parameters: Sequence[str], takes_inputs: bool = False
+) -> None:
+    """Raises TypeError where `given` has names that `parameters` lacks.
+
+    Args:
+        function: the name of the function.
+        given: what the call gives by name.
+        parameters: the names of all arguments.
+        takes_inputs: whether it takes the inputs of a model by position, as `by_use`.
+    """
     unknown = {name: value for name, value in given.items() if name not in parameters}
     if unknown:
         *first, last = (repr(name) for name in unknown)
         named = f"{', '.join(first)} or {last}" if first else last
+        advise = _advice_on_inputs if takes_inputs else _advice
         raise TypeError(
-            f"{function} has no argument {named}{_advice(function, unknown, given, parameters)}"
+            f"{function} has no argument {named}{advise(function, unknown, given, parameters)}"
         )
 
 
@@ -54,8 +64,8 @@ def check_positions(
         return
     value = args[len(by_position)]
     way = "the others by name"
-    if is_by_role(value):
-        way = f"{_VIEWS[0]}={shown_by_role(value)}"
+    if views := shown_views(value):
+        way = f"{_VIEWS[0]}={views}"
     elif any(map(is_transformation, args)):
         way = "the parameters, and by name the arguments of muon in place of an optimizer"
     raise TypeError(
@@ -81,8 +91,8 @@ def check_order(
         parameters: the names of all arguments.
 
     Raises:
-        TypeError: parameters came as a learning rate; or `by_role`, an optimizer or a mesh came as
-            something else.
+        TypeError: parameters came as a learning rate; or `by_role`, `by_use`, what it returns, an
+            optimizer or a mesh came as something else.
         ValueError: a number, or another package's name, came as coefficients.
     """
     given = dict(kwargs) | dict(zip(by_position, args, strict=False))
@@ -195,6 +205,26 @@ def _with_coeffs(ways: str, given: Mapping[str, Any]) -> str:
     return ways.replace("NewtonSchulz(", made)
 
 
+def _advice_on_inputs(
+    function: str,
+    unknown: Mapping[str, Any],
+    given: Mapping[str, Any],
+    parameters: Sequence[str],
+) -> str:
+    """What to write for names that a function of a model and its inputs does not have."""
+    del given
+    found = dict.fromkeys(_nearest(name, parameters) for name in unknown)
+    for name in unknown:
+        if name in BY_NAME and BY_NAME[name].names[name] == "by_role":
+            found[f"leave out {name}, which the model shows"] = None
+        elif not _nearest(name, parameters):
+            found[
+                f"pass arrays by position, as in {function}(fn, params, x), and bind the rest to"
+                f" fn, as in {function}(functools.partial(fn, train=True), params, x)"
+            ] = None
+    return f": {'; '.join(filter(None, found))}"
+
+
 def _passed(given: Mapping[str, Any], parameters: Sequence[str]) -> list[str]:
     """The arguments of a call by our names, without those that the function does not take."""
     found: list[str | None] = []
@@ -209,9 +239,10 @@ def _passed(given: Mapping[str, Any], parameters: Sequence[str]) -> list[str]:
 
 def _out_of_place(name: str, value: Any, parameters: Sequence[str]) -> tuple[str, str]:
     """What a value is that no argument of this name is, and what to pass; empty for others."""
-    if is_by_role(value) and name not in _VIEWS:
+    if (made := shown_views(value)) and (name not in _VIEWS or made == CALL_OF_BY_USE):
         views = next((view for view in _VIEWS if view in parameters), _VIEWS[0])
-        return "by_role", f"{views}={shown_by_role(value)} by name"
+        what = {"routes": "what by_use returns", CALL_OF_BY_USE: "by_use itself"}
+        return what.get(made, "by_role"), f"{views}={made}{' by name' * (name not in _VIEWS)}"
     if is_transformation(value) and name not in ("transform", "params", "state"):
         return "an optimizer", "the arguments of muon by name"
     if isinstance(value, jax.sharding.Mesh | jax.sharding.AbstractMesh) and name == "shardings":

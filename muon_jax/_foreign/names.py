@@ -114,7 +114,13 @@ FOREIGN: tuple[Foreign, ...] = (
         {"adamw_eps": f"{_KELLER}, Moonlight", "adam_epsilon": _HUGGING_FACE}, ("adam_eps={}",)
     ),
     Foreign({"eps_root": "optax.adamw"}, ("adam_eps_root={}",)),
-    Foreign({"mask": "optax.adamw", "wd_mask": _OTHERS}, ("weight_decay_mask={}",)),
+    Foreign(
+        {"mask": "optax.adamw", "wd_mask": _OTHERS},
+        ("weight_decay_mask={}",),
+        note="weight_decay_mask is for Muon's matrices alone. For a mask of the others, leave"
+        " adam_weight_decay at 0 and chain optax.add_decayed_weights(-adam_learning_rate * decay,"
+        " mask) after muon",
+    ),
     Foreign({"exp_avg_dtype": _MEGATRON, "momentum_dtype": _OTHERS}, ("mu_dtype={}",)),
     Foreign(
         {"exp_avg_sq_dtype": _MEGATRON, "nu_dtype": _OTHERS},

@@ -33,6 +33,7 @@ _ORDER_OF_ADAMW = (
 # The scale by the longer side, which has a factor.
 _FACTOR, _NO_FACTOR = re.compile(r"consistent_rms=([\d.e-]+)$"), "consistent_rms=1.0"
 _CALL = re.compile(r"(\w+=(?:by_role|NewtonSchulz))(?:\((.*)\))?$")
+CALL_OF_BY_USE = "by_use(loss, params, batch)"
 # The words in names that say whose an argument is.
 _ADAM, _MUON = {"adam", "adamw", "aux"}, {"muon", "matrix", "hidden"}
 
@@ -155,20 +156,22 @@ def is_betas(value: Any) -> bool:
     return is_pair(value) and all(0 <= each < 1 for each in value)
 
 
-def is_by_role(value: Any) -> bool:
-    """Returns whether `value` is `by_role`, or a partial of it."""
-    while isinstance(value, functools.partial):
-        value = value.func
-    module = str(getattr(value, "__module__", ""))
-    return getattr(value, "__name__", "") == "by_role" and module.startswith("muon_jax")
+def shown_views(value: Any) -> str:
+    """Returns how `by_role`, a partial of it, or what `by_use` returns is written in a call.
 
-
-def shown_by_role(value: Any) -> str:
-    """Returns `by_role`, or a partial of it, as it is written in a call."""
-    if not isinstance(value, functools.partial):
-        return "by_role"
-    words = (f"{name}={written(each)}" for name, each in value.keywords.items())
-    return f"by_role({', '.join(words)})"
+    `by_use` itself, which must be called, is written as its call; all else is "".
+    """
+    inner = value
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    if not str(getattr(inner, "__module__", "")).startswith("muon_jax"):
+        return ""
+    name = getattr(inner, "__name__", type(inner).__name__)
+    if name == "by_role" and inner is not value:
+        words = (f"{name}={written(each)}" for name, each in value.keywords.items())
+        return f"by_role({', '.join(words)})"
+    calls = {"by_role": "by_role", "Routes": "routes", "by_use": CALL_OF_BY_USE}
+    return calls.get(name, "")
 
 
 def written(value: Any) -> str:
@@ -177,8 +180,8 @@ def written(value: Any) -> str:
         return str(value)
     if value is None or isinstance(value, bool | int | float | complex | str):
         return repr(value)
-    if is_by_role(value):
-        return shown_by_role(value)
+    if views := shown_views(value):
+        return views
     if isinstance(value, tuple | list) and len(value) <= 8:
         parts = [written(each) for each in value]
         if "..." not in parts:

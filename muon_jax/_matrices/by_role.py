@@ -20,6 +20,7 @@ from muon_jax._matrices.rules import (
     Rules,
     Undecided,
     check_rules,
+    checked_rules,
     code_of_rules,
     deciding_rule,
     groups_of,
@@ -104,7 +105,7 @@ def by_role(
         ValueError: there is no such layout.
         TypeError: `params` has leaves that are no arrays, as modules of Equinox have.
     """
-    rules = dict(rules or {})  # which the caller may change later
+    rules = checked_rules(rules or {})  # a dict that the caller cannot change later
     if params is _LATER:
         given: dict[str, Any] = {"rules": rules} if rules else {}
         given |= {} if layout == "in_out" else {"layout": layout}

@@ -3,9 +3,12 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from muon_jax._matrices.views import View
+import jax
+
+from muon_jax._matrices.parts import parts_of
+from muon_jax._matrices.views import View, as_view
 from muon_jax._trees import check_patterns_decide
 
 type Rules = Mapping[str, View | None]
@@ -32,12 +35,36 @@ def deciding_rule(rules: Rules, path: str) -> str | None:
     return next((rule for rule in rules if re.search(rule, path)), None)
 
 
+def checked_rules(rules: Mapping[str, Any]) -> dict[str, View | None]:
+    """Returns the rules, each with a view or None.
+
+    Raises:
+        ValueError: a rule has something else.
+    """
+    return {
+        rule: as_view("rules", (jax.tree_util.DictKey(rule),), view) for rule, view in rules.items()
+    }
+
+
+def check_rule_fits(rule: str, view: View | None, path: str, shape: tuple[int, ...]) -> None:
+    """Raises ValueError where the view of a rule does not fit the shape of a parameter."""
+    if view is None:
+        return
+    try:
+        parts_of(view, shape)
+    except ValueError as error:
+        raise ValueError(
+            f"rules[{rule!r}] does not fit {path} of shape {shape}: {error}"
+        ) from error
+
+
 def check_rules(rules: Rules, paths: Sequence[str]) -> None:
     """Raises ValueError where a rule matches no path, or rules before it take all that it does."""
     idle = [rule for rule in rules if not any(re.search(rule, path) for path in paths)]
     if idle:
         raise ValueError(
-            f"the rules {idle} match none of the {len(paths)} paths, such as {paths[0]!r}:"
+            f"the rules {idle} match none of the {len(paths)} paths, such as"
+            f" {next(iter(paths), None)!r}:"
             " describe(params) prints all paths"
         )
     check_patterns_decide("rules", rules, paths)

@@ -23,7 +23,7 @@ from muon_jax._reports.arguments import (
     matrices_of_muon,
     views_of_muon,
 )
-from muon_jax._reports.table import table
+from muon_jax._table import table
 from muon_jax._transforms.adamh import label_of_adam
 from muon_jax._transforms.quantized import computed_dtype
 from muon_jax._trees import errors_naming

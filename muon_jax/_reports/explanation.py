@@ -12,7 +12,7 @@ from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan, Share
 from muon_jax._distributed.plan_cost import collectives_of
 from muon_jax._distributed.shares import gathered_together
 from muon_jax._iteration.form import Form
-from muon_jax._reports.table import table
+from muon_jax._table import table
 
 _COLUMNS = [
     "matrices",

@@ -84,8 +84,8 @@ def skip_missing(
         like = of_state if params is None else params
         if like is None:
             raise ValueError(
-                "None in the place of a gradient needs the parameters, for its shape: call"
-                " update(updates, state, params)"
+                "None in the place of a gradient, which Equinox leaves for all that is no array,"
+                " needs the parameters, for its shape: call update(updates, state, params)"
             )
         present = Present(updates, like)
         zeros = _zeros(present, like, state)

@@ -12,6 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from muon_jax import MuonDimensionNumbers as Numbers
 from muon_jax import Split, Unfold
@@ -29,6 +32,12 @@ class Builder:
     params: dict[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     expected: dict[str, Any] = dataclasses.field(default_factory=dict)
     layers: list[str] = dataclasses.field(default_factory=list)
+    forms: set[str] = dataclasses.field(default_factory=set)
+    is_vmapped: bool = False
+
+    def inside(self, is_vmapped: bool = False) -> "Builder":
+        """A builder of a layer whose parameters are not yet those of the model."""
+        return Builder(self.rng, self.width, forms=self.forms, is_vmapped=is_vmapped)
 
     def pick(self, *choices: Any) -> Any:
         """One of the choices."""
@@ -50,10 +59,12 @@ class Builder:
 
         `view` is that of a matrix (rows, cols), or None.
         """
-        layout = self.pick("in_out", "in_out", "out_in", "factored_in", "factored_out")
+        layout = self.pick("in_out", "in_out", "out_in", "factored_in", "factored_out", "joined")
+        if layout == "joined" and view == "matrix":
+            return self.joined(rows, cols)
         half = 2
         cut = {"factored_in": rows, "factored_out": cols}.get(layout, half)
-        if view != "matrix" and layout.startswith("factored") or cut % half:
+        if view != "matrix" and layout.startswith("factored") or cut % half or layout == "joined":
             layout = "in_out"
         if layout == "in_out":
             shape, numbers = (rows, cols), Numbers(0, 1)
@@ -68,7 +79,9 @@ class Builder:
         name = self.add("w", shape, numbers)
         prepare = self.preparation(name, shape)
         bias = self.add("b", (cols,), None) if self.pick(True, False) else None
-        form = self.pick("dot", "einsum", "jit", "remat", "vmap")
+        further = [form for form in PRODUCTS if form != "cond" or not self.is_vmapped]
+        form = self.pick("dot", "einsum", "jit", "remat", "vmap", *further)
+        self.forms.add(form)
 
         def apply(p: Any, x: Any) -> Any:
             w = prepare(p)
@@ -91,17 +104,28 @@ class Builder:
                 y = jax.checkpoint(jnp.matmul)(x, w)
             elif form == "vmap":
                 y = jax.vmap(lambda one: one @ w)(x)
+            elif form in PRODUCTS:
+                y = PRODUCTS[form](x, w.astype(x.dtype))
             else:
                 y = x @ w
             return y if bias is None else y + p[bias]
 
         return apply
 
+    def joined(self, rows: int, cols: int) -> Callable[[Any, Any], Any]:
+        """x @ W, with W made of two parameters, one above the other."""
+        shapes = [(n, cols) for n in (4, rows - 4)]
+        names = [self.add("w", shape, Numbers(0, 1)) for shape in shapes]
+        prepare = [self.preparation(*both) for both in zip(names, shapes, strict=True)]
+        return lambda p, x: x @ jnp.concatenate([make(p).astype(x.dtype) for make in prepare])
+
     def preparation(self, name: str, shape: tuple[int, ...]) -> Callable[[Any], Any]:
         """What a model does to a weight before its product."""
         kind = self.pick(
-            "plain", "plain", "plain", "cast", "scaled", "normed", "fake_quantized", "constrained"
+            *("plain", "plain", "plain", "cast", "scaled", "normed", "fake_quantized"),
+            *("constrained", "sharded", "dropped", "centered", "turned"),
         )
+        self.forms.add(kind)
         gain = self.add("g", shape[-1:], None) if kind == "normed" else None
 
         def prepared(p: Any) -> Any:
@@ -116,6 +140,14 @@ class Builder:
                 return w + jax.lax.stop_gradient(jnp.round(w * 8) / 8 - w)
             if kind == "constrained":
                 return jax.lax.optimization_barrier(w)
+            if kind == "sharded":
+                return jax.lax.with_sharding_constraint(w, on_one_device())
+            if kind == "dropped":
+                return w * jax.random.bernoulli(jax.random.key(0), 0.9, shape)
+            if kind == "centered":
+                return w - w.mean(0, keepdims=True)
+            if kind == "turned":
+                return jnp.flip(w.swapaxes(0, -1), 0).swapaxes(0, -1)[..., ::-1]
             return w
 
         return prepared
@@ -129,6 +161,50 @@ class Builder:
             return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * (1 + p[scale])
 
         return apply
+
+
+def on_one_device(*axes: str | None) -> NamedSharding:
+    """A sharding over a mesh of one device."""
+    return NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",)), P(*axes))
+
+
+@jax.custom_vjp
+def own_product(x: Any, w: Any) -> Any:
+    """x @ w with a derivative that is written by hand."""
+    return x @ w
+
+
+own_product.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda kept, g: (g @ kept[1].T, jnp.tensordot(kept[0], g, [[*range(g.ndim - 1)]] * 2)),
+)
+
+
+def repeated_product(x: Any, w: Any) -> Any:
+    """x @ w in a while loop that carries the weight."""
+    start = 0, jnp.zeros((*x.shape[:-1], w.shape[1]), x.dtype), w
+    return jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, x @ c[2], c[2]), start)[1]
+
+
+def weight_first(x: Any, w: Any) -> Any:
+    """The product with the weight on the left."""
+    y = jax.lax.dot_general(w, x, (((0,), (x.ndim - 1,)), ((), ())))
+    return jnp.moveaxis(y, 0, -1)
+
+
+PRODUCTS: dict[str, Callable[[Any, Any], Any]] = {
+    "own": own_product,
+    "while": repeated_product,
+    "first": weight_first,
+    "cond": lambda x, w: jax.lax.cond(x.sum() > 0, lambda: x @ w, lambda: (2 * x) @ w),
+    "map": lambda x, w: jnp.moveaxis(
+        jax.lax.map(lambda one: one @ w, jnp.moveaxis(x, -2, 0)), 0, -2
+    ),
+    "shard_map": lambda x, w: jax.shard_map(
+        jnp.matmul, mesh=on_one_device().mesh, in_specs=(P("d"), P(None, None)), out_specs=P("d")
+    )(x, w),
+    "columns": lambda x, w: jax.vmap(lambda col: x @ col, 1, -1)(w),
+}
 
 
 def transposed(view: Any) -> Any:
@@ -159,7 +235,7 @@ def mlp(b: Builder) -> Callable[[Any, Any], Any]:
 def gated_mlp(b: Builder) -> Callable[[Any, Any], Any]:
     n = b.size()
     norm, act = b.norm(), activation(b)
-    form = b.pick("two", "halves", "interleaved", "stacked")
+    form = b.pick("two", "halves", "interleaved", "stacked", "joined", "joined_stack")
     if form == "two":
         gate, up = b.dense(b.width, n), b.dense(b.width, n)
         both = lambda p, x: (gate(p, x), up(p, x))  # noqa: E731
@@ -172,6 +248,14 @@ def gated_mlp(b: Builder) -> Callable[[Any, Any], Any]:
         def both(p: Any, x: Any) -> Any:
             y = x @ p[name]
             return y[..., ::2], y[..., 1::2]
+    elif form.startswith("joined"):
+        names = [b.add("w", (b.width, n), Numbers(0, 1)) for _ in range(2)]
+
+        def both(p: Any, x: Any) -> Any:
+            own = [p[name] for name in names]
+            if form == "joined":
+                return jnp.split(x @ jnp.concatenate(own, 1), 2, -1)
+            return [*jnp.einsum("bta,kac->kbtc", x, jnp.stack(own))]
     else:
         name = b.add("w", (2, b.width, n), Numbers(1, 2))
 
@@ -197,7 +281,7 @@ def rotary(x: Any) -> Any:
 
 
 def attention(b: Builder) -> Callable[[Any, Any], Any]:
-    heads, dim = b.pick((2, 6), (4, 4), (3, 8))
+    heads, dim = b.pick((2, 6), (4, 4), (6, 4))
     full = heads * dim
     norm = b.norm()
     form = b.pick("three", "to_heads", "split", "neox", "grouped", "axis")
@@ -224,7 +308,7 @@ def attention(b: Builder) -> Callable[[Any, Any], Any]:
         def qkv(p: Any, x: Any) -> Any:
             return jnp.split((x @ p[name]).reshape(*x.shape[:2], heads, 3 * dim), 3, -1)
     elif form == "grouped":
-        groups = 1 if heads == 3 else 2
+        groups = b.pick(1, 2)
         q = b.dense(b.width, full)
         k, v = (b.dense(b.width, groups * dim) for _ in "kv")
 
@@ -270,6 +354,7 @@ def experts(b: Builder) -> Callable[[Any, Any], Any]:
     up = b.add("w", (count, b.width, n), Numbers(1, 2))
     down = b.add("w", (count, n, b.width), Numbers(1, 2))
     form = b.pick("dense", "ragged", "gathered")
+    b.forms.add(form)
 
     def apply(p: Any, x: Any) -> Any:
         y = norm(p, x)
@@ -366,16 +451,169 @@ def modulated(b: Builder) -> Callable[[Any, Any], Any]:
     return apply
 
 
+def latent_attention(b: Builder) -> Callable[[Any, Any], Any]:
+    """MLA: queries, keys and values from latents; one rotary key for all heads."""
+    heads, dim, turned, low = 4, 6, 4, 7
+    norm = b.norm()
+    q_a, q_b = b.add("w", (b.width, 9), Numbers(0, 1)), b.dense(9, heads * (dim + turned))
+    kv_a = b.add("w", (b.width, low + turned), Split(1, (low, turned), Numbers(0, 1)))
+    view = Unfold(1, (heads, 2 * dim), Split(2, (dim, dim), Numbers(0, (1, 2))))
+    kv_b, out = b.add("w", (low, heads * 2 * dim), view), b.dense(heads * dim, b.width)
+
+    def apply(p: Any, x: Any) -> Any:
+        y = norm(p, x)
+        q = q_b(p, jnp.tanh(y @ p[q_a])).reshape(*x.shape[:2], heads, dim + turned)
+        q = jnp.concatenate([q[..., :dim], rotary(q[..., dim:])], -1)
+        latent, k_turned = jnp.split(y @ p[kv_a], [low], -1)
+        k, v = jnp.split((jnp.tanh(latent) @ p[kv_b]).reshape(*x.shape[:2], heads, -1), 2, -1)
+        k_turned = jnp.broadcast_to(rotary(k_turned[:, :, None]), (*k.shape[:-1], turned))
+        scores = jnp.einsum("bthd,bshd->bhts", q, jnp.concatenate([k, k_turned], -1))
+        y = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+        return x + out(p, y.reshape(*x.shape[:2], -1))
+
+    return apply
+
+
+def grouped_gates(b: Builder) -> Callable[[Any, Any], Any]:
+    """A GRU, scanned in either direction."""
+    n, reverse = b.pick(7, 9, 11), b.pick(True, False)
+    view = Split(1, (n,) * 3, Numbers(0, 1))
+    wx, wh = b.add("w", (b.width, 3 * n), view), b.add("w", (n, 3 * n), view)
+    out = b.dense(n, b.width)
+
+    def apply(p: Any, x: Any) -> Any:
+        def step(h: Any, now: Any) -> Any:
+            (r, z, c), own = jnp.split(now, 3, -1), jnp.split(h @ p[wh], 3, -1)
+            r, z = jax.nn.sigmoid(r + own[0]), jax.nn.sigmoid(z + own[1])
+            h = (1 - z) * jnp.tanh(c + r * own[2]) + z * h
+            return h, h
+
+        inputs = (x.astype(jnp.float32) @ p[wx]).swapaxes(0, 1)
+        _, hs = jax.lax.scan(step, jnp.zeros((x.shape[0], n)), inputs, reverse=reverse)
+        return x + out(p, hs.swapaxes(0, 1))
+
+    return apply
+
+
+def capacity_experts(b: Builder) -> Callable[[Any, Any], Any]:
+    """Tokens go to slots of their expert, as long as there are some."""
+    count, capacity, n = b.pick(3, 5), 4, b.size()
+    norm, act, router = b.norm(), activation(b), b.add("r", (b.width, count), None)
+    up = b.add("w", (count, b.width, n), Numbers(1, 2))
+    down = b.add("w", (count, n, b.width), Numbers(1, 2))
+
+    def apply(p: Any, x: Any) -> Any:
+        flat = norm(p, x).reshape(-1, b.width)
+        weights = jax.nn.softmax(flat @ p[router])
+        chosen = jax.nn.one_hot(jnp.argmax(weights, -1), count)
+        place = (jnp.cumsum(chosen, 0) * chosen - 1).astype(int)
+        dispatch = chosen[..., None] * jax.nn.one_hot(place, capacity)
+        h = jnp.einsum("tec,td->ecd", dispatch, flat)
+        h = act(jnp.einsum("ecd,edf->ecf", h, p[up]))
+        z = jnp.einsum("ecf,efd->ecd", h, p[down])
+        z = jnp.einsum("tec,ecd->td", dispatch * weights[..., None], z)
+        return x + z.reshape(x.shape)
+
+    return apply
+
+
+def adapted_beside(b: Builder) -> Callable[[Any, Any], Any]:
+    """A dense layer with a LoRA beside it."""
+    layer = b.dense(b.width, b.width)
+    left, right = b.add("l", (b.width, 2), None), b.add("l", (2, b.width), None)
+    return lambda p, x: x + jnp.tanh(layer(p, x) + 0.5 * ((x @ p[left]) @ p[right]))
+
+
+def transposed_convolution(b: Builder) -> Callable[[Any, Any], Any]:
+    """Two times as many positions, of which every second stays."""
+    swaps, act = b.pick(True, False), activation(b)
+    view = Numbers((0, 2), 1) if swaps else Numbers((0, 1), 2)
+    name = b.add("c", (3, b.width, b.width), view)
+
+    def apply(p: Any, x: Any) -> Any:
+        y = jax.lax.conv_transpose(
+            x.astype(jnp.float32),
+            p[name],
+            (2,),
+            "SAME",
+            transpose_kernel=swaps,
+            dimension_numbers=("NWC", "WIO", "NWC"),
+        )
+        return x + act(y)[:, ::2]
+
+    return apply
+
+
+def in_kernel(b: Builder) -> Callable[[Any, Any], Any]:
+    """An activation by a Pallas kernel between two dense layers."""
+    n = b.size()
+    up, down = b.dense(b.width, n), b.dense(n, b.width)
+    b.forms.add("kernel")
+
+    def kernel(x: Any, y: Any) -> None:
+        y[...] = jnp.tanh(x[...])
+
+    def apply(p: Any, x: Any) -> Any:
+        y = up(p, x)
+        return x + down(p, pl.pallas_call(kernel, jax.ShapeDtypeStruct(y.shape, y.dtype))(y))
+
+    return apply
+
+
+def ensemble(b: Builder) -> Callable[[Any, Any], Any]:
+    """The mean of three equal layers, whose parameters are stacked along an axis."""
+    inner = b.inside(is_vmapped=True)
+    layer = b.pick(mlp, gated_mlp, attention, grouped_gates)(inner)
+    axis_of = lambda x: b.pick(0, min(1, len(x.shape)))  # noqa: E731
+    axes = {name: axis_of(x) for name, x in inner.params.items()}
+    names = {}
+    for name, x in inner.params.items():
+        axis, view = axes[name], inner.expected[name]
+        shape = (*x.shape[:axis], 3, *x.shape[axis:])
+        names[name] = b.add("ensemble", shape, view and moved(view, axis))
+
+    def apply(p: Any, x: Any) -> Any:
+        own = {name: p[full] for name, full in names.items()}
+        one = lambda w, x: layer(w, x).astype(jnp.float32)  # noqa: E731
+        return jax.vmap(one, (axes, None))(own, x).mean(0)
+
+    return apply
+
+
+def branches(b: Builder) -> Callable[[Any, Any], Any]:
+    """One of two layers, by a condition on the data."""
+    b.forms.add("cond")
+    one, other = (b.pick(mlp, gated_mlp, attention, recurrent)(b) for _ in range(2))
+
+    def apply(p: Any, x: Any) -> Any:
+        taken = [lambda layer=layer: layer(p, x).astype(jnp.float32) for layer in (one, other)]
+        return jax.lax.cond(x.mean() > 0, *taken)
+
+    return apply
+
+
+def reordered(b: Builder) -> Callable[[Any, Any], Any]:
+    """A layer on positions in another order."""
+    layer, order = b.pick(mlp, attention, recurrent)(b), b.rng.permutation(TIME)
+
+    def apply(p: Any, x: Any) -> Any:
+        y = layer(p, x[:, order])
+        return jnp.take_along_axis(y, jnp.argsort(order)[None, :, None], 1)
+
+    return apply
+
+
 def scanned(b: Builder) -> Callable[[Any, Any], Any]:
-    """Three equal layers, stacked along an axis and scanned, or taken by index in a loop."""
-    inner = Builder(b.rng, b.width)
+    """Four equal layers, stacked along an axis and scanned, or taken by index in a loop."""
+    inner = b.inside()
     kind = b.pick(mlp, gated_mlp, attention, experts, convolution)
     layer = kind(inner)
-    form = b.pick("scan", "scan_axis_1", "loop", "remat")
+    form = b.pick("scan", "scan_axis_1", "loop", "remat", "nested", "while", "first")
+    b.forms.add(form)
     names = {}
     for name, x in inner.params.items():
         axis = 1 if form == "scan_axis_1" and len(x.shape) > 1 else 0
-        shape = (*x.shape[:axis], 3, *x.shape[axis:])
+        shape = (*x.shape[:axis], 4, *x.shape[axis:])
         view = inner.expected[name]
         names[name] = (b.add("stack", shape, view and moved(view, axis)), axis)
 
@@ -387,8 +625,23 @@ def scanned(b: Builder) -> Callable[[Any, Any], Any]:
             def body(i: Any, x: Any) -> Any:
                 return layer({name: w[i] for name, w in own.items()}, x).astype(jnp.float32)
 
-            return jax.lax.fori_loop(0, 3, body, x)
+            return jax.lax.fori_loop(0, 4, body, x)
         one = lambda x, w: (layer(w, x).astype(jnp.float32), None)  # noqa: E731
+        if form == "while":
+
+            def next_layer(state: Any) -> Any:
+                i, x, own = state
+                of_one = {k: jax.lax.dynamic_index_in_dim(w, i, 0, False) for k, w in own.items()}
+                return i + 1, one(x, of_one)[0], own
+
+            return jax.lax.while_loop(lambda s: s[0] < 4, next_layer, (0, x, own))[1]
+        if form == "nested":
+            pairs = {name: w.reshape(2, 2, *w.shape[1:]) for name, w in own.items()}
+            inner_scan = jax.checkpoint(lambda x, w: jax.lax.scan(one, x, w))
+            return jax.lax.scan(inner_scan, x, pairs)[0]
+        if form == "first":
+            x, _ = one(x, {name: w[0] for name, w in own.items()})
+            own = {name: w[1:] for name, w in own.items()}
         return jax.lax.scan(jax.checkpoint(one) if form == "remat" else one, x, own)[0]
 
     b.layers.append(f"  of {inner.layers or kind.__name__}, {form}")
@@ -406,7 +659,11 @@ def moved(view: Any, axis: int) -> Any:
     return jax.tree.map(shift, view)
 
 
-LAYERS = (mlp, gated_mlp, attention, experts, recurrent, convolution, adapted, modulated, scanned)
+LAYERS = (
+    *(mlp, gated_mlp, attention, latent_attention, experts, capacity_experts),
+    *(recurrent, grouped_gates, convolution, transposed_convolution, adapted, adapted_beside),
+    *(modulated, in_kernel, ensemble, branches, reordered, scanned, scanned),
+)
 
 
 def random_model(
@@ -440,7 +697,14 @@ def random_model(
     b.layers.append("tied" if is_tied else "head")
     head = None if is_tied else b.dense(b.width, rows, None)
     returns = b.pick("logits", "loss", "both")
-    wrap = b.pick("plain", "plain", "jit", "grad")
+    wraps = {
+        "grad": {"while", "kernel"},
+        "vmap": {"cond", "ragged"},
+        "shard_map": {"shard_map", "sharded"},
+    }
+    wraps = [wrap for wrap, forms in wraps.items() if not forms & b.forms]
+    wrap = b.pick("plain", "plain", "jit", *wraps)
+    b.layers.append(wrap)
 
     def fn(p: Any, x: Any) -> Any:
         y = start(p, x)
@@ -455,6 +719,13 @@ def random_model(
 
     if wrap == "jit":
         fn = jax.jit(fn)
+    if wrap == "vmap":
+        batched = fn
+        fn = lambda p, x: jax.vmap(lambda one: batched(p, one[None]))(x)  # noqa: E731
+    if wrap == "shard_map":
+        rows_of = {"logits": P("d"), "loss": P(), "both": (P(), P("d"))}[returns]
+        specs = {"in_specs": (P(), P("d")), "out_specs": rows_of}
+        fn = jax.shard_map(fn, mesh=on_one_device().mesh, check_vma=False, **specs)
     if wrap == "grad" and returns == "loss":
         fn = jax.value_and_grad(fn)
     return fn, b.params, (inputs,), b.expected, b.layers

@@ -407,7 +407,7 @@ def perceiver_io():
         *linen(Perceiver(), f32(2, 512, 64)),
         {
             "inputs/kernel": first(),
-            "latents|queries": "vector",  # added to what attention finds
+            "latents|queries": "latents",  # attention has them for queries
             "head/kernel": "output",
             "(query|key|value)/kernel": hidden(Dims(0, (1, 2))),
             "(query|key|value)/bias": "vector",
@@ -470,62 +470,53 @@ def seq2seq_lstm():
 
 @real_size
 def grus_of_four_libraries():
-    """The second layer of two, so that inputs are learned."""
+    """One after the other, each on what the one before gives."""
     import equinox as eqx
     import haiku as hk
 
-    cells = {
-        "linen": nn.GRUCell(512),
-        "haiku": hk.without_apply_rng(hk.transform(lambda x, h: hk.GRU(512)(x, h)[1])),
+    n, x = 512, f32(4, 512)
+    of_linen = nn.GRUCell(n)
+    of_haiku = hk.without_apply_rng(hk.transform(lambda x, h: hk.GRU(n)(x, h)[1]))
+    made = nnx.eval_shape(lambda: nnx.GRUCell(n, n, rngs=nnx.Rngs(0)))
+    graph, of_nnx, rest = nnx.split(made, nnx.Param, ...)
+    made = eqx.filter_eval_shape(lambda k: eqx.nn.GRUCell(n, n, key=k), jax.random.key(0))
+    of_equinox, static = eqx.partition(made, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    steps = {
+        "linen": lambda p, rest, h, x: of_linen.apply({"params": p}, h, x)[0],
+        "nnx": lambda p, rest, h, x: nnx.merge(graph, p, rest)(h, x)[0],
+        "haiku": lambda p, rest, h, x: of_haiku.apply(p, x, h),
+        "equinox": lambda p, rest, h, x: jax.vmap(eqx.combine(p, static))(x, h),
     }
-    graph, rest = nnx.split(nnx.eval_shape(lambda: nnx.GRUCell(512, 512, rngs=nnx.Rngs(0))))
-    gru = eqx.filter_eval_shape(lambda k: eqx.nn.GRUCell(512, 512, key=k), jax.random.key(0))
-    own, static = eqx.partition(gru, lambda x: isinstance(x, jax.ShapeDtypeStruct))
-    x = f32(4, 512)
 
-    def step(p, name, h, x):
-        if name == "linen":
-            return cells[name].apply({"params": p}, h, x)[0]
-        if name == "haiku":
-            return cells[name].apply(p, x, h)
-        if name == "nnx":
-            return nnx.merge(graph, nnx.merge_state(p, others))(h, x)[0]
-        return jax.vmap(eqx.combine(p, static))(x, h)
-
-    params, others = nnx.split_state(rest, nnx.Param, ...)
-    others = jax.tree.map(
-        lambda s: jnp.zeros(s.shape, s.dtype) if s.dtype == jnp.uint32 else s, others
-    )
-    others = nnx.State({})
-
-    def fn(p, t):
+    def fn(p, rest, t):
         x = p["embed"][t].swapaxes(0, 1)
-        for name in ("linen", "haiku", "equinox"):
+        for name, step in steps.items():
 
-            def body(h, x, name=name):
-                h = step(p[name], name, h, x)
+            def body(h, x, name=name, step=step):
+                h = step(p[name], rest, h, x)
                 return h, h
 
-            _, x = jax.lax.scan(body, jnp.zeros((4, 512)), x)
+            _, x = jax.lax.scan(body, jnp.zeros((4, n)), x)
         return x @ p["head"]
 
-    made = {
-        "embed": f32(32000, 512),
-        "linen": jax.eval_shape(cells["linen"].init, KEY, x, x)["params"],
-        "haiku": jax.eval_shape(cells["haiku"].init, KEY, x, x),
-        "equinox": own,
-        "head": f32(512, 32000),
+    params = {
+        "embed": f32(32000, n),
+        "linen": jax.eval_shape(of_linen.init, KEY, x, x)["params"],
+        "nnx": of_nnx,
+        "haiku": jax.eval_shape(of_haiku.init, KEY, x, x),
+        "equinox": of_equinox,
+        "head": f32(n, 32000),
     }
     return (
         fn,
-        made,
-        (i32(4, 12),),
+        params,
+        (rest, i32(4, 12)),
         {
             "embed": "embedding",
             "head": "output",
             "linen": hidden(),
-            "haiku/gru/w_": hidden(Split(1, (512,) * 3, Dims(0, 1))),
-            "equinox/weight": hidden(Split(0, (512,) * 3, OUT_IN)),
+            "nnx/.*kernel|haiku/gru/w_": hidden(Split(1, (n,) * 3, Dims(0, 1))),
+            "equinox/weight": hidden(Split(0, (n,) * 3, OUT_IN)),
         },
     )
 

@@ -1038,7 +1038,7 @@ def detr():
             "blocks": [{n: zeros(32, 32) for n in "qkvo"}] * 2,
         },
         (zeros(2, 16, 12),),
-        {"inp": "input", "query": "vector", "cls|b2": "output", "b1|m1|m2|blocks": hidden()},
+        {"inp": "input", "query": "latents", "cls|b2": "output", "b1|m1|m2|blocks": hidden()},
     )
 
 

@@ -2,11 +2,16 @@
 
 import functools
 import pickle
+import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
+from flax.errors import TraceContextError
 from jax.experimental import pallas as pl
 from optax.contrib import MuonDimensionNumbers
 from use_models import IN_OUT, conv, f32, heads, i32, norm
@@ -258,6 +263,225 @@ def test_leaves_that_are_no_arrays():
         by_use(mlp, MLP, X, rules=["w"])
 
 
+MODULE = eqx.nn.MLP(16, 4, 32, 2, key=jax.random.key(0))
+PARTITION = r"params, static = eqx.partition\(.*eqx.combine\(params, static\)"
+BIND = r"bind it to fn, as in by_use\(functools.partial\(fn, "
+VIEWS = "muon_weight_dimension_numbers"
+
+
+class Stateful(nnx.Module):
+    def __init__(self):
+        self.layer = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.norm(self.layer(x))
+
+
+GRAPH, OF_NNX, REST = nnx.split(Stateful(), nnx.Param, ...)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: by_use(mlp, None, X), r"got None: call by_use\(fn, params, \*inputs\)"),
+        (lambda: by_use(None, MLP, X), r"got None: call by_use\(fn, params, \*inputs\)"),
+        (lambda: by_use(MLP, mlp, X), r"got a dict: call by_use\(fn, params, \*inputs\)"),
+        (lambda: by_use(lambda m, x: m(x[0]), MODULE, X), rf"\.activation must .* {PARTITION}"),
+        (
+            lambda: by_use(lambda m, x: m(x[0]), eqx.filter(MODULE, eqx.is_array), X),
+            rf"by_use: params has None where a module of Equinox has functions: {PARTITION}",
+        ),
+        (
+            lambda: by_use(lambda m, x: m(x), Stateful(), X),
+            r"call by_use.* nnx\.split\(model, nnx\.Param, .* rest as an input.* nnx\.merge\(",
+        ),
+        (
+            lambda: by_use(lambda p, x, _: mlp(p, x), MLP, X, "train"),
+            rf"inputs\[1\] must be an array or the shape of one, got 'train': {BIND}",
+        ),
+        (
+            lambda: by_use(lambda p, x, f: f["f"](mlp(p, x)), MLP, X, {"f": jnp.tanh}),
+            rf"inputs\[1\]\['f'\] must be an array or the shape of one, got .*: {BIND}",
+        ),
+        (
+            lambda: by_use(lambda p, x, train: mlp(p, x) if train else x, MLP, X, True),
+            rf"fn needs the value of inputs\[1\], got True, .*: {BIND}",
+        ),
+        (
+            lambda: by_use(lambda p, x, n: mlp(p, x).reshape(n, -1), MLP, X, 2),
+            rf"fn needs the value of inputs\[1\], got 2, .*: {BIND}",
+        ),
+        (
+            lambda: by_use(lambda p, x: (mlp(p, x), "a"), MLP, X),
+            r"fn must return arrays alone, got 'a' at \[1\]: return the loss or the outputs",
+        ),
+        (lambda: by_use(mlp, MLP, x=X), r"no argument 'x': pass arrays by position, as in by_use"),
+        (lambda: by_use(mlp, MLP, X, rule={}), "no argument 'rule': did you mean 'rules'"),
+        (lambda: by_use(mlp, MLP, X, head_dim=8), "'head_dim': leave out head_dim, which the mod"),
+        (lambda: muon(1e-3, by_use(mlp, MLP, X)), f"what by_use returns: pass {VIEWS}=routes by"),
+        (lambda: muon(1e-3, by_use), rf"by_use itself: pass {VIEWS}=by_use\(loss, params, batch\)"),
+        (
+            lambda: muon(1e-3, muon_weight_dimension_numbers=by_use),
+            rf"by_use itself: pass {VIEWS}=by_use\(loss, params, batch\)$",
+        ),
+        (
+            lambda: muon(1e-3, mask={"w": True}),
+            r"weight_decay_mask=\.\.\.; .* matrices alone.* chain optax.add_decayed_weights\(-",
+        ),
+    ],
+)
+def test_calls_that_are_mended_in_words(call, says):
+    with pytest.raises(TypeError, match=says):
+        call()
+
+
+def test_flags_that_need_no_value_are_inputs():
+    routes = by_use(lambda p, x, scale, on: mlp(p, x) * scale * on, MLP, X, 2, True)
+    assert routes["w"].view == IN_OUT
+
+
+def test_errors_of_data_stay_those_of_jax():
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"inputs\[0\]"):
+        by_use(lambda p, x: mlp(p, x) if x.sum() > 0 else x, MLP, X)
+
+
+def test_state_of_nnx_must_be_an_input():
+    with pytest.raises(TraceContextError, match=r"by_use: .* must be an input: .* nnx\.merge\("):
+        by_use(lambda p, x: nnx.merge(GRAPH, p, REST)(x), OF_NNX, X)
+    routes = by_use(lambda p, rest, x: nnx.merge(GRAPH, p, rest)(x), OF_NNX, REST, X)
+    assert routes["layer/kernel"].role == "output"
+
+
+@pytest.mark.parametrize("returned", [None, (), {"aux": None}])
+def test_a_function_without_outputs(returned):
+    with pytest.raises(ValueError, match=r"fn must return .* of params, got .*: return the loss"):
+        by_use(lambda p, x: returned, MLP, X)
+
+
+def test_paths_that_are_equal():
+    params = {"a/b": f32(16, 32), "a": {"b": f32(32, 7)}}
+    with pytest.raises(ValueError, match="two parameters have the path 'a/b', .*: rename one"):
+        by_use(lambda p, x: jnp.tanh(x @ p["a/b"]) @ p["a"]["b"], params, X)
+
+
+def test_no_parameters():
+    routes = by_use(lambda p, x: x, {}, X)
+    assert routes.parameters == () and routes({}) == {}
+    assert str(routes).endswith("by_role(rules={})")
+    with pytest.raises(ValueError, match=r"the rules \['w'\] match none of the 0 paths"):
+        by_use(lambda p, x: x, {}, X, rules={"w": None})
+
+
+@pytest.mark.parametrize("view", ["muon", True, (0, 1), {"w": None}])
+def test_rules_that_are_no_views(view):
+    says = rf"rules\['w'\] must be .* or None, got {re.escape(repr(view))}: pass MuonDimension"
+    for call in (lambda r: by_use(mlp, MLP, X, rules=r), lambda r: by_role(rules=r)):
+        with pytest.raises(ValueError, match=says):
+            call({"w": view})
+
+
+@pytest.mark.parametrize(
+    ("view", "mend"),
+    [
+        (MuonDimensionNumbers(0, 5), r"name axes in \[-2, 2\)"),
+        (MuonDimensionNumbers((0, 1), 2), r"name axes in \[-2, 2\)"),
+        (Split(1, (8, 8)), "add up to 32"),
+        (Unfold(1, (5, -1)), "multiply to 32"),
+    ],
+)
+def test_rules_that_do_not_fit(view, mend):
+    says = rf"rules\['\^w'\] does not fit w of shape \(32, 32\): {re.escape(str(view))} .*{mend}"
+    with pytest.raises(ValueError, match=says):
+        by_use(mlp, MLP, X, rules={"^w": view})
+
+
+def test_routes_are_like_a_dict_of_paths():
+    routes = by_use(mlp, MLP, X)
+    assert "w" in routes and "b" not in routes
+    assert {*routes} == {*MLP}
+
+
+def test_schedules_that_are_routes():
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), MLP)
+    arguments = {"learning_rate": 0.1, "muon_weight_dimension_numbers": by_use(mlp, MLP, X)}
+    says = r"got one array of shape \(\): pass static_args='muon_weight_dimension_numbers' to"
+    with pytest.raises(ValueError, match=says):
+        optax.inject_hyperparams(muon)(**arguments).init(params)
+    optax.inject_hyperparams(muon, static_args=VIEWS)(**arguments).init(params)
+
+
+def test_one_array_is_a_tree():
+    routes = by_use(lambda w, x: jnp.tanh(x @ w) @ jnp.ones((32, 4)), f32(16, 32), X)
+    assert routes(jnp.ones((16, 32))) == routes[""].view
+
+
+def test_an_update_of_equinox_without_parameters():
+    params, static = eqx.partition(MODULE, eqx.is_inexact_array)
+    routes = by_use(lambda p, x: jax.vmap(eqx.combine(p, static))(x), params, X)
+    optimizer = muon(0.1, muon_weight_dimension_numbers=routes)
+    with pytest.raises(ValueError, match=r"which Equinox leaves .* update\(updates, state, params"):
+        optimizer.update(params, optimizer.init(params))
+
+
+def test_parameters_that_are_alike_share_a_row():
+    def fn(p, x):
+        x = jnp.tanh(x @ p["b"])
+        for name in ("0", "1", "2"):
+            layer = p["layers"][name]
+            x = jnp.tanh(x) + jnp.tanh(x @ layer["up"] + layer["bias"]) @ layer["down"]
+        return jnp.tanh(x @ p["a1"]["c2"] @ p["a3"]["c4"]) @ p["wide"]
+
+    layer = {"up": f32(16, 32), "down": f32(32, 16), "bias": f32(32)}
+    params = {
+        "a1": {"c2": f32(16, 16)},
+        "a3": {"c4": f32(16, 16)},
+        "b": f32(16, 16),
+        "layers": {"0": layer, "1": layer, "2": layer},
+        "wide": f32(16, 3),
+    }
+    routes = by_use(fn, params, X)
+    printed, code = str(routes).split("\n\n")
+    rows = [line.split()[:3] for line in printed.splitlines()[1:]]
+    assert rows == [
+        ["a*/c*", "(2)", "16×16"],
+        ["b", "16×16", "input"],
+        ["layers/{0..2}/bias", "32", "vector"],
+        ["layers/{0..2}/down", "32×16", "hidden"],
+        ["layers/{0..2}/up", "16×32", "hidden"],
+        ["wide", "16×3", "output"],
+    ]
+    names = {"by_role": functools.partial(functools.partial, by_role)}
+    pasted = eval(code, names | {"MuonDimensionNumbers": MuonDimensionNumbers})
+    assert pasted(params) == routes(params)
+
+
+def test_vectors_share_a_row_and_others_do_not():
+    def fn(p, x):
+        x = jnp.tanh(x @ p["in"] + p["first"]["bias"]) * p["mlp"]["bias"] + p["m"]["bias"]
+        return jnp.tanh(x * p["t"]["gain"][0] + p["u"]["gain"][0]) @ p["out"]
+
+    of_each = {"first": 32, "mlp": 32, "m": 32}
+    params = {name: {"bias": f32(n)} for name, n in of_each.items()}
+    params |= {"t": {"gain": f32(2, 32)}, "u": {"gain": f32(2, 32)}}
+    params |= {"in": f32(16, 32), "out": f32(32, 4)}
+    rows = [line.split()[:3] for line in str(by_use(fn, params, X)).splitlines()[1:6]]
+    assert ["*/bias", "(3)", "32"] in rows
+    assert [row[0] for row in rows] == ["*/bias", "in", "out", "t/gain", "u/gain"]
+
+
+def test_numbers_with_gaps():
+    def fn(p, x):
+        x = jnp.tanh(x @ p["in"])
+        for layer in p["layers"].values():
+            x = jnp.tanh(x @ layer)
+        return x @ p["out"]
+
+    layers = {str(i): f32(32, 32) for i in (0, 2, 10)}
+    routes = by_use(fn, {"in": f32(16, 32), "layers": layers, "out": f32(32, 4)}, X)
+    assert "\nlayers/{0,2,10}  32×32  hidden" in str(routes)
+
+
 def test_routes_of_other_parameters():
     routes = by_use(mlp, MLP, X)
     with pytest.raises(ValueError, match=r"by_use saw no parameter 'b' of shape \(2, 2\)"):
@@ -304,8 +528,6 @@ def test_pickles_and_pastes(fn, params):
 
 def test_a_tree_of_views_in_the_shape_of_an_equinox_module():
     """It is callable, as the module is, and still a tree."""
-    import equinox as eqx
-
     module = eqx.nn.MLP(16, 4, 32, 2, key=jax.random.key(0))
     params, static = eqx.partition(module, eqx.is_array)
     routes = by_use(lambda p, x: jax.vmap(eqx.combine(p, static))(x), params, jnp.ones((2, 16)))
@@ -342,6 +564,102 @@ def test_reparametrizations_stay_weights(combine):
     params = {**MLP, "w": f32(3, 32, 32)}
     routes = by_use(lambda p, x: mlp({**p, "w": combine(p["w"])}, x), params, X)
     assert routes["w"].view == MuonDimensionNumbers(1, 2)
+
+
+def kernels_of_a_hypernetwork(p, x):
+    h = jnp.tanh(x @ p["a"])
+    w = (jnp.tanh(x @ p["b"]) @ p["w"]).reshape(4, 32, 8)
+    return jnp.tanh(jnp.einsum("bi,bio->bo", h, w)) @ p["out"]
+
+
+def kernel_of_an_embedding(p, x):
+    w = (p["b"][0] @ p["w"]).reshape(32, 8)
+    return jnp.tanh(jnp.tanh(x @ p["a"]) @ w) @ p["out"]
+
+
+def kernel_on_the_inputs(p, x):
+    w = (jnp.tanh(x @ p["b"]) @ p["w"]).reshape(4, 16, 16)
+    return jnp.tanh(jax.vmap(jnp.dot)(x, w)) @ p["a"][:, :8] @ p["out"]
+
+
+def mixture_of_kernels(p, x):
+    h, gates = jnp.tanh(x @ p["a"]), jax.nn.softmax(x.mean(0) @ p["b"])
+    w = jnp.einsum("n,nio->io", gates, p["w"])
+    return jnp.tanh(h @ w) @ p["out"]
+
+
+def mixture_of_kernels_by_example(p, x):
+    h, gates = jnp.tanh(x @ p["a"]), jax.nn.softmax(x @ p["b"])
+    w = jnp.einsum("bn,nio->bio", gates, p["w"])
+    return jnp.tanh(jax.vmap(jnp.dot)(h, w)) @ p["out"]
+
+
+def mixture_of_convolutions(p, x):
+    gates = jax.nn.softmax(x.mean(0) @ p["b"])
+    y = conv((x @ p["a"])[:, None, None], jnp.einsum("n,nhwio->hwio", gates, p["w"]))
+    return jnp.tanh(y[:, 0, 0]) @ p["out"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "b", "w"),
+    [
+        (kernels_of_a_hypernetwork, (16, 6), (6, 256)),
+        (kernel_of_an_embedding, (5, 6), (6, 256)),
+        (kernel_on_the_inputs, (16, 6), (6, 256)),
+        (mixture_of_kernels, (16, 3), (3, 32, 8)),
+        (mixture_of_kernels_by_example, (16, 3), (3, 32, 8)),
+        (mixture_of_convolutions, (16, 3), (3, 3, 3, 32, 8)),
+    ],
+)
+def test_products_that_make_weights(fn, b, w):
+    params = {"a": f32(16, 32), "b": f32(*b), "w": f32(*w), "out": f32(8, 4)}
+    raises_and_is_mended(fn, params, X, path="w", says="what its product makes is used as weights")
+
+
+def keys_of_one_head(p, x):
+    """Scores of several heads of queries with the keys of one: no weights are made."""
+    q, k, v = heads(x @ p["q"], 4), x @ p["k"], x @ p["v"]
+    y = jnp.einsum("hts,sd->thd", jax.nn.softmax(jnp.einsum("thd,sd->hts", q, k)), v)
+    return y.reshape(4, 32) @ p["o"] @ p["out"]
+
+
+def test_attention_makes_no_weights():
+    params = {"q": f32(16, 32), "k": f32(16, 8), "v": f32(16, 8), "o": f32(32, 64)}
+    routes = by_use(keys_of_one_head, params | {"out": f32(64, 4)}, X)
+    assert [routes[name].view for name in "qkvo"] == [IN_OUT] * 4
+
+
+def scattered(z):
+    values, chosen = jax.lax.top_k(z, 4)
+    return jnp.zeros_like(z).at[jnp.arange(4)[:, None], chosen].set(values)
+
+
+def above_the_least(z):
+    return jnp.where(z >= jax.lax.top_k(z, 4)[0][:, -1:], z, 0)
+
+
+def one_hot_mask(z):
+    return z * jax.nn.one_hot(jax.lax.top_k(z, 4)[1], 64).sum(1)
+
+
+def sorted_threshold(z):
+    return z * (z > jnp.sort(z, -1)[:, -5:-4])
+
+
+@pytest.mark.parametrize("largest", [scattered, above_the_least, one_hot_mask, sorted_threshold])
+def test_the_largest_features_are_no_experts(largest):
+    """As in a sparse autoencoder, whose decoder is a weight with no axis of experts."""
+
+    def fn(p, x):
+        h = jnp.tanh(x @ p["a"])
+        return (h + largest(jax.nn.relu(h @ p["enc"])) @ p["dec"]) @ p["out"]
+
+    params = {"a": f32(16, 32), "enc": f32(32, 64), "dec": f32(64, 32), "out": f32(32, 4)}
+    routes = by_use(fn, params, X)
+    assert [(r.role, r.view) for r in map(routes.__getitem__, ("enc", "dec"))] == [
+        ("hidden", IN_OUT),
+        ("hidden", IN_OUT),
+    ]
 
 
 def test_positions_are_no_modulated_weights():

@@ -5,6 +5,7 @@ import re
 import helpers
 import jax
 import jax.numpy as jnp
+import literature_models  # noqa: F401
 import numpy as np
 import pytest
 import real_language_models  # noqa: F401

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,22 +72,29 @@ def siamese(p, x):
     return (tower(p, x) * tower(p, x[::-1])).sum(-1)
 
 
-def sparse_autoencoder(p, x):
-    h = jnp.tanh(x @ p["a"]) @ p["b"]
-    return jnp.where(h >= jax.lax.top_k(h, 8)[0][..., -1:], h, 0) @ p["c"]
+def latent_attention(p, x):
+    h = jnp.tanh(x @ p["a"])
+    k = h @ p["b"] @ p["c"]
+    return jax.nn.softmax(h @ p["q"] @ k.T) @ k @ p["d"]
 
 
-def hypernetwork(p, x):
-    return x @ (jnp.tanh(x[0] @ p["a"]) @ p["b"]).reshape(8, 4) @ p["c"][:4]
+def rollout(p, x):
+    for _ in range(2):
+        x = x + tower(p, x)[:, :8]
+    return x
+
+
+def frozen_rest(p, x):
+    return tower(p | {"c": jnp.ones((32, 16))}, x)
 
 
 @pytest.mark.parametrize(
     ("fn", "path", "role", "view"),
     [
         (siamese, "c", "output", None),
-        (sparse_autoencoder, "b", "router", None),
         (tower, "b", "hidden", MuonDimensionNumbers(0, 1)),
-        (hypernetwork, "b", "hidden", MuonDimensionNumbers(0, 1)),
+        (frozen_rest, "b", "output", None),
+        (rollout, "c", "hidden", MuonDimensionNumbers(0, 1)),
     ],
 )
 def test_the_limits_are_as_the_page_says(fn, path, role, view):
@@ -97,12 +105,24 @@ def test_the_limits_are_as_the_page_says(fn, path, role, view):
     assert f"`{role}`" in PAGE.partition("## Limits")[2].partition("\n## ")[0]
 
 
-def test_kernels_that_data_mix_are_a_limit():
-    def fn(p, x):
-        h = jnp.tanh(x @ p["a"])
-        kernels = jnp.einsum("be,eio->bio", jax.nn.softmax(h @ p["gate"]), p["experts"])
-        return jnp.tanh(jnp.einsum("bi,bio->bo", h, kernels)) @ p["head"]
-
-    shapes = {"a": (8, 32), "gate": (32, 4), "experts": (4, 32, 16), "head": (16, 3)}
+def test_latent_attention_without_a_norm_is_a_limit():
+    shapes = {"a": (8, 32), "b": (32, 8), "c": (8, 16), "q": (32, 16), "d": (16, 3)}
     params = {name: jnp.ones(shape) for name, shape in shapes.items()}
-    assert by_use(fn, params, jnp.ones((4, 8)))["experts"].view == MuonDimensionNumbers(0, (1, 2))
+    routes = by_use(latent_attention, params, jnp.ones((4, 8)))
+    assert [routes[name].role for name in "bcq"] == ["factor", "factor", "hidden"]
+
+
+def test_the_recipe_for_freezing_takes_modules():
+    """Paths have attributes there in the place of keys."""
+    page = (Path(muon_jax.__file__).parents[1] / "docs" / "parameters.md").read_text()
+    made = {}
+    exec(re.findall(BLOCK, page.partition("## Freezing")[2], re.S | re.M)[0][0], made)
+
+    class Network(eqx.Module):
+        embedding: jax.Array
+        layer_0: eqx.nn.Linear
+        layer_01: eqx.nn.Linear
+
+    linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    labels = made["labels"](Network(jnp.ones((3, 2)), linear, linear))
+    assert jax.tree.leaves(labels) == ["frozen"] * 3 + ["trained"] * 2

@@ -22,8 +22,9 @@ KEY = jax.eval_shape(lambda: jax.random.key(0))
 class Model(NamedTuple):
     """A function, its parameters and inputs, and the answer.
 
-    `expected` has for each regular expression of paths a role, and a view where Muon has it. Each
-    parameter of two axes or more is matched by one, of which the first decides.
+    `expected` has for each regular expression of paths a role, and a view where Muon has it; None
+    is any role that AdamW has. Each parameter of two axes or more is matched by one, of which the
+    first decides.
     """
 
     fn: Callable[..., Any]
@@ -64,6 +65,9 @@ def differences(routed: Any, expected: dict[str, Any]) -> list[str]:
             found += [f"{r.path}: {r.view}"] * (r.view is not None)
             continue
         wanted = expected[pattern]
+        if wanted is None:
+            found += [f"{r.path}: {r.role} {r.view}, not AdamW's"] * (r.view is not None)
+            continue
         if isinstance(wanted, str):
             default = {2: IN_OUT, 4: CONV}.get(len(r.shape)) if wanted == "input" else None
             wanted = (wanted, default)

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
-from muon_jax._by_use.pieces import Axis, Shape, size_of
+from muon_jax._by_use.pieces import Atoms, Shape, size_of
 from muon_jax._matrices.views import Split, Unfold, View
 
 # Contracted (rows), kept (columns), or one matrix for each index.
@@ -62,7 +62,7 @@ def labels_of_parts(
     return [numbers.setdefault(membership, len(numbers)) for membership in memberships]
 
 
-def _indices(atoms: Axis) -> frozenset[int]:
+def _indices(atoms: Atoms) -> frozenset[int]:
     """The indices of an axis that these atoms of it run over."""
     digits = (
         range(a.start, a.start + a.size * a.stride, a.stride) if a.stride else (a.start,)
