@@ -318,7 +318,10 @@ GRAPH, OF_NNX, REST = nnx.split(Stateful(), nnx.Param, ...)
         ),
         (lambda: by_use(mlp, MLP, x=X), r"no argument 'x': pass arrays by position, as in by_use"),
         (lambda: by_use(mlp, MLP, X, rule={}), "no argument 'rule': did you mean 'rules'"),
-        (lambda: by_use(mlp, MLP, X, head_dim=8), "'head_dim': leave out head_dim, which the mod"),
+        (
+            lambda: by_use(mlp, MLP, X, layout="in_out"),
+            "'layout': leave out layout, which the model",
+        ),
         (lambda: muon(1e-3, by_use(mlp, MLP, X)), f"what by_use returns: pass {VIEWS}=routes by"),
         (lambda: muon(1e-3, by_use), rf"by_use itself: pass {VIEWS}=by_use\(loss, params, batch\)"),
         (
