@@ -18,7 +18,7 @@ from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.operand import WholeMatrices
 from muon_jax._iteration.passes import is_tall
 from muon_jax._iteration.recipes import NSCoeffs, canonicalize
-from pallas_kernels._promotion import standard_promotion
+from pallas_kernels.arguments import standard_promotion
 
 
 def _in_words_of_newton_schulz[**P, R](function: Callable[P, R]) -> Callable[P, R]:

@@ -42,7 +42,7 @@ from muon_jax._iteration.precision import Backend, backend_in_force, matmul_prec
 from muon_jax._iteration.quintic import run_quintics
 from muon_jax._iteration.recipes import NSCoeffs, Recipe, resolve_recipe
 from muon_jax._iteration.steps import Schedule
-from pallas_kernels import _device
+from pallas_kernels import device as _device
 
 
 @jax.tree_util.register_pytree_node_class

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from muon_jax._iteration.noise import noise_addend
-from pallas_kernels._chain import Link, syrk_chain
+from pallas_kernels import Link, syrk_chain
 
 
 @dataclasses.dataclass(frozen=True)

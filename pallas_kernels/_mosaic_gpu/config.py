@@ -1,4 +1,7 @@
-"""Tile shapes of the symmetric products' kernel `"mosaic_gpu"`, and the choice among them."""
+"""Tile shapes of the kernels `"mosaic_gpu"`, and models of their times on an H200.
+
+This module imports no back end of Pallas, because the models choose the implementation.
+"""
 
 import dataclasses
 import functools
@@ -7,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from pallas_kernels import _tuning
-from pallas_kernels._mosaic_gpu.work_list import deal_triangles
+from pallas_kernels._mosaic_gpu.work_list import deal_rectangles, deal_triangles
 
 ROWS = 64  # rows of the blocks that are stored, and of a warpgroup's share of a tile
 TILE_K = 64  # columns of A in a step of the ring: 128 bytes, the widest swizzle
@@ -106,6 +109,14 @@ class MosaicSyrkxConfig(RingConfig):
         )
 
 
+class MosaicGemmConfig(RingConfig):
+    """A tile of a product that is not symmetric, whose blocks are stored once."""
+
+    def deal(self, m: int, stacks: tuple[tuple[int, int], ...], num_programs: int) -> np.ndarray:
+        """Returns the work list of `deal_rectangles`."""
+        return deal_rectangles(m, stacks, self.tile_m, self.tile_n, num_programs=num_programs)
+
+
 # The tuner measures these. Rings are as long as fits beside the staging buffers: two for each
 # warpgroup, or one where tiles are in turns and the other warpgroup multiplies meanwhile.
 MOSAIC_SYRKX_CONFIGS = (
@@ -125,10 +136,9 @@ MOSAIC_SYRKX_CONFIGS = (
 def default_mosaic_syrkx_config(
     shape: tuple[int, ...], *, addend: bool, mirrored_on_diagonal: bool = False
 ) -> MosaicSyrkxConfig:
-    """Returns the fastest config for stacks `(batch, m, n)`.
+    """Returns the fastest config for stacks `(batch, m, n)`, as measured or else by the model.
 
-    Measured times decide where there are any, else `predict_syrkx_microseconds`. Narrow tiles take
-    twice as long to compile, so they must be faster by 2%.
+    Narrow tiles take twice as long to compile, so they must be faster by 2%.
     """
     configs = [
         config
@@ -146,15 +156,10 @@ def default_mosaic_syrkx_config(
 def mosaic_syrkx_beats_xla(shape: tuple[int, ...], *, addend: bool) -> bool:
     """Returns whether the model expects the kernel to beat XLA on stacks `(batch, m, n)`.
 
-    Large enough products take XLA the sum of
-
-    - 6.5 µs,
-    - the time of the product at 780 TFLOP/s,
-    - the time to read the operand at 4.8 TB/s.
-
-    The addend takes 2 µs more, and the time to read two matrices and write one at 4.8 TB/s. Among
-    the measured shapes with 64 to 384 rows, the choice is up to 9% slower than the faster one. XLA
-    wins on very wide matrices, whose sums it splits.
+    XLA takes 6.5 µs, the product at 780 TFLOP/s, and reading the operand at 4.8 TB/s; with an
+    addend 2 µs more, and reading two matrices and writing one. Among the measured shapes with 64 to
+    384 rows, the choice is up to 9% slower than the faster one. XLA wins on very wide matrices,
+    whose sums it splits.
     """
     batch, m, n = shape
     xla = 6.5 + 2 * batch * m * m * n / 780e6 + 2 * batch * m * n / 4.8e6
@@ -190,3 +195,45 @@ def predict_syrkx_microseconds(
     power = flops.sum() / 820e6
     num_bytes = 2 * batch * (m * n + (1 + addend) * m * m)
     return 1.5 + max(tiles.sum(axis=0).max() + last, power) + num_bytes / 14e6
+
+
+_MULTIPROCESSOR_FLOPS = 5.6e6  # per µs, as the power limit leaves
+
+MOSAIC_GEMM_CONFIGS = (
+    MosaicGemmConfig(128, 128, 6, in_turns=True),
+    MosaicGemmConfig(128, 192, 4, in_turns=True),
+    MosaicGemmConfig(128, 256, 4),
+)
+
+
+def default_mosaic_gemm_config(
+    shape: tuple[int, ...], n: int, num_programs: int
+) -> MosaicGemmConfig:
+    """Returns the config that is fastest by the model for stacks `(batch, m, k)` and n columns."""
+    return min(
+        MOSAIC_GEMM_CONFIGS,
+        key=lambda config: _predict_gemm_microseconds(shape, n, config, num_programs),
+    )
+
+
+def predict_gemm_efficiency(shape: tuple[int, ...], n: int, num_programs: int) -> float:
+    """Returns the part of the multiprocessors' time that goes into products, by the model."""
+    batch, m, k = shape
+    config = default_mosaic_gemm_config(shape, n, num_programs)
+    products = 2 * batch * m * k * n / _MULTIPROCESSOR_FLOPS / num_programs
+    return products / _predict_gemm_microseconds(shape, n, config, num_programs)
+
+
+def _predict_gemm_microseconds(
+    shape: tuple[int, ...], n: int, config: MosaicGemmConfig, num_programs: int
+) -> float:
+    """Returns the time in µs of the program with the most to do.
+
+    Fitted to measured times from 2048×2048 to 24×2048×8192, in runs at the power limit. Small tiles
+    get their operands from L2 more often. A tile that is not in turns takes 1.2 µs to store.
+    """
+    batch, m, k = shape
+    tiles = batch * -(-m // config.tile_m) * -(-n // config.tile_n)
+    rate = 5.25e6 if config.tile_n == 128 else _MULTIPROCESSOR_FLOPS
+    storing = 0 if config.in_turns else 1.2
+    return -(-tiles // num_programs) * (2 * config.tile_m * config.tile_n * k / rate + storing)

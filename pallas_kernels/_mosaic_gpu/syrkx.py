@@ -1,52 +1,49 @@
-"""Implementation `"mosaic_gpu"`: a Pallas kernel of Hopper's own instructions, TMA and wgmma.
+"""Implementation `"mosaic_gpu"` of symmetric products, by Hopper's own instructions, TMA and wgmma.
 
-This module is the part on the host. `program` and its base, `ring`, run on each multiprocessor.
+The blocks of C come through the ring after the blocks of A and B. Then the sums are scaled, and C
+and the diagonal are added. Each block is rounded and stored twice, the second time transposed,
+through staging buffers of its warpgroup.
+
+Blocks above the diagonal are skipped. Blocks on the diagonal are stored once, so no element of the
+result has two writers. The kernel makes blocks on the diagonal symmetric:
+
+- A·Aᵀ gives symmetric blocks: the elements (i, j) and (j, i) add the same products in the same
+  order.
+- A·Bᵀ does not, so the lower half of the block is mirrored.
 """
 
+import dataclasses
 import functools
 import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _device
-from pallas_kernels._mosaic_gpu.config import (
-    ROWS,
-    TILE_K,
-    MosaicSyrkxConfig,
-    default_mosaic_syrkx_config,
+from pallas_kernels import device
+from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, MosaicSyrkxConfig
+from pallas_kernels._mosaic_gpu.config import default_mosaic_syrkx_config as default_config
+from pallas_kernels._mosaic_gpu.ring import (
+    Ref,
+    SymmetricProgram,
+    Tile,
+    ids,
+    in_stack,
+    launch_ring,
+    store_where,
+    width_of,
 )
-from pallas_kernels._mosaic_gpu.launch import launch_programs
-from pallas_kernels._mosaic_gpu.program import SyrkxProgram
-from pallas_kernels._mosaic_gpu.ring import Ref
-from pallas_kernels._stacked import call_on_stacks, padded, stack_coefficients
-
-
-def unsupported_reason(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> str | None:
-    """Returns why this implementation cannot take `(..., m, n)` operands here, or None."""
-    if a_matrix.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the dtype {a_matrix.dtype} is neither bfloat16 nor float16"
-    if not a_matrix.size:
-        return f"the shape {a_matrix.shape} has no elements"
-    if not _device.is_hopper():
-        return f"the default device, {_device.kind()}, is no Hopper GPU (H100, H200, GH200)"
-    return None
-
-
-def pads_little(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Returns whether this kernel, with padding of `(..., m, n)` operands, beats `"triton"`.
-
-    Measured on an H200. It is faster
-
-    - where m is a multiple of 64, so that the result is not padded;
-    - where rows do not start on 16 bytes (1001×1500: 15.3 µs against 19.0).
-
-    It is slower elsewhere (4000×4000: 137 µs against 117).
-    """
-    *_, m, n = a_matrix.shape
-    return m % 64 == 0 or m % 8 != 0 or n % 8 != 0
+from pallas_kernels._stacked import (
+    call_on_stacks,
+    call_together,
+    ends_of,
+    padded,
+    stack_coefficients,
+)
 
 
 def syrkx(
@@ -63,14 +60,15 @@ def syrkx(
 ) -> tuple[jax.Array, ...]:
     """Computes what `_reference.syrkx` defines, in one launch, also under `vmap`.
 
-    Operands are padded with zeros to multiples of 64, each in a pass of its own.
+    Operands are padded with zeros to multiples of 64, each in a pass of its own. `num_programs` is
+    None for one on each multiprocessor.
     """
     kernel = functools.partial(
         launch_mosaic_syrkx,
         config=config,
         mirrored_on_diagonal=symmetrize_output and b_matrix is not None,
         residual=residual,
-        num_programs=num_programs or _device.num_multiprocessors(),
+        num_programs=num_programs or device.num_multiprocessors(),
         interpret=interpret,
     )
     # A·Aᵀ also passes A twice, so that its program is the one of A·Bᵀ.
@@ -80,6 +78,37 @@ def syrkx(
     stacked = stack_coefficients(coefficients, tuple(batch))
     results = call_on_stacks(kernel, "mosaic_gpu", (a,), (b,), cs, stacked)
     return tuple(out[..., :m, :m] for out in results)
+
+
+def syrk_of_stacks(
+    stacks: Sequence[jax.Array],
+    alpha: float | jax.Array,
+    *,
+    residual: bool,
+    num_programs: int | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[jax.Array, ...]:
+    """Computes what the public `syrk_of_stacks` documents."""
+    num_programs = num_programs or device.num_multiprocessors()
+    options: dict[str, Any] = {
+        "config": None,
+        "residual": residual,
+        "num_programs": num_programs,
+        "interpret": interpret,
+    }
+
+    def together(a: tuple[jax.Array, ...], coefficients: jax.Array) -> tuple[jax.Array, ...]:
+        return launch_mosaic_syrkx(a, a, (), coefficients, mirrored_on_diagonal=False, **options)
+
+    def alone(a: tuple[jax.Array, ...], coefficients: jax.Array) -> tuple[jax.Array, ...]:
+        results = [
+            syrkx(x, None, (), (row[:, 0], row[:, 1]), symmetrize_output=True, **options)
+            for x, row in zip(a, jnp.split(coefficients, ends_of(a)), strict=True)
+        ]
+        return tuple(map(jnp.concatenate, zip(*results, strict=True)))
+
+    coefficients = stack_coefficients((alpha, 0.0), (sum(map(len, stacks)),))
+    return call_together(together, alone, "mosaic_gpu", tuple(stacks), coefficients)
 
 
 # Jitted, so that calls of equal shapes are traced and lowered once.
@@ -107,23 +136,21 @@ def launch_mosaic_syrkx(
     batch, m, dtype = sum(map(len, a)), a[0].shape[1], a[0].dtype
     if config is None:
         mean_n = sum(len(x) * x.shape[-1] for x in a) // batch
-        config = default_mosaic_syrkx_config(
+        config = default_config(
             (batch, m, mean_n), addend=bool(cs), mirrored_on_diagonal=mirrored_on_diagonal
         )
     if mirrored_on_diagonal and config.block_n != ROWS:
         raise ValueError(f"config must have a block_n of {ROWS} for A·Bᵀ, got {config}")
-    work = config.deal(batch, m, num_programs)
-
     program = functools.partial(
         _syrkx_program,
         num_stacks=len(a),
         num_addends=len(cs),
         mirrored_on_diagonal=mirrored_on_diagonal,
     )
-    return launch_programs(
+    return launch_ring(
         program,
         config,
-        work,
+        config.deal(batch, m, num_programs),
         (coefficients, *cs, *a, *b),
         (jax.ShapeDtypeStruct((batch, m, m), dtype),) * (1 + residual),
         b_block=(config.tile_n, TILE_K),
@@ -137,8 +164,154 @@ def launch_mosaic_syrkx(
 
 
 def _syrkx_program(
-    coefficients: Ref, *refs: Ref, num_stacks: int, num_addends: int, **settings: Any
-) -> SyrkxProgram:
+    *refs: Ref, num_stacks: int, num_addends: int, **settings: Any
+) -> "SyrkxProgram":
+    tiles, coefficients, *refs = refs
     ends = itertools.accumulate((num_addends, num_stacks, num_stacks))
-    cs, a, b, outs = (refs[i:j] for i, j in itertools.pairwise((0, *ends, None)))
-    return SyrkxProgram(coefficients=coefficients, a=a, b=b, cs=cs, outs=outs, **settings)
+    cs, a, b, outs = (tuple(refs[i:j]) for i, j in itertools.pairwise((0, *ends, None)))
+    return SyrkxProgram(
+        tiles=tiles, coefficients=coefficients, a=a, b=b, cs=cs, outs=outs, **settings
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyrkxProgram(SymmetricProgram):
+    """A program with its operands and results in global memory, and its staging buffers.
+
+    A and B may be in several stacks `(batch, m, n)`, each with an n of its own.
+    """
+
+    mirrored_on_diagonal: bool
+    coefficients: Ref
+    a: tuple[Ref, ...]
+    b: tuple[Ref, ...]
+    cs: tuple[Ref, ...]
+    outs: tuple[Ref, ...]  # the result, then its residual if wanted
+    out_buffers: Ref
+    mirror_buffers: Ref
+
+    def num_products(self, tile: Tile) -> int | jax.Array:
+        """Returns the number of blocks of the tile's A in a strip of rows."""
+        return width_of(self.a, tile, unit=TILE_K)
+
+    def num_others(self, width: jax.Array) -> jax.Array:
+        """Returns the number of blocks of all C."""
+        return len(self.cs) * pl.cdiv(width, TILE_K)
+
+    def load(self, tile: Tile, width: int) -> None:
+        """Copies A and B, then one C after another, in chunks of TILE_K columns."""
+        tile_m = self.config.tile_m
+
+        def load_factors(number: int, index: jax.Array) -> None:
+            a, b = self.a[number], self.b[number]
+
+            def load(slot: jax.Array, columns: Any) -> None:
+                rows, cols = pl.ds(tile.row, tile_m), pl.ds(tile.col, width)
+                self.copy(tile, slot, a.at[index, rows, columns], self.a_ring.at[slot])
+                strip = self.b_ring.at[slot, pl.ds(0, width)]
+                self.copy(tile, slot, b.at[index, cols, columns], strip)
+
+            self.load_steps(tile, a.shape[-1] // TILE_K, load)
+
+        in_stack(self.a, tile, load_factors)
+        first = tile.step + self.num_products(tile)
+        chunks = itertools.product(self.cs, range(pl.cdiv(width, TILE_K)))
+        for step, (c, i) in enumerate(chunks):
+            slot = self.empty_slot(first + step)
+            columns = pl.ds((lax.div(tile.col, TILE_K) + i) * TILE_K, TILE_K)
+            batch = tile.batch if c.shape[0] > 1 else 0  # one C may serve for all
+            for half in (0, tile_m // 2):
+                source = c.at[batch, pl.ds(tile.row + half, tile_m // 2), columns]
+                self.copy(tile, slot, source, self.a_ring.at[slot, pl.ds(half, tile_m // 2)])
+
+    def b_block(self, slot: jax.Array, width: int) -> Ref:
+        """Returns the block of Bᵀ in a slot."""
+        return self.b_ring.at[slot, pl.ds(0, width)].transpose((1, 0))
+
+    def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
+        """Reads the coefficients, and returns what stores the tile."""
+        coefficients = [self.coefficients[tile.batch, i] for i in range(2 + len(self.cs))]
+        return lambda product: self._store(product, tile, *coefficients)
+
+    def _store(
+        self,
+        product: jax.Array,
+        tile: Tile,
+        alpha: jax.Array,
+        diagonal: jax.Array,
+        *betas: jax.Array,
+    ) -> None:
+        """Finishes, rounds and stores the sums of this warpgroup's rows, block by block."""
+        row_ids, col_ids = ids(ROWS, self.config.block_n)
+        # Without barriers, some configs add the diagonal to α·A·Aᵀ in one instruction, which rounds
+        # once. In other configs sums wait for the buffers.
+        blocks = [
+            (row, col, lax.optimization_barrier(block))
+            for row, col, block in self.blocks(tile, self._sums(product, tile, alpha, betas))
+        ]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def store(i: int, row: jax.Array, col: jax.Array, block: jax.Array) -> None:
+            block = jnp.where(row_ids + row == col_ids + col, block + diagonal, block)
+            below_diagonal = row_ids + row >= col_ids + col
+            for index, out in enumerate(self.outs, i * len(self.outs)):
+                rounded = block.astype(out.dtype)
+                block -= rounded.astype(jnp.float32)
+                direct, mirror = self._stage(rounded, index, below_diagonal)
+                self.copy_out(direct, mirror, out, tile.batch, row, col)
+                plgpu.commit_smem_to_gmem_group()
+
+        for i, (row, col, block) in enumerate(blocks):
+            is_stored = (row < self.outs[0].shape[1]) & (col < row + ROWS)
+            store_where(is_stored, functools.partial(store, i, row, col, block))
+
+    def _stage(self, block: jax.Array, index: int, below_diagonal: jax.Array) -> tuple[Ref, Ref]:
+        """Writes a rounded block and its transpose to buffers, and returns these."""
+        direct = self.free_buffer(self.out_buffers, index)
+        mirror = self.mirror_buffers.at[self.warpgroup, index % self.config.num_buffers]
+        mirror.transpose((1, 0))[...] = block
+        if self.mirrored_on_diagonal:
+            plgpu.commit_smem()  # all threads have written it
+            mirrored = plgpu.load(mirror, layout=plgpu.Layout.WGMMA)
+            block = jnp.where(below_diagonal, block, mirrored)
+        direct[...] = block
+        plgpu.commit_smem()
+        return direct, mirror
+
+    def _sums(
+        self, product: jax.Array, tile: Tile, alpha: jax.Array, betas: tuple[jax.Array, ...]
+    ) -> list[jax.Array]:
+        """Returns α·product + Σ β·C, for each `block_n` columns."""
+        block_n, width = self.config.block_n, product.shape[1]
+        # With the barrier, sums are fused as in the kernel of a chain.
+        sums = [
+            lax.optimization_barrier(alpha * product[:, i : i + block_n])
+            for i in range(0, width, block_n)
+        ]
+        for index, beta in enumerate(betas):
+            for i, c in enumerate(self._blocks_of_c(index, tile, width)):
+                sums[i] += beta * c.astype(jnp.float32)
+        return sums
+
+    def _blocks_of_c(self, index: int, tile: Tile, width: int) -> Iterator[jax.Array]:
+        """Yields the block of the C of that index for each `block_n` columns.
+
+        C comes in chunks of TILE_K columns. Each chunk is read when a block needs it. Where the
+        width is no multiple of TILE_K, tiles start at the start or in the middle of a chunk.
+        """
+        block_n, num_chunks = self.config.block_n, pl.cdiv(width, TILE_K)
+        first_step = tile.step + self.num_products(tile) + index * num_chunks
+
+        @functools.cache
+        def chunk(j: int) -> jax.Array:
+            (values,) = self.take(tile, first_step + j, self.a_ring)
+            return values
+
+        for column in range(0, width, block_n):
+            j, offset = divmod(column, TILE_K)
+            block = chunk(j)[:, offset : offset + block_n]
+            if width % TILE_K:
+                shifted = chunk(j + 1)[:, :block_n] if offset else chunk(j)[:, block_n:]
+                _, col_ids = ids(self.config.rows, block_n)
+                block = jnp.where(col_ids < lax.rem(tile.col, TILE_K), shifted, block)
+            yield block

@@ -25,7 +25,9 @@ def deal_triangles(
     batch: int, m: int, tile_m: int, tile_n: int, *, narrow_tiles: bool, num_programs: int
 ) -> np.ndarray:
     """Deals the lower triangles of `batch` (m, m) results to at most `num_programs` programs."""
-    tiles = _lower_triangles(batch, m, tile_m, tile_n)
+    one = np.pad(lower_triangle(m, tile_m, tile_n), [(0, 0), (1, 1)], constant_values=tile_n)
+    tiles = np.tile(one, (batch, 1))
+    tiles[:, 0] = np.repeat(np.arange(batch), len(one))
     if narrow_tiles:
         tiles = _narrowed(tiles, tile_n, num_programs)
     return _deal(tiles, 4 * tile_m, tile_n, num_programs)
@@ -43,18 +45,9 @@ def deal_chains(
 ) -> np.ndarray:
     """Returns the tiles of all products of `batch` chains of symmetric (m, m) results.
 
-    Tile i is of program i modulo `num_programs`.
-
-    Args:
-        batch, m: the number and the size of the results.
-        tile: the size of the tiles.
-        nums_addends: the number of addends of each product.
-        together: how many matrices go through their chains together.
-        num_programs: the number of programs.
-
-    Returns:
-        Rows of (batch, row, col, product, step), in units of 64 rows and columns. `step` is the
-        number of steps of the program's ring before the tile.
+    `together` matrices go through their chains together. Tile i is of program i modulo
+    `num_programs`. Rows are (batch, row, col, product, step), in units of 64 rows and columns;
+    `step` is the number of steps of the program's ring before the tile.
     """
     one = lower_triangle(m, tile, tile)
     row, col = one.T
@@ -117,14 +110,6 @@ def _deal(tiles: np.ndarray, num_rows: int, tile_n: int, num_programs: int) -> n
     dealt = dealt[: num_rounds * num_programs].reshape(num_rounds, num_programs)
     tiles = np.append(tiles, np.zeros((1, 4), np.int32), axis=0)
     return tiles[np.sort(dealt, axis=0)]  # programs keep to the order of the list
-
-
-def _lower_triangles(batch: int, m: int, tile_m: int, tile_n: int) -> np.ndarray:
-    """Returns the tiles that touch the lower triangles, as rows of (batch, row, col, width)."""
-    one = np.pad(lower_triangle(m, tile_m, tile_n), [(0, 0), (1, 1)], constant_values=tile_n)
-    tiles = np.tile(one, (batch, 1))
-    tiles[:, 0] = np.repeat(np.arange(batch), len(one))
-    return tiles
 
 
 @functools.cache

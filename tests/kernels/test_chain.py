@@ -16,12 +16,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import muon_jax
 from muon_jax._iteration import steps
 from muon_jax._iteration.fitted import SCHEDULES
-from pallas_kernels import syrk_with_residual
-from pallas_kernels._chain import Link, syrk_chain
+from pallas_kernels import Link, syrk_chain, syrk_with_residual
 from pallas_kernels._mosaic_gpu import chain as mosaic_gpu
-from pallas_kernels._mosaic_gpu.chain import LARGE, SMALL, mosaic_syrk_chain
+from pallas_kernels._mosaic_gpu.chain import LARGE, SMALL, ChainProgram
+from pallas_kernels._mosaic_gpu.chain import syrk_chain as mosaic_syrk_chain
 from pallas_kernels._mosaic_gpu.chain_plan import plan_chain
-from pallas_kernels._mosaic_gpu.chain_program import ChainProgram
 from pallas_kernels._mosaic_gpu.small_chain import fits_shared_memory
 from pallas_kernels._mosaic_gpu.work_list import deal_chains, lower_triangle
 

@@ -11,7 +11,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from muon_jax import MuonDimensionNumbers, scale_by_muon
-from pallas_kernels._several_stacks import gemm_of_stacks, syrk_of_stacks
+from pallas_kernels import gemm_of_stacks, syrk_of_stacks
+from pallas_kernels._mosaic_gpu.gemm import gemm_of_stacks as mosaic_gemm_of_stacks
+from pallas_kernels._mosaic_gpu.syrkx import syrk_of_stacks as mosaic_syrk_of_stacks
 
 SHAPES = ((2, 64, 192), (1, 64, 128), (2, 64, 64))
 
@@ -21,8 +23,9 @@ def integers(seed, *shape):
 
 
 def interpreted(function):
+    kernel = mosaic_syrk_of_stacks if function is syrk_of_stacks else mosaic_gemm_of_stacks
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    return functools.partial(function, num_programs=2, interpret=interpret)
+    return functools.partial(kernel, num_programs=2, interpret=interpret)
 
 
 def as_it_is(function):

@@ -1,0 +1,393 @@
+"""Implementation `"triton"`: Pallas kernels lowered through Triton, for NVIDIA GPUs since Ampere.
+
+`syrkx`: one program computes one square tile of the lower triangle and stores it twice: as it is,
+and transposed into the upper triangle. A tile on the diagonal is stored once, so no element of the
+result has two writers. The kernel makes tiles on the diagonal symmetric:
+
+- A·Aᵀ gives symmetric tiles: the elements (i, j) and (j, i) add the same products in the same
+  order.
+- A·Bᵀ does not, so the lower half of the tile is mirrored.
+
+A tiny A·Aᵀ has programs for the tiles above the diagonal, too. Those tiles are mirror images for
+the same reason, and computing them takes less time than transposing.
+
+`gemm`: one program computes one tile. In both kernels sums run over the columns of A in order. So a
+product depends neither on the tile nor on the other matrices of the stack, to the last bit.
+
+JAX has deprecated this lowering, without a date of removal as of 0.12.0. The rest of the package
+imports this module only to dispatch, so it can be deleted whole.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels._stacked import call_on_stacks, stack_coefficients
+
+type GmemRef = Any  # a reference to global memory
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonSyrkxConfig:
+    """Shape of one program: `tile` rows and columns of the result, in steps of `tile_k`."""
+
+    tile: int
+    tile_k: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name in ("tile", "tile_k", "num_warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, got {value}")
+        if min(self.tile, self.tile_k) < 16:
+            raise ValueError(f"tile and tile_k must be at least 16, got {self}")
+
+
+def default_triton_syrkx_config(
+    shape: tuple[int, ...], dtype: jax.typing.DTypeLike
+) -> TritonSyrkxConfig:
+    """Returns the fastest tile shape for `(..., m, n)` operands.
+
+    Fitted to an H200, untuned elsewhere. Each of its 132 multiprocessors runs at a time 4 programs
+    of tile 64, or of tile 128 two with 4 warps or one with 8.
+
+    The small tile wins as long as all programs fit at once. The exception is wide operands that
+    fill the GPU with large tiles, because small tiles read twice as much (2048×8192: 95 µs against
+    87). Of the two large variants the one is chosen whose rounds take less time: 13.2 ns per column
+    of A with 4 warps, 7.5 with 8. Tiny matrices want as many programs as there are multiprocessors,
+    with few steps.
+    """
+    *batch, m, n = shape
+    programs = count_programs(batch, m, tile=128)
+    if jnp.dtype(dtype).itemsize == 4:
+        return TritonSyrkxConfig(tile=64, tile_k=32, num_warps=4, num_stages=3)
+    for tile in (16, 32, 64):
+        if is_tiny(batch, m, tile):
+            tile_k = 64 if n <= 64 else 128
+            num_warps = 2 if (tile, tile_k) == (16, 64) else 4
+            return TritonSyrkxConfig(tile=tile, tile_k=tile_k, num_warps=num_warps, num_stages=4)
+    if m <= 256 and count_programs(batch, m, tile=32) <= 528:
+        return TritonSyrkxConfig(tile=32, tile_k=128, num_warps=4, num_stages=4)
+    if count_programs(batch, m, tile=64) <= 528 and not (n >= 4 * m and programs >= 132):
+        return TritonSyrkxConfig(tile=64, tile_k=64, num_warps=4, num_stages=3)
+    # With 8 warps, a program takes 128 KiB of shared memory.
+    is_hopper = plt.get_gpu_info().compute_capability == 90
+    if is_hopper and 7.5 * pl.cdiv(programs, 132) < 13.2 * pl.cdiv(programs, 264):
+        return TritonSyrkxConfig(tile=128, tile_k=64, num_warps=8, num_stages=4)
+    return TritonSyrkxConfig(tile=128, tile_k=64, num_warps=4, num_stages=3)
+
+
+def is_tiny(batch: Sequence[int], m: int, tile: int) -> bool:
+    """Returns whether programs for both triangles fit at once, one on each multiprocessor.
+
+    On an H200 such programs are faster than half as many that store each tile twice (64×64: 1.15 µs
+    against 1.27, 32×128×128: 2.03 against 2.19). Four times as many programs are slower.
+    """
+    return m <= 128 and count_programs(batch, m, tile, mirrors=False) <= 132
+
+
+def count_programs(batch: Sequence[int], m: int, tile: int, mirrors: bool = True) -> int:
+    """Returns the number of programs: one for each tile that is computed."""
+    across = pl.cdiv(m, tile)
+    return math.prod(batch) * (num_tiles(across) if mirrors else across**2)
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonGemmConfig:
+    """Shape of one program: a `tile_m` × `tile_n` tile of the result, in steps of `tile_k`."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    num_warps: int
+    num_stages: int
+
+
+# In order of their size. Measured on an H200 in 16 bits, untuned elsewhere.
+TRITON_GEMM_CONFIGS = (
+    TritonGemmConfig(32, 32, 64, num_warps=4, num_stages=4),
+    TritonGemmConfig(64, 64, 64, num_warps=4, num_stages=3),
+    TritonGemmConfig(64, 128, 64, num_warps=4, num_stages=3),
+    TritonGemmConfig(128, 128, 64, num_warps=4, num_stages=3),
+)
+
+
+def default_triton_gemm_config(batch: int, m: int, n: int, itemsize: int) -> TritonGemmConfig:
+    """Returns the smallest tile with which an H200 runs all programs at once, or the largest.
+
+    A step has the same number of bytes for all dtypes, so that `num_stages` steps fit in shared
+    memory.
+    """
+
+    def fits(config: TritonGemmConfig) -> bool:
+        return batch * pl.cdiv(m, config.tile_m) * pl.cdiv(n, config.tile_n) <= 132
+
+    config = next(filter(fits, TRITON_GEMM_CONFIGS), TRITON_GEMM_CONFIGS[-1])
+    return dataclasses.replace(config, tile_k=2 * config.tile_k // itemsize)
+
+
+def syrkx(
+    a_matrix: jax.Array,
+    b_matrix: jax.Array | None,
+    c_matrices: tuple[jax.Array, ...],
+    coefficients: tuple[jax.Array, ...],
+    *,
+    symmetrize_output: bool,
+    residual: bool,
+    config: TritonSyrkxConfig | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Computes what `_reference.syrkx` defines, in one launch, also under `vmap`."""
+    kernel = functools.partial(
+        _launch_triton_syrkx,
+        config=config,
+        mirrored_on_diagonal=symmetrize_output and b_matrix is not None,
+        residual=residual,
+        interpret=interpret,
+    )
+    stacked = stack_coefficients(coefficients, a_matrix.shape[:-2])
+    return call_on_stacks(kernel, "triton", a_matrix, b_matrix, c_matrices, stacked)
+
+
+def gemm(
+    a_matrix: jax.Array,
+    b_matrix: jax.Array,
+    *,
+    out_dtype: jnp.dtype,
+    config: TritonGemmConfig | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """A·B, of `(..., m, k)` and `(..., k, n)`, in one launch, also under `vmap`."""
+    kernel = functools.partial(
+        _launch_triton_gemm, out_dtype=out_dtype, config=config, interpret=interpret
+    )
+    (out,) = call_on_stacks(kernel, "triton", a_matrix, b_matrix)
+    return out
+
+
+# Launches are jitted, so that calls of equal shapes are traced and lowered once.
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "mirrored_on_diagonal", "residual", "interpret")
+)
+def _launch_triton_syrkx(
+    a_matrix: jax.Array,
+    b_matrix: jax.Array | None,
+    c_matrices: tuple[jax.Array, ...],
+    coefficients: jax.Array,
+    *,
+    config: TritonSyrkxConfig | None,
+    mirrored_on_diagonal: bool,
+    residual: bool,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """Computes stacks `(batch, m, n)` with coefficients `(batch, number)`."""
+    batch, m, _ = a_matrix.shape
+    config = config or default_triton_syrkx_config(a_matrix.shape, a_matrix.dtype)
+    is_gram = b_matrix is None and not c_matrices
+    mirrors = not (is_gram and is_tiny([batch], m, config.tile))
+    kernel = functools.partial(
+        _triton_syrkx_kernel,
+        config=config,
+        mirrors=mirrors,
+        mirrored_on_diagonal=mirrored_on_diagonal,
+    )
+    out_type = _type_like(a_matrix, (batch, m, m), a_matrix.dtype)
+    num_programs = count_programs([batch], m, config.tile, mirrors)
+    call = _pallas_call(
+        kernel, config, num_programs, (out_type,) * (1 + residual), interpret, "syrkx"
+    )
+    return call(coefficients, a_matrix, b_matrix, c_matrices)
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "config", "interpret"))
+def _launch_triton_gemm(
+    a_matrix: jax.Array,
+    b_matrix: jax.Array,
+    *,
+    out_dtype: jnp.dtype,
+    config: TritonGemmConfig | None,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """Computes stacks `(batch, m, k)` times `(batch, k, n)`."""
+    (batch, m, _), n = a_matrix.shape, b_matrix.shape[-1]
+    config = config or default_triton_gemm_config(batch, m, n, a_matrix.dtype.itemsize)
+    kernel = functools.partial(_triton_gemm_kernel, config=config)
+    out_type = _type_like(a_matrix, (batch, m, n), out_dtype)
+    num_programs = batch * pl.cdiv(m, config.tile_m) * pl.cdiv(n, config.tile_n)
+    call = _pallas_call(kernel, config, num_programs, (out_type,), interpret, "gemm")
+    return call(a_matrix, b_matrix)
+
+
+def _type_like(x: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+    """Returns a type that varies over a mesh as `x` does."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+
+
+def _pallas_call(
+    kernel: Callable[..., None],
+    config: TritonSyrkxConfig | TritonGemmConfig,
+    num_programs: int,
+    out_shape: tuple[jax.ShapeDtypeStruct, ...],
+    interpret: bool,
+    name: str,
+) -> Callable[..., tuple[jax.Array, ...]]:
+    return pl.pallas_call(
+        kernel,
+        grid=(num_programs,),
+        out_shape=out_shape,
+        compiler_params=plt.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name=name,
+    )
+
+
+def _triton_syrkx_kernel(
+    coefficients_gmem: GmemRef,
+    a_gmem: GmemRef,
+    b_gmem: GmemRef | None,
+    c_gmems: tuple[GmemRef, ...],
+    *out_gmems: GmemRef,
+    config: TritonSyrkxConfig,
+    mirrors: bool,
+    mirrored_on_diagonal: bool,
+) -> None:
+    """The body of the kernel: one program's tile, and its mirror image if `mirrors`."""
+    _, m, n = a_gmem.shape
+    tile, tile_k = config.tile, config.tile_k
+    program = pl.program_id(0)
+    tiles_per_matrix = count_programs([], m, tile, mirrors)
+    batch, index = program // tiles_per_matrix, program % tiles_per_matrix
+    if mirrors:
+        tile_row, tile_col = row_col(index)
+    else:
+        tile_row, tile_col = index // pl.cdiv(m, tile), index % pl.cdiv(m, tile)
+    row, col = tile_row * tile, tile_col * tile
+
+    def accumulate(step: jax.Array, accumulator: jax.Array) -> jax.Array:
+        depth = step * tile_k
+        a_tile = GmemBlock(a_gmem, batch, row, depth, (tile, tile_k)).load()
+        b = a_gmem if b_gmem is None else b_gmem
+        b_tile = GmemBlock(b, batch, col, depth, (tile, tile_k)).load()
+        return accumulator + plt.dot(a_tile, b_tile, trans_b=True)
+
+    accumulator = jax.lax.fori_loop(
+        0, pl.cdiv(n, tile_k), accumulate, jnp.zeros((tile, tile), jnp.float32)
+    )
+
+    alpha, diagonal, *betas = (
+        plt.load(coefficients_gmem.at[batch, jnp.int32(i)]) for i in range(2 + len(c_gmems))
+    )
+    total = alpha * accumulator
+    for beta, c_gmem in zip(betas, c_gmems, strict=True):
+        c_tile = GmemBlock(c_gmem, batch, row, col, (tile, tile)).load()
+        total += beta * c_tile.astype(jnp.float32)
+    row_ids, col_ids = (start + jnp.arange(tile) for start in (row, col))
+    total += jnp.where(row_ids[:, None] == col_ids[None, :], diagonal, 0.0)
+    for out_gmem in out_gmems:  # the result, then what its rounding left
+        out = total.astype(out_gmem.dtype)
+        total -= out.astype(jnp.float32)
+        if mirrored_on_diagonal:
+            out = jnp.where(row_ids[:, None] >= col_ids[None, :], out, out.T)
+        GmemBlock(out_gmem, batch, row, col, (tile, tile)).store(out)
+
+        @pl.when(mirrors and tile_row != tile_col)
+        def _(out_gmem: GmemRef = out_gmem, out: jax.Array = out) -> None:
+            GmemBlock(out_gmem, batch, col, row, (tile, tile)).store(out.T)
+
+
+def _triton_gemm_kernel(
+    a_gmem: GmemRef, b_gmem: GmemRef, out_gmem: GmemRef, *, config: TritonGemmConfig
+) -> None:
+    """The body of the kernel: one program's tile."""
+    (_, m, k), n = a_gmem.shape, b_gmem.shape[-1]
+    tiles_m, tiles_n = pl.cdiv(m, config.tile_m), pl.cdiv(n, config.tile_n)
+    program = pl.program_id(0)
+    batch, index = program // (tiles_m * tiles_n), program % (tiles_m * tiles_n)
+    # Programs go down the columns of tiles. The tiles of a column share B, the wider matrix.
+    row, col = index % tiles_m * config.tile_m, index // tiles_m * config.tile_n
+
+    def accumulate(step: jax.Array, accumulator: jax.Array) -> jax.Array:
+        depth = step * config.tile_k
+        a_tile = GmemBlock(a_gmem, batch, row, depth, (config.tile_m, config.tile_k)).load()
+        b_tile = GmemBlock(b_gmem, batch, depth, col, (config.tile_k, config.tile_n)).load()
+        return accumulator + plt.dot(a_tile, b_tile)
+
+    tile = (config.tile_m, config.tile_n)
+    steps = pl.cdiv(k, config.tile_k)
+    total = jax.lax.fori_loop(0, steps, accumulate, jnp.zeros(tile, jnp.float32))
+    GmemBlock(out_gmem, batch, row, col, tile).store(total.astype(out_gmem.dtype))
+
+
+class GmemBlock(NamedTuple):
+    """A block of one matrix of a stack in global memory, which may reach out of bounds.
+
+    A stack of one matrix has that matrix at every index.
+    """
+
+    gmem: GmemRef
+    batch: jax.Array
+    row: jax.Array
+    col: jax.Array
+    shape: tuple[int, int]
+
+    def load(self) -> jax.Array:
+        """Returns the block, with zeros where it is out of bounds."""
+        mask = self._mask()
+        return plt.load(self._ref(), mask=mask, other=None if mask is None else 0.0)
+
+    def store(self, values: jax.Array) -> None:
+        """Writes the part of the block that is within bounds."""
+        plt.store(self._ref(), values, mask=self._mask())
+
+    def _ref(self) -> GmemRef:
+        batch = self.batch if self.gmem.shape[0] > 1 else jnp.int32(0)
+        rows, cols = map(pl.ds, (self.row, self.col), self.shape)
+        return self.gmem.at[batch, rows, cols]
+
+    def _mask(self) -> jax.Array | None:
+        """Returns where the block is within bounds, or None where every block is."""
+        _, m, n = self.gmem.shape
+        if m % self.shape[0] == 0 and n % self.shape[1] == 0:
+            return None
+        row_ids, col_ids = map(operator.add, (self.row, self.col), map(jnp.arange, self.shape))
+        return (row_ids < m)[:, None] & (col_ids < n)[None, :]
+
+
+# Tiles of the lower triangle are numbered row by row, the diagonal included:
+#
+#     row 0 |  0
+#     row 1 |  1  2
+#     row 2 |  3  4  5
+#           +---------
+#        col   0  1  2
+
+
+def num_tiles(rows: int) -> int:
+    """Returns how many tiles the lower triangle of a `rows` × `rows` grid of tiles has."""
+    return rows * (rows + 1) // 2
+
+
+def row_col(tile_id: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the (row, col) of an int32 tile id, for ids below 2²⁷.
+
+    `row` is the largest r with r(r + 1)/2 ≤ id. The float32 root can be one off on either side
+    of a row's first id, never more. Two integer comparisons correct it.
+    """
+    row = ((jnp.sqrt(8.0 * tile_id.astype(jnp.float32) + 1.0) - 1.0) * 0.5).astype(jnp.int32)
+    row = jnp.where(row * (row + 1) // 2 > tile_id, row - 1, row)
+    row = jnp.where((row + 1) * (row + 2) // 2 <= tile_id, row + 1, row)
+    return row, tile_id - row * (row + 1) // 2
