@@ -15,21 +15,6 @@ and `gemm_of_stacks`. Public, too, are the modules `arguments` and `device`, whi
 and the command `python -m pallas_kernels.tune`.
 
 Pallas' back ends are imported when a kernel is first chosen.
-
-=============  ======================================================
-module         what it holds
-=============  ======================================================
-`_products`    the public products: checks, choice, call
-`_selection`   the choice of an implementation
-`_tuning`      tables of measured times: `tuned/*.json`
-`_reference`   the implementation `"xla"`, which is the specification
-`_triton`      the kernels of `"triton"`
-`_mosaic_gpu`  the kernels of `"mosaic_gpu"`
-`_stacked`     what all kernels share: batches, `vmap`, no derivative
-`_lowered`     lowered kernels that are kept
-`arguments`    checks of arguments, and the promotion of dtypes
-`device`       the device that functions are traced for
-=============  ======================================================
 """
 
 from pallas_kernels._products import (

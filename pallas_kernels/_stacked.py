@@ -1,5 +1,6 @@
 """What the kernels have in common: they run on stacks, also under `vmap`, without derivatives."""
 
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -72,6 +73,16 @@ def with_rules(function: Function, implementation: str, under_vmap: Function) ->
         )
 
     return undifferentiable
+
+
+def jitted[F: Callable[..., Any]](launch: F) -> F:
+    """Jits a launch, so that calls of equal shapes are traced and lowered once.
+
+    Its arguments by name are static.
+    """
+    parameters = inspect.signature(launch).parameters.values()
+    static = [x.name for x in parameters if x.kind is inspect.Parameter.KEYWORD_ONLY]
+    return jax.jit(launch, static_argnames=static)  # pyright: ignore[reportReturnType]
 
 
 def padded(x: jax.Array) -> jax.Array:

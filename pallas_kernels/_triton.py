@@ -21,16 +21,15 @@ imports this module only to dispatch, so it can be deleted whole.
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels._stacked import call_on_stacks, stack_coefficients
+from pallas_kernels._stacked import call_on_stacks, jitted, stack_coefficients
 
 type GmemRef = Any  # a reference to global memory
 
@@ -143,54 +142,39 @@ def syrkx(
     coefficients: tuple[jax.Array, ...],
     *,
     symmetrize_output: bool,
-    residual: bool,
-    config: TritonSyrkxConfig | None = None,
-    interpret: bool = False,
+    **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """Computes what `_reference.syrkx` defines, in one launch, also under `vmap`."""
-    kernel = functools.partial(
-        _launch_triton_syrkx,
-        config=config,
-        mirrored_on_diagonal=symmetrize_output and b_matrix is not None,
-        residual=residual,
-        interpret=interpret,
-    )
+    """Computes what `_reference.syrkx` defines, in one launch, also under `vmap`.
+
+    Options are those of `_launch_triton_syrkx`.
+    """
+    options["mirrored_on_diagonal"] = symmetrize_output and b_matrix is not None
+    kernel = functools.partial(_launch_triton_syrkx, **options)
     stacked = stack_coefficients(coefficients, a_matrix.shape[:-2])
     return call_on_stacks(kernel, "triton", a_matrix, b_matrix, c_matrices, stacked)
 
 
-def gemm(
-    a_matrix: jax.Array,
-    b_matrix: jax.Array,
-    *,
-    out_dtype: jnp.dtype,
-    config: TritonGemmConfig | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """A·B, of `(..., m, k)` and `(..., k, n)`, in one launch, also under `vmap`."""
-    kernel = functools.partial(
-        _launch_triton_gemm, out_dtype=out_dtype, config=config, interpret=interpret
-    )
+def gemm(a_matrix: jax.Array, b_matrix: jax.Array, **options: Any) -> jax.Array:
+    """A·B, of `(..., m, k)` and `(..., k, n)`, in one launch, also under `vmap`.
+
+    Options are those of `_launch_triton_gemm`.
+    """
+    kernel = functools.partial(_launch_triton_gemm, **options)
     (out,) = call_on_stacks(kernel, "triton", a_matrix, b_matrix)
     return out
 
 
-# Launches are jitted, so that calls of equal shapes are traced and lowered once.
-
-
-@functools.partial(
-    jax.jit, static_argnames=("config", "mirrored_on_diagonal", "residual", "interpret")
-)
+@jitted
 def _launch_triton_syrkx(
     a_matrix: jax.Array,
     b_matrix: jax.Array | None,
     c_matrices: tuple[jax.Array, ...],
     coefficients: jax.Array,
     *,
-    config: TritonSyrkxConfig | None,
     mirrored_on_diagonal: bool,
     residual: bool,
-    interpret: bool,
+    config: TritonSyrkxConfig | None = None,
+    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Computes stacks `(batch, m, n)` with coefficients `(batch, number)`."""
     batch, m, _ = a_matrix.shape
@@ -203,22 +187,20 @@ def _launch_triton_syrkx(
         mirrors=mirrors,
         mirrored_on_diagonal=mirrored_on_diagonal,
     )
-    out_type = _type_like(a_matrix, (batch, m, m), a_matrix.dtype)
+    out_types = (_type_like(a_matrix, (batch, m, m), a_matrix.dtype),) * (1 + residual)
     num_programs = count_programs([batch], m, config.tile, mirrors)
-    call = _pallas_call(
-        kernel, config, num_programs, (out_type,) * (1 + residual), interpret, "syrkx"
-    )
+    call = _pallas_call(kernel, config, num_programs, out_types, interpret, "syrkx")
     return call(coefficients, a_matrix, b_matrix, c_matrices)
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "config", "interpret"))
+@jitted
 def _launch_triton_gemm(
     a_matrix: jax.Array,
     b_matrix: jax.Array,
     *,
     out_dtype: jnp.dtype,
-    config: TritonGemmConfig | None,
-    interpret: bool,
+    config: TritonGemmConfig | None = None,
+    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Computes stacks `(batch, m, k)` times `(batch, k, n)`."""
     (batch, m, _), n = a_matrix.shape, b_matrix.shape[-1]
@@ -243,13 +225,12 @@ def _pallas_call(
     interpret: bool,
     name: str,
 ) -> Callable[..., tuple[jax.Array, ...]]:
+    params = plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
     return pl.pallas_call(
         kernel,
         grid=(num_programs,),
         out_shape=out_shape,
-        compiler_params=plt.CompilerParams(
-            num_warps=config.num_warps, num_stages=config.num_stages
-        ),
+        compiler_params=params,
         interpret=interpret,
         name=name,
     )
@@ -279,21 +260,19 @@ def _triton_syrkx_kernel(
 
     def accumulate(step: jax.Array, accumulator: jax.Array) -> jax.Array:
         depth = step * tile_k
-        a_tile = GmemBlock(a_gmem, batch, row, depth, (tile, tile_k)).load()
+        a_tile = _load(a_gmem, batch, row, depth, (tile, tile_k))
         b = a_gmem if b_gmem is None else b_gmem
-        b_tile = GmemBlock(b, batch, col, depth, (tile, tile_k)).load()
+        b_tile = _load(b, batch, col, depth, (tile, tile_k))
         return accumulator + plt.dot(a_tile, b_tile, trans_b=True)
 
-    accumulator = jax.lax.fori_loop(
-        0, pl.cdiv(n, tile_k), accumulate, jnp.zeros((tile, tile), jnp.float32)
-    )
-
+    zeros = jnp.zeros((tile, tile), jnp.float32)
+    accumulator = jax.lax.fori_loop(0, pl.cdiv(n, tile_k), accumulate, zeros)
     alpha, diagonal, *betas = (
         plt.load(coefficients_gmem.at[batch, jnp.int32(i)]) for i in range(2 + len(c_gmems))
     )
     total = alpha * accumulator
     for beta, c_gmem in zip(betas, c_gmems, strict=True):
-        c_tile = GmemBlock(c_gmem, batch, row, col, (tile, tile)).load()
+        c_tile = _load(c_gmem, batch, row, col, (tile, tile))
         total += beta * c_tile.astype(jnp.float32)
     row_ids, col_ids = (start + jnp.arange(tile) for start in (row, col))
     total += jnp.where(row_ids[:, None] == col_ids[None, :], diagonal, 0.0)
@@ -302,11 +281,9 @@ def _triton_syrkx_kernel(
         total -= out.astype(jnp.float32)
         if mirrored_on_diagonal:
             out = jnp.where(row_ids[:, None] >= col_ids[None, :], out, out.T)
-        GmemBlock(out_gmem, batch, row, col, (tile, tile)).store(out)
-
-        @pl.when(mirrors and tile_row != tile_col)
-        def _(out_gmem: GmemRef = out_gmem, out: jax.Array = out) -> None:
-            GmemBlock(out_gmem, batch, col, row, (tile, tile)).store(out.T)
+        _store(out_gmem, batch, row, col, out)
+        mirror = functools.partial(_store_transposed, out_gmem, batch, col, row, out)
+        pl.when(mirrors and tile_row != tile_col)(mirror)
 
 
 def _triton_gemm_kernel(
@@ -322,58 +299,47 @@ def _triton_gemm_kernel(
 
     def accumulate(step: jax.Array, accumulator: jax.Array) -> jax.Array:
         depth = step * config.tile_k
-        a_tile = GmemBlock(a_gmem, batch, row, depth, (config.tile_m, config.tile_k)).load()
-        b_tile = GmemBlock(b_gmem, batch, depth, col, (config.tile_k, config.tile_n)).load()
+        a_tile = _load(a_gmem, batch, row, depth, (config.tile_m, config.tile_k))
+        b_tile = _load(b_gmem, batch, depth, col, (config.tile_k, config.tile_n))
         return accumulator + plt.dot(a_tile, b_tile)
 
     tile = (config.tile_m, config.tile_n)
     steps = pl.cdiv(k, config.tile_k)
     total = jax.lax.fori_loop(0, steps, accumulate, jnp.zeros(tile, jnp.float32))
-    GmemBlock(out_gmem, batch, row, col, tile).store(total.astype(out_gmem.dtype))
+    _store(out_gmem, batch, row, col, total.astype(out_gmem.dtype))
 
 
-class GmemBlock(NamedTuple):
-    """A block of one matrix of a stack in global memory, which may reach out of bounds.
+def _load(gmem: GmemRef, batch: jax.Array, *place: Any) -> jax.Array:
+    """Returns a block, with zeros where it is out of bounds."""
+    ref, mask = _block(gmem, batch, *place)
+    return plt.load(ref, mask=mask, other=None if mask is None else 0.0)
+
+
+def _store(gmem: GmemRef, batch: jax.Array, row: jax.Array, col: jax.Array, out: jax.Array) -> None:
+    """Writes the part of a block that is within bounds."""
+    ref, mask = _block(gmem, batch, row, col, out.shape)
+    plt.store(ref, out, mask=mask)
+
+
+def _store_transposed(gmem: GmemRef, *place: jax.Array) -> None:
+    *place, out = place
+    _store(gmem, *place, out.T)
+
+
+def _block(
+    gmem: GmemRef, batch: jax.Array, row: jax.Array, col: jax.Array, shape: tuple[int, ...]
+) -> tuple[GmemRef, jax.Array | None]:
+    """Returns a block of a matrix, and where it is within bounds; None where every block is.
 
     A stack of one matrix has that matrix at every index.
     """
-
-    gmem: GmemRef
-    batch: jax.Array
-    row: jax.Array
-    col: jax.Array
-    shape: tuple[int, int]
-
-    def load(self) -> jax.Array:
-        """Returns the block, with zeros where it is out of bounds."""
-        mask = self._mask()
-        return plt.load(self._ref(), mask=mask, other=None if mask is None else 0.0)
-
-    def store(self, values: jax.Array) -> None:
-        """Writes the part of the block that is within bounds."""
-        plt.store(self._ref(), values, mask=self._mask())
-
-    def _ref(self) -> GmemRef:
-        batch = self.batch if self.gmem.shape[0] > 1 else jnp.int32(0)
-        rows, cols = map(pl.ds, (self.row, self.col), self.shape)
-        return self.gmem.at[batch, rows, cols]
-
-    def _mask(self) -> jax.Array | None:
-        """Returns where the block is within bounds, or None where every block is."""
-        _, m, n = self.gmem.shape
-        if m % self.shape[0] == 0 and n % self.shape[1] == 0:
-            return None
-        row_ids, col_ids = map(operator.add, (self.row, self.col), map(jnp.arange, self.shape))
-        return (row_ids < m)[:, None] & (col_ids < n)[None, :]
-
-
-# Tiles of the lower triangle are numbered row by row, the diagonal included:
-#
-#     row 0 |  0
-#     row 1 |  1  2
-#     row 2 |  3  4  5
-#           +---------
-#        col   0  1  2
+    (number, m, n), (rows, cols) = gmem.shape, shape
+    batch = batch if number > 1 else jnp.int32(0)
+    ref = gmem.at[batch, pl.ds(row, rows), pl.ds(col, cols)]
+    if m % rows == 0 and n % cols == 0:
+        return ref, None
+    row_ids, col_ids = row + jnp.arange(rows), col + jnp.arange(cols)
+    return ref, (row_ids < m)[:, None] & (col_ids < n)[None, :]
 
 
 def num_tiles(rows: int) -> int:
@@ -382,7 +348,7 @@ def num_tiles(rows: int) -> int:
 
 
 def row_col(tile_id: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the (row, col) of an int32 tile id, for ids below 2²⁷.
+    """Returns the (row, col) of an int32 tile id, for ids below 2²⁷: row by row from (0, 0).
 
     `row` is the largest r with r(r + 1)/2 ≤ id. The float32 root can be one off on either side
     of a row's first id, never more. Two integer comparisons correct it.

@@ -23,16 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
-from pallas_kernels._mosaic_gpu.chain_plan import (
-    ADDENDS,
-    COUNT,
-    FACTOR,
-    RESIDUAL,
-    RESULT,
-    Structure,
-    pick,
-    plan_chain,
-)
+from pallas_kernels._mosaic_gpu.chain_plan import Column, Structure, pick, plan_chain
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, RingConfig
 from pallas_kernels._mosaic_gpu.ring import (
     Ref,
@@ -44,7 +35,7 @@ from pallas_kernels._mosaic_gpu.ring import (
 )
 from pallas_kernels._mosaic_gpu.small_chain import fits_shared_memory, launch_small_chain
 from pallas_kernels._mosaic_gpu.work_list import deal_chains, lower_triangle
-from pallas_kernels._stacked import call_on_stacks, stack_coefficients
+from pallas_kernels._stacked import call_on_stacks, jitted, stack_coefficients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +70,8 @@ def fastest_chain_config(batch: int, m: int, num_programs: int | None = None) ->
 def num_together(num_tiles: int, num_programs: int) -> int:
     """Returns how many matrices go through their chains together.
 
-    Their tiles fill all programs more than twice. So programs have tiles of others while they wait
-    for the results of one. More matrices would not stay in the L2 cache.
+    Their tiles fill all programs more than twice, so that programs have tiles of others while they
+    wait for the results of one. More matrices would not stay in the L2 cache.
     """
     return 1 + -(-2 * num_programs // num_tiles)
 
@@ -94,79 +85,62 @@ def syrk_chain(
     structure: Structure,
     coefficients: Sequence[tuple[float | jax.Array, ...]],
     *,
-    config: ChainConfig | None = None,
     num_programs: int | None = None,
-    interpret: plgpu.InterpretGPUParams | None = None,
-    program_type: "type[ChainProgram] | None" = None,
+    **options: Any,
 ) -> jax.Array:
     """Computes what the public `syrk_chain` documents, in one launch, also under `vmap`.
 
     `coefficients` are alpha, the diagonal, and a beta for each addend, for each product. Without a
-    config, programs hold the whole chain of a matrix in shared memory where it fits.
+    config, programs hold the whole chain of a matrix in shared memory where it fits. Options are
+    those of `launch_chain`.
     """
     first, *others = inputs
     batch = first.shape[:-2]
     width = 2 + max(len(addends) for addends, _ in structure)
     flat = [c for row in coefficients for c in (*row, *[0.0] * (width - len(row)))]
-    if config is None and fits_shared_memory(first.shape[-1], structure, len(inputs)):
-        kernel = launch_small_chain
-    else:
-        program_type = program_type or ChainProgram
-        kernel = functools.partial(launch_chain, config=config, program_type=program_type)
-    kernel = functools.partial(
-        kernel,
-        structure=structure,
-        num_programs=num_programs or device.num_multiprocessors(),
-        interpret=interpret,
-    )
+    fits = fits_shared_memory(first.shape[-1], structure, len(inputs))
+    kernel = launch_chain if "config" in options or not fits else launch_small_chain
+    options |= {"num_programs": num_programs or device.num_multiprocessors()}
+    kernel = functools.partial(kernel, structure=structure, **options)
     others = [c if c.ndim == first.ndim else c.reshape(*[1] * len(batch), *c.shape) for c in others]
     stacked = stack_coefficients(tuple(flat), batch).reshape(*batch, len(structure), width)
     (out,) = call_on_stacks(kernel, "mosaic_gpu", first, tuple(others), stacked)
     return out
 
 
-# Jitted, so that calls of equal shapes are traced and lowered once.
-@functools.partial(
-    jax.jit, static_argnames=("structure", "config", "num_programs", "interpret", "program_type")
-)
+@jitted
 def launch_chain(
     first: jax.Array,
     others: tuple[jax.Array, ...],
     coefficients: jax.Array,
     *,
     structure: Structure,
-    config: ChainConfig | None,
     num_programs: int,
-    interpret: plgpu.InterpretGPUParams | None,
-    program_type: "type[ChainProgram]",
+    config: ChainConfig | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+    program_type: "type[ChainProgram] | None" = None,
 ) -> tuple[jax.Array, ...]:
     """Computes stacks `(batch, m, m)`, with coefficients `(batch, products, number)`."""
-    (batch, m, _), dtype = first.shape, first.dtype
+    batch, m, _ = first.shape
     config = config or fastest_chain_config(batch, m, num_programs) or SMALL
-    num_tiles, nums_addends = _num_tiles(m, config), tuple(len(cs) for cs, _ in structure)
+    num_tiles = _num_tiles(m, config)
     num_programs = min(num_programs, batch * num_tiles)
     together = min(batch, num_together(num_tiles, num_programs))
+    sizes = {"together": together, "num_programs": num_programs}
     plan, num_places = plan_chain(structure, 1 + len(others))
+    nums_addends = tuple(len(addends) for addends, _ in structure)
     program = functools.partial(
-        _chain_program,
-        program_type=program_type,
-        widths=(config.tile_n,),
-        num_programs=num_programs,
-        num_tiles=num_tiles,
-        together=together,
-        num_counters=batch * len(structure),
+        program_type or ChainProgram, widths=(config.tile_n,), num_tiles=num_tiles, **sizes
     )
     _, out = launch_ring(
         program,
-        config,
-        deal_chains(
-            batch, m, config.tile_m, nums_addends, together=together, num_programs=num_programs
+        {"coefficients": coefficients, "plan": plan, "inputs": (first, *others)},
+        tuple(
+            jax.ShapeDtypeStruct((number, m, m), first.dtype)
+            for number in (num_places * together, batch)
         ),
-        (coefficients, plan, first, *others),
-        (
-            jax.ShapeDtypeStruct((num_places * together, m, m), dtype),
-            jax.ShapeDtypeStruct((batch, m, m), dtype),
-        ),
+        config=config,
+        tiles=deal_chains(batch, m, config.tile_m, nums_addends, **sizes),
         num_programs=num_programs,
         b_block=(config.tile_n, TILE_K),
         buffers={"buffers": (2 * ROWS, TILE_K)},
@@ -176,53 +150,33 @@ def launch_chain(
     return (out,)
 
 
-def _chain_program(
-    *refs: Ref, program_type: "type[ChainProgram]", num_counters: int, **settings: Any
-) -> "ChainProgram":
-    tiles, coefficients, plan, *inputs, terms, out = refs
-    return program_type(
-        tiles=tiles,
-        coefficients=coefficients,
-        plan=plan,
-        inputs=tuple(inputs),
-        terms=terms,
-        out=out,
-        counters=program_type.make_counters(num_counters),
-        **settings,
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChainProgram(SymmetricProgram):
     """A program of chains.
 
-    A source is the number of an input, or the number of inputs plus the number of a place in
-    `terms`.
-
-    Attributes:
-        num_programs: how many programs there are.
-        num_tiles: how many tiles a result has.
-        together: how many matrices go through their chains together. Each next matrix has the
-            places of the one so many before.
-        plan: of `plan_chain`.
-        coefficients: alpha, the diagonal and all beta; shape `(batch, products, 2 + addends)`.
-        inputs: stacks `(batch, m, m)` or `(1, m, m)`. The first one is a factor.
-        terms: the results that later products read, `(places · together, m, m)`.
-        out: the last result.
-        counters: a semaphore for each matrix and product.
-        buffers: where blocks of the result and their transposes are stored from.
+    A source is the number of an input, or the number of inputs plus the number of a place. Results
+    are the places, each `(together, m, m)` of `(places · together, m, m)`, and the last product.
     """
 
     num_programs: int
-    num_tiles: int
-    together: int
-    plan: Ref
-    coefficients: Ref
-    inputs: tuple[Ref, ...]
-    terms: Ref
-    out: Ref
-    counters: Ref
-    buffers: Ref
+    num_tiles: int  # of a result
+    together: int  # matrices; each next one has the places of the one so many before
+    plan: Ref  # of `plan_chain`
+    coefficients: Ref  # alpha, the diagonal and all beta; `(batch, products, 2 + addends)`
+    inputs: tuple[Ref, ...]  # `(batch, m, m)` or `(1, m, m)`; the first one is a factor
+    buffers: Ref  # of blocks and their transposes
+    counters: Ref = None  # a semaphore for each matrix and product, shared by all programs
+
+    def run(self) -> None:
+        """Does this warpgroup's work, with counters that begin at 0."""
+        number = self.out.shape[0] * self.plan.shape[0]
+        counters = pl.get_global(plgpu.SemaphoreType.REGULAR((number,)))
+        SymmetricProgram.run(dataclasses.replace(self, counters=counters))
+
+    @property
+    def out(self) -> Ref:
+        """The last product."""
+        return self.outs[1]
 
     def num_products(self, tile: Tile | None = None) -> int:
         """Returns the number of blocks of the factor in a strip of rows, the same in all tiles."""
@@ -230,11 +184,7 @@ class ChainProgram(SymmetricProgram):
         return self.out.shape[-1] // TILE_K
 
     def visit_tiles(self, visit: Callable[[Tile, int], None]) -> jax.Array:
-        """Calls `visit(tile, width)` for each tile, or for those of this warpgroup's turns.
-
-        Returns:
-            The number of steps of the ring.
-        """
+        """Visits each tile, or those of this warpgroup's turns; returns the ring's steps."""
         turns = self.config.num_turns
         is_producer = self.warpgroup == self.config.num_warpgroups
         first = jnp.where(is_producer | (turns == 1), 0, self.warpgroup)
@@ -255,12 +205,7 @@ class ChainProgram(SymmetricProgram):
 
         lax.fori_loop(0, lax.div(count - first + stride - 1, stride), visit_one, read(first))
         *_, product, step = read(count - 1)
-        return step + self.num_products() + self.plan[product, COUNT]
-
-    @staticmethod
-    def make_counters(number: int) -> Ref:
-        """Returns that many counters, all 0, that all programs share."""
-        return pl.get_global(plgpu.SemaphoreType.REGULAR((number,)))
+        return step + self.num_products() + self.plan[product, Column.COUNT]
 
     def _counter(self, batch: jax.Array, product: jax.Array | int) -> Ref:
         return self.counters.at[batch * self.plan.shape[0] + product]
@@ -274,15 +219,9 @@ class ChainProgram(SymmetricProgram):
         is_first = tile.product == 0
         batch = jnp.where(is_first, tile.batch - self.together, tile.batch)
         product = jnp.where(is_first, last, tile.product - 1)
-
-        @pl.when(batch >= 0)
-        def _() -> None:
-            plgpu.semaphore_wait(
-                self._counter(batch, product),
-                self.num_tiles * self.config.tile_m // self.config.rows,
-                decrement=False,
-                memory_scope="gpu",
-            )
+        num_parts = self.num_tiles * self.config.tile_m // self.config.rows
+        wait = functools.partial(plgpu.semaphore_wait, decrement=False, memory_scope="gpu")
+        pl.when(batch >= 0)(lambda: wait(self._counter(batch, product), num_parts))
 
     def count(self, tile: Tile) -> None:
         """Counts this warpgroup's part of the tile as stored."""
@@ -292,14 +231,18 @@ class ChainProgram(SymmetricProgram):
         """Waits for the result before, and copies its strips and then the addends' tiles."""
         self.wait_for_result_before(tile)
         load_factors = functools.partial(self._load_factors, tile, width)
-        self._with_matrix(self.plan[tile.product, FACTOR], tile, load_factors, self.inputs[:1])
+        self._with_matrix(
+            self.plan[tile.product, Column.FACTOR], tile, load_factors, self.inputs[:1]
+        )
 
         def load_addend(number: jax.Array, _: None) -> None:
             slot = self.empty_slot(tile.step + self.num_products() + number)
             load = functools.partial(self._load_addend, tile, slot)
-            self._with_matrix(self.plan[tile.product, ADDENDS + number], tile, load, self.inputs)
+            self._with_matrix(
+                self.plan[tile.product, Column.ADDENDS + number], tile, load, self.inputs
+            )
 
-        lax.fori_loop(0, self.plan[tile.product, COUNT], load_addend, None)
+        lax.fori_loop(0, self.plan[tile.product, Column.COUNT], load_addend, None)
 
     def _with_matrix(
         self,
@@ -313,7 +256,7 @@ class ChainProgram(SymmetricProgram):
             index = tile.batch if stack.shape[0] > 1 else 0
             pl.when(source == number)(functools.partial(function, stack, index))
         place = source - len(self.inputs)
-        pl.when(place >= 0)(functools.partial(function, self.terms, self._term(place, tile)))
+        pl.when(place >= 0)(functools.partial(function, self.outs[0], self._term(place, tile)))
 
     def _term(self, place: jax.Array, tile: Tile) -> jax.Array:
         """Returns the index among `terms` of the tile's matrix in a place."""
@@ -328,15 +271,16 @@ class ChainProgram(SymmetricProgram):
                 source = stack.at[index, pl.ds(row + first, size), columns]
                 self.copy(tile, slot, source, ring.at[slot, pl.ds(first, size)])
 
-            @pl.when(_is_diagonal(tile))
-            def _() -> None:
+            def copy_one_strip() -> None:
                 copy(self.a_ring, tile.row, 0, tile_m // 2)
                 copy(self.a_ring, tile.row, tile_m // 2, tile_m // 2)
 
-            @pl.when(~_is_diagonal(tile))
-            def _() -> None:
+            def copy_both() -> None:
                 copy(self.a_ring, tile.row, 0, tile_m)
                 copy(self.b_ring, tile.col, 0, width)
+
+            pl.when(_is_diagonal(tile))(copy_one_strip)
+            pl.when(~_is_diagonal(tile))(copy_both)
 
         self.load_steps(tile, self.num_products(), load)
 
@@ -362,22 +306,16 @@ class ChainProgram(SymmetricProgram):
 
     def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
         """Reads the product's coefficients, and returns what stores the tile."""
-        coefficients = [
-            self.coefficients[tile.batch, tile.product, i]
-            for i in range(self.coefficients.shape[-1])
-        ]
-        return lambda product: self._store(product, tile, *coefficients)
+        numbers = range(self.coefficients.shape[-1])
+        coefficients = [self.coefficients[tile.batch, tile.product, i] for i in numbers]
+        return functools.partial(self._store, tile, coefficients)
 
-    def _store(
-        self,
-        product: jax.Array,
-        tile: Tile,
-        alpha: jax.Array,
-        diagonal: jax.Array,
-        *betas: jax.Array,
-    ) -> None:
+    def _store(self, tile: Tile, coefficients: list[jax.Array], product: jax.Array) -> None:
         """Finishes, rounds and stores the sums of this warpgroup's rows, block by block."""
-        place, residual_place = (self.plan[tile.product, i] for i in (RESULT, RESIDUAL))
+        alpha, diagonal, *betas = coefficients
+        place, residual_place = (
+            self.plan[tile.product, i] for i in (Column.RESULT, Column.RESIDUAL)
+        )
         row_ids, col_ids = ids(ROWS, ROWS)
 
         def store(i: int, row: jax.Array, col: jax.Array, block: jax.Array) -> None:
@@ -401,7 +339,7 @@ class ChainProgram(SymmetricProgram):
         self.count(tile)
 
     def _sums(
-        self, product: jax.Array, tile: Tile, alpha: jax.Array, betas: tuple[jax.Array, ...]
+        self, product: jax.Array, tile: Tile, alpha: jax.Array, betas: list[jax.Array]
     ) -> list[jax.Array]:
         """Returns α·product + Σ β·C, for each TILE_K columns.
 
@@ -418,7 +356,7 @@ class ChainProgram(SymmetricProgram):
             beta = pick(betas, number, jnp.float32(0))
             return [total + beta * c.astype(jnp.float32) for total, c in zip(sums, cs, strict=True)]
 
-        sums = lax.fori_loop(0, self.plan[tile.product, COUNT], add, sums)
+        sums = lax.fori_loop(0, self.plan[tile.product, Column.COUNT], add, sums)
         return [*map(lax.optimization_barrier, sums)]
 
     def _store_block(
@@ -440,7 +378,7 @@ class ChainProgram(SymmetricProgram):
             self.copy_out(direct, mirror, stack, matrix, row, col)
 
         pl.when(place < 0)(functools.partial(copy, self.out, tile.batch))
-        pl.when(place >= 0)(functools.partial(copy, self.terms, self._term(place, tile)))
+        pl.when(place >= 0)(functools.partial(copy, self.outs[0], self._term(place, tile)))
         plgpu.commit_smem_to_gmem_group()
 
 

@@ -10,10 +10,16 @@ import numpy as np
 # the inputs, then the results and residuals in the order in which they are made.
 type Structure = tuple[tuple[tuple[int, ...], bool], ...]
 
-# The columns of a product's row in a plan. They hold the source of the factor, the places of the
-# result and of its residual, the number of addends, and their sources. A place of -1 says that no
-# product reads the term. After the sources of all addends stands the factor's.
-FACTOR, RESULT, RESIDUAL, COUNT, ADDENDS = range(5)
+
+class Column:
+    """The columns of a product's row in a plan.
+
+    They hold the source of the factor, the places of the result and of its residual, the number of
+    addends, and their sources. A place of -1 says that no product reads the term. After the sources
+    of all addends stands the factor's.
+    """
+
+    FACTOR, RESULT, RESIDUAL, COUNT, ADDENDS = range(5)
 
 
 def plan_chain(
@@ -54,7 +60,7 @@ def plan_chain(
     def release(terms: Iterable[int], product: int) -> None:
         free.extend(sources[x] for x in terms if x >= first and last_read[x] == product)
 
-    width = ADDENDS + max(len(addends) for addends, _ in structure)
+    width = Column.ADDENDS + max(len(addends) for addends, _ in structure)
     plan = np.empty((len(structure), width), np.int32)
     for product, (factor, addends, result, residual) in enumerate(products):
         read = [sources[x] for x in (factor, *addends)]

@@ -61,7 +61,7 @@ class RingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicSyrkxConfig(RingConfig):
-    """A tile of a symmetric product, whose blocks are stored twice, the second time transposed.
+    """A tile of a symmetric product, whose blocks are stored twice, once transposed.
 
     With `narrow_tiles`, some tiles in turns are three quarters as wide, so that programs have equal
     shares of the work. That takes twice the code.
@@ -99,14 +99,8 @@ class MosaicSyrkxConfig(RingConfig):
 
     def deal(self, batch: int, m: int, num_programs: int) -> np.ndarray:
         """Returns the work list of `deal_triangles`."""
-        return deal_triangles(
-            batch,
-            m,
-            self.tile_m,
-            self.tile_n,
-            narrow_tiles=self.narrow_tiles,
-            num_programs=num_programs,
-        )
+        sizes, narrow = (batch, m, self.tile_m, self.tile_n), self.narrow_tiles
+        return deal_triangles(*sizes, narrow_tiles=narrow, num_programs=num_programs)
 
 
 class MosaicGemmConfig(RingConfig):
@@ -173,18 +167,14 @@ def mosaic_syrkx_beats_xla(shape: tuple[int, ...], *, addend: bool) -> bool:
 def predict_syrkx_microseconds(
     shape: tuple[int, ...], config: MosaicSyrkxConfig, *, addend: bool
 ) -> float:
-    """Returns a model's time in µs on an H200 for stacks `(batch, m, n)`.
+    """Returns the time in µs of the program with the most to do, for stacks `(batch, m, n)`.
 
     Fitted to measured times from 64×64 to 16×2048×5504. Over the products of the table, the config
     that the model picks takes 0.5% longer than the fastest in the mean, and 8% at most.
 
-    The model adds up the time of the program with the most to do:
-
-    - Products run at 6.6 TFLOP/s, or as fast as L2 delivers the operands.
-    - Each tile takes 1.2 µs beside its products. In turns it takes 0.3 µs, and storing the last
-      tile takes 1 µs.
-
-    The power limit leaves 820 TFLOP/s to all programs together.
+    Products run at 6.6 TFLOP/s, or as fast as L2 delivers the operands. Each tile takes 1.2 µs
+    beside them; in turns 0.3 µs, and storing the last one 1 µs. The power limit leaves 820 TFLOP/s
+    to all programs together.
     """
     batch, m, n = shape
     widths = config.deal(batch, m, num_programs=132)[..., 3]

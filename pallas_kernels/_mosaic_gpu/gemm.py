@@ -27,7 +27,7 @@ from pallas_kernels._mosaic_gpu.ring import (
     store_where,
     width_of,
 )
-from pallas_kernels._stacked import call_on_stacks, call_together, ends_of, padded
+from pallas_kernels._stacked import call_on_stacks, call_together, ends_of, jitted, padded
 
 
 def gemm(
@@ -35,34 +35,36 @@ def gemm(
     b_matrix: jax.Array,
     *,
     out_dtype: jnp.dtype | None = None,
-    config: MosaicGemmConfig | None = None,
     num_programs: int | None = None,
-    interpret: plgpu.InterpretGPUParams | None = None,
+    **options: Any,
 ) -> jax.Array:
     """A·B, of `(..., m, k)` and `(..., k, n)`, in one launch, also under `vmap`.
 
     Operands are padded with zeros to multiples of 64, each in a pass of its own. `out_dtype` is
-    None for the operands', and `num_programs` for one on each multiprocessor.
+    None for the operands', and `num_programs` for one on each multiprocessor. Options are those of
+    `launch_mosaic_gemm`.
     """
-    kernel = functools.partial(
-        launch_mosaic_gemm,
-        out_dtype=out_dtype or a_matrix.dtype,
-        config=config,
-        num_programs=num_programs or device.num_multiprocessors(),
-        interpret=interpret,
-    )
+    options["out_dtype"] = out_dtype or a_matrix.dtype
+    options["num_programs"] = num_programs or device.num_multiprocessors()
+    kernel = functools.partial(launch_mosaic_gemm, **options)
     (out,) = call_on_stacks(kernel, "mosaic_gpu", padded(a_matrix), (padded(b_matrix),))
     return out[..., : a_matrix.shape[-2], : b_matrix.shape[-1]]
 
 
 def gemm_of_stacks(
-    a_matrix: jax.Array, stacks: Sequence[jax.Array], **options: Any
+    a_matrix: jax.Array,
+    stacks: Sequence[jax.Array],
+    *,
+    out_dtype: jnp.dtype | None = None,
+    num_programs: int | None = None,
+    **options: Any,
 ) -> tuple[jax.Array, ...]:
     """Computes what the public `gemm_of_stacks` documents, with the options of `gemm`."""
-    options["num_programs"] = options.get("num_programs") or device.num_multiprocessors()
+    options["out_dtype"] = jnp.dtype(out_dtype or a_matrix.dtype)
+    options["num_programs"] = num_programs or device.num_multiprocessors()
 
     def together(a: jax.Array, bs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return launch_mosaic_gemm(a, bs, **{"config": None, "interpret": None} | options)
+        return launch_mosaic_gemm(a, bs, **options)
 
     def alone(a: jax.Array, bs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         parts = jnp.split(a, ends_of(bs))
@@ -71,16 +73,15 @@ def gemm_of_stacks(
     return call_together(together, alone, "mosaic_gpu", a_matrix, tuple(stacks))
 
 
-# Jitted, so that calls of equal shapes are traced and lowered once.
-@functools.partial(jax.jit, static_argnames=("out_dtype", "config", "num_programs", "interpret"))
+@jitted
 def launch_mosaic_gemm(
     a: jax.Array,
     bs: tuple[jax.Array, ...],
     *,
     out_dtype: jnp.dtype,
-    config: MosaicGemmConfig | None,
     num_programs: int,
-    interpret: plgpu.InterpretGPUParams | None,
+    config: MosaicGemmConfig | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, ...]:
     """Computes a stack times others that follow one another, each with an n of its own.
 
@@ -92,11 +93,11 @@ def launch_mosaic_gemm(
         mean_n = sum(len(b) * b.shape[-1] for b in bs) // batch
         config = default_mosaic_gemm_config(a.shape, mean_n, num_programs)
     return launch_ring(
-        functools.partial(_gemm_program, num_stacks=len(bs)),
-        config,
-        config.deal(m, tuple((len(b), b.shape[-1]) for b in bs), num_programs),
-        (a, *bs),
+        functools.partial(GemmProgram),
+        {"a": a, "bs": bs},
         tuple(jax.ShapeDtypeStruct((len(b), m, b.shape[-1]), out_dtype) for b in bs),
+        config=config,
+        tiles=config.deal(m, tuple((len(b), b.shape[-1]) for b in bs), num_programs),
         b_block=(TILE_K, config.tile_n),
         buffers={"buffers": (ROWS, 2 * config.block_n // out_dtype.itemsize)},
         interpret=interpret,
@@ -104,22 +105,12 @@ def launch_mosaic_gemm(
     )
 
 
-def _gemm_program(
-    tiles: Ref, a: Ref, *refs: Ref, num_stacks: int, **settings: Any
-) -> "GemmProgram":
-    return GemmProgram(tiles=tiles, a=a, bs=refs[:num_stacks], outs=refs[num_stacks:], **settings)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmProgram(RingProgram):
-    """A program with its operands and results in global memory, and its staging buffers.
-
-    B and the result may be in several stacks, each with an n of its own.
-    """
+    """A program of products. B and the result may be in several stacks, each with its own n."""
 
     a: Ref
     bs: tuple[Ref, ...]
-    outs: tuple[Ref, ...]
     buffers: Ref
 
     def num_products(self, tile: Tile) -> int:

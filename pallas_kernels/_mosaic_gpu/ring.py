@@ -15,6 +15,7 @@ config nor on the other matrices of the stack, to the last bit.
 import dataclasses
 import functools
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -33,25 +34,26 @@ type Ref = Any  # a reference to memory, or to barriers
 
 def launch(
     program: functools.partial[Any],
-    operands: tuple[jax.Array, ...],
+    operands: Mapping[str, Any],
     out_type: tuple[jax.ShapeDtypeStruct, ...],
     *,
     num_programs: int,
     num_threads: int,
     scratch: Mapping[str, Any],
-    interpret: plgpu.InterpretGPUParams | None,
-    kernel_name: str,
+    **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """Runs that many programs of that many warpgroups.
+    """Runs that many programs of that many warpgroups. Options are those of `plgpu.kernel`.
 
-    `program` makes an object to `run`, of references to the operands and the results in global
-    memory, and by name the scratch, the warpgroup and the index of the program. Its function is one
-    of a module, so that its name, its arguments and the scratch tell what programs do.
+    `program` is a class with `run`, and some of its fields. The others are by name `warpgroup`,
+    `index` (of the program), the scratch, the operands, which are trees of arrays, and the results
+    `outs`, both in global memory. A kernel is kept by these and the class's name.
     """
+    arrays, tree = jax.tree.flatten(tuple(operands.values()))
 
     def body(*refs: Ref, **scratch: Ref) -> None:
         place = {"warpgroup": lax.axis_index("warpgroup"), "index": lax.axis_index("program")}
-        program(*refs, **place, **scratch).run()
+        inputs = zip(operands, jax.tree.unflatten(tree, refs[: len(arrays)]), strict=True)
+        program(outs=refs[len(arrays) :], **dict(inputs), **place, **scratch).run()
 
     kernel = plgpu.kernel(
         body,
@@ -61,23 +63,22 @@ def launch(
         num_threads=num_threads,
         thread_name="warpgroup",
         scratch_types=scratch,
-        interpret=interpret,
-        kernel_name=kernel_name,
+        **options,
     )
-    if interpret is not None:
-        return kernel(*operands)
-    function, settings = program.func, sorted(program.keywords.items())
-    name = f"{function.__module__}.{function.__qualname__}"
-    return call_lowered(kernel, repr((name, settings, num_programs, scratch)), *operands)
+    if options["interpret"] is not None:
+        return kernel(*arrays)
+    name = f"{program.func.__module__}.{program.func.__qualname__}"
+    settings = sorted(program.keywords.items()), num_programs, scratch
+    return call_lowered(kernel, repr((name, settings, [*operands], tree)), *arrays)
 
 
 def launch_ring(
     program: functools.partial[Any],
-    config: RingConfig,
-    tiles: np.ndarray,
-    operands: tuple[jax.Array | np.ndarray, ...],
+    operands: Mapping[str, Any],
     out_type: tuple[jax.ShapeDtypeStruct, ...],
     *,
+    config: RingConfig,
+    tiles: np.ndarray,
     b_block: tuple[int, int],
     buffers: Mapping[str, tuple[int, int]],
     **options: Any,
@@ -87,13 +88,15 @@ def launch_ring(
     `b_block` is the shape of a step's block of B. Of each shape in `buffers` every warpgroup has
     `config.num_buffers`, by name, to store from. Options are those of `launch`.
     """
+    program = functools.partial(program, config=config)
     if tiles.ndim == 3:  # a work list
         widths = tuple({*tiles[..., 3].ravel().tolist()} - {0})
-        options["num_programs"] = tiles.shape[1]
         program = functools.partial(program, widths=widths)
+        options["num_programs"] = tiles.shape[1]
         # In blocks, so that the compiler sees that rows and columns are multiples of a block.
         tiles = tiles // np.array([1, ROWS, config.block_n, 1], np.int32)
-    stages, dtype = config.num_stages, operands[-1].dtype
+    operands = jax.tree.map(jnp.asarray, OrderedDict(tiles=tiles, **operands))
+    stages, dtype = config.num_stages, jax.tree.leaves(operands)[-1].dtype
     staging = (config.num_warpgroups, config.num_buffers)
     scratch = {
         "a_ring": shared(dtype, stages, config.tile_m, TILE_K),
@@ -102,8 +105,6 @@ def launch_ring(
         "empty": plgpu.Barrier(num_arrivals=config.tile_m // config.rows, num_barriers=stages),
         **{name: shared(out_type[-1].dtype, *staging, *x) for name, x in buffers.items()},
     }
-    program = functools.partial(program, config=config)
-    operands = tuple(map(jnp.asarray, (tiles, *operands)))
     num_threads = config.num_warpgroups + 1
     return launch(program, operands, out_type, num_threads=num_threads, scratch=scratch, **options)
 
@@ -137,7 +138,8 @@ class RingProgram:
     widths: tuple[int, ...]  # that tiles have
     warpgroup: jax.Array
     index: jax.Array  # of the program
-    tiles: Ref  # the work list in global memory, in units of the blocks that are stored
+    tiles: Ref  # the work list, in units of the blocks that are stored
+    outs: tuple[Ref, ...]
     a_ring: Ref
     b_ring: Ref
     full: Ref  # barriers of each slot of the ring, for each turn
@@ -163,7 +165,7 @@ class RingProgram:
         raise NotImplementedError
 
     def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
-        """Returns what stores the tile's sums. It is called before the sums are computed."""
+        """Returns what stores the tile's sums; called before they are computed."""
         raise NotImplementedError
 
     # All kernels share these.
@@ -211,11 +213,8 @@ class RingProgram:
     def empty_slot(self, step: jax.Array) -> jax.Array:
         """Waits until the step's slot is empty, and returns it."""
         slot = self.slot(step)
-
-        @pl.when(step >= self.config.num_stages)
-        def _() -> None:
-            plgpu.barrier_wait(self.empty.at[slot])
-
+        wait = functools.partial(plgpu.barrier_wait, self.empty.at[slot])
+        pl.when(step >= self.config.num_stages)(wait)
         return slot
 
     def release(self, step: jax.Array) -> None:
@@ -262,7 +261,7 @@ class RingProgram:
 
     def multiply(self, tile: Tile, width: int, accumulator: Ref) -> None:
         """Multiplies this warpgroup's rows of the tile."""
-        self.accumulate(tile, accumulator, functools.partial(self.b_block, width=width))
+        self.accumulate(tile, accumulator, lambda slot: self.b_block(slot, width))
 
     def accumulate(self, tile: Tile, accumulator: Ref, b_block: Callable[[jax.Array], Ref]) -> None:
         """Adds up the products of all steps, with the block of B that `b_block(slot)` is."""
@@ -272,10 +271,7 @@ class RingProgram:
             plgpu.barrier_wait(self.full.at[tile.turn, slot])
             plgpu.wgmma(accumulator, self.a_ring.at[slot, self.own_rows], b_block(slot))
             plgpu.wgmma_wait(1)  # the wgmma of the step before is done
-
-            @pl.when(k > 0)
-            def _() -> None:
-                self.release(tile.step + k - 1)
+            pl.when(k > 0)(lambda: self.release(tile.step + k - 1))
 
         lax.fori_loop(0, self.num_products(tile), multiply, None)
 
@@ -327,11 +323,9 @@ class SymmetricProgram(RingProgram):
     ) -> None:
         """Starts to store a block, and off the diagonal also its transpose."""
         rows, cols = pl.ds(row, ROWS), pl.ds(col, self.config.block_n)
-        plgpu.copy_smem_to_gmem(direct, stack.at[matrix, rows, cols], commit_group=False)
-
-        @pl.when(col < row)
-        def _() -> None:
-            plgpu.copy_smem_to_gmem(mirror, stack.at[matrix, cols, rows], commit_group=False)
+        copy = functools.partial(plgpu.copy_smem_to_gmem, commit_group=False)
+        copy(direct, stack.at[matrix, rows, cols])
+        pl.when(col < row)(lambda: copy(mirror, stack.at[matrix, cols, rows]))
 
 
 def ids(*shape: int) -> Iterator[jax.Array]:

@@ -13,7 +13,7 @@ as there. It is read one product in advance.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic_gpu.chain_plan import (
-    ADDENDS,
-    COUNT,
-    FACTOR,
-    RESIDUAL,
-    RESULT,
-    Structure,
-    pick,
-    plan_chain,
-)
+from pallas_kernels._mosaic_gpu.chain_plan import Column, Structure, pick, plan_chain
 from pallas_kernels._mosaic_gpu.config import ROWS, SHARED_MEMORY, TILE_K
 from pallas_kernels._mosaic_gpu.ring import Ref, ids, launch, shared
 from pallas_kernels._mosaic_gpu.work_list import lower_triangle
+from pallas_kernels._stacked import jitted
 
 _MOST_WARPGROUPS = 4  # of a program, so that each thread can have 128 registers
 
@@ -53,8 +45,7 @@ def _most_teams(m: int, structure: Structure, num_inputs: int) -> int:
     return min(SHARED_MEMORY // num_bytes, _MOST_WARPGROUPS // len(blocks_of(m)))
 
 
-# Jitted, so that calls of equal shapes are traced and lowered once.
-@functools.partial(jax.jit, static_argnames=("structure", "num_programs", "interpret"))
+@jitted
 def launch_small_chain(
     first: jax.Array,
     others: tuple[jax.Array, ...],
@@ -62,7 +53,7 @@ def launch_small_chain(
     *,
     structure: Structure,
     num_programs: int,
-    interpret: plgpu.InterpretGPUParams | None,
+    interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, ...]:
     """Computes stacks `(batch, m, m)`, with coefficients `(batch, products, number)`."""
     (batch, m, _), dtype = first.shape, first.dtype
@@ -72,8 +63,8 @@ def launch_small_chain(
     num_teams = min(most_teams, pl.cdiv(batch, num_programs))
     num_blocks, num_panels = len(blocks_of(m)), m // TILE_K
     return launch(
-        functools.partial(_small_chain_program, num_programs=num_programs, num_teams=num_teams),
-        (coefficients, jnp.asarray(plan), first, *others),
+        functools.partial(SmallChainProgram, num_programs=num_programs, num_teams=num_teams),
+        {"coefficients": coefficients, "plan": jnp.asarray(plan), "inputs": (first, *others)},
         (jax.ShapeDtypeStruct((batch, m, m), dtype),),
         num_programs=num_programs,
         num_threads=num_teams * num_blocks,
@@ -90,69 +81,43 @@ def launch_small_chain(
     )
 
 
-def _small_chain_program(
-    coefficients: Ref, plan: Ref, *refs: Ref, **settings: Any
-) -> "SmallChainProgram":
-    inputs, out = refs[:-1], refs[-1]
-    return SmallChainProgram(
-        coefficients=coefficients, plan=plan, inputs=inputs, out=out, **settings
-    )
-
-
 def blocks_of(m: int) -> list[list[int]]:
     """Returns row and column of the blocks that a team's warpgroups have, in blocks."""
     return (lower_triangle(m, ROWS, ROWS) // ROWS).tolist()
 
 
 class ProductRow(NamedTuple):
-    """What one product of one matrix is made of.
+    """What one product of one matrix is made of."""
 
-    Attributes:
-        plan: its row of the plan.
-        coefficients: alpha, the diagonal and all beta.
-    """
-
-    plan: tuple[jax.Array, ...]
-    coefficients: tuple[jax.Array, ...]
+    plan: tuple[jax.Array, ...]  # its row of the plan
+    coefficients: tuple[jax.Array, ...]  # alpha, the diagonal and all beta
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmallChainProgram:
     """One warpgroup of one program.
 
-    Attributes:
-        warpgroup: which of the program's warpgroups this is.
-        index: which of the programs this is.
-        num_programs: how many programs there are.
-        num_teams: how many teams a program has.
-        coefficients: alpha, the diagonal and all beta; shape `(batch, products, 2 + addends)`.
-        plan: of `plan_chain`, with all in places.
-        inputs: stacks `(batch, m, m)` or `(1, m, m)`. The first one is S₀.
-        out: the last result.
-        terms: the places of each team in shared memory, each with panels of 64 columns;
-            `(teams, places + 1, m / 64, m, 64)`. Every other matrix has the last for place 0.
-        first_loaded: barriers of each team, for the two S₀ in turn.
-        others_loaded: a barrier of each team, for the other inputs.
-        stored: a barrier of each team, for the results.
+    The places in `terms` have panels of 64 columns, `(teams, places + 1, m / 64, m, 64)`. Every
+    other matrix has the last one for place 0.
     """
 
     warpgroup: jax.Array
-    index: jax.Array
+    index: jax.Array  # of the program
     num_programs: int
-    num_teams: int
-    coefficients: Ref
-    plan: Ref
-    inputs: tuple[Ref, ...]
-    out: Ref
+    num_teams: int  # of a program
+    coefficients: Ref  # alpha, the diagonal and all beta; `(batch, products, 2 + addends)`
+    plan: Ref  # of `plan_chain`, with all in places
+    inputs: tuple[Ref, ...]  # `(batch, m, m)` or `(1, m, m)`; the first one is S₀
+    outs: tuple[Ref, ...]
     terms: Ref
-    first_loaded: Ref
-    others_loaded: Ref
-    stored: Ref
+    first_loaded: Ref  # barriers of each team, for the two S₀ in turn
+    others_loaded: Ref  # a barrier of each team, for the other inputs
+    stored: Ref  # a barrier of each team, for the results
 
     @property
     def blocks(self) -> list[list[int]]:
         """Row and column of each warpgroup's block, in blocks."""
-        return blocks_of(self.out.shape[-1])
+        return blocks_of(self.outs[0].shape[-1])
 
     @property
     def team(self) -> jax.Array:
@@ -166,7 +131,7 @@ class SmallChainProgram:
 
     def run(self) -> None:
         """Runs the chains of this team's matrices: the body of the kernel."""
-        batch = self.out.shape[0]
+        batch = self.outs[0].shape[0]
         first = self.index + self.num_programs * self.team
         stride = self.num_programs * self.num_teams
 
@@ -184,19 +149,19 @@ class SmallChainProgram:
     def _load_first(self, matrix: jax.Array, turn: jax.Array | int) -> None:
         """Copies S₀ of the matrix, where there is one."""
 
-        @pl.when((self.member == 0) & (matrix < self.out.shape[0]))
-        def _() -> None:
+        def load() -> None:
             loaded = self.first_loaded.at[self.team, turn]
             self._load(self.inputs[0], matrix, self._place(0, turn), loaded)
 
-    def _load_others(self, matrix: jax.Array) -> None:
-        """Copies the other inputs of the matrix."""
+        pl.when((self.member == 0) & (matrix < self.outs[0].shape[0]))(load)
 
-        @pl.when(self.member == 0)
-        def _() -> None:
+    def _load_others(self, matrix: jax.Array) -> None:
+        def load() -> None:
             for place, stack in enumerate(self.inputs[1:], 1):
                 loaded = self.others_loaded.at[self.team]
                 self._load(stack, matrix, self.terms.at[self.team, place], loaded)
+
+        pl.when(self.member == 0)(load)
 
     def _load(self, stack: Ref, matrix: jax.Array, term: Ref, loaded: Ref) -> None:
         """Copies a matrix to a place, panel by panel."""
@@ -211,12 +176,9 @@ class SmallChainProgram:
         return self.terms.at[self.team, jnp.where(place == 0, turn * last, place)]
 
     def _read(self, matrix: jax.Array, product: jax.Array | int) -> ProductRow:
-        """Reads what a product is made of."""
-        numbers = range(self.coefficients.shape[-1])
-        return ProductRow(
-            tuple(self.plan[product, i] for i in range(self.plan.shape[-1])),
-            tuple(self.coefficients[matrix, product, i] for i in numbers),
-        )
+        columns, numbers = (range(x.shape[-1]) for x in (self.plan, self.coefficients))
+        plan = tuple(self.plan[product, i] for i in columns)
+        return ProductRow(plan, tuple(self.coefficients[matrix, product, i] for i in numbers))
 
     def _run_chain(
         self, matrix: jax.Array, following: jax.Array, turn: jax.Array, product: ProductRow
@@ -226,9 +188,8 @@ class SmallChainProgram:
 
         def visit(number: jax.Array, product: ProductRow) -> ProductRow:
             is_last = number == last
-            ahead = self._read(
-                jnp.where(is_last, following, matrix), jnp.where(is_last, 0, number + 1)
-            )
+            place = jnp.where(is_last, following, matrix), jnp.where(is_last, 0, number + 1)
+            ahead = self._read(*place)
             self._store(product, turn, self._multiply(product, turn, number == 0))
             pl.when(is_last)(lambda: self._copy_out(matrix, product, turn))
             if len(self.blocks) > 1:
@@ -243,7 +204,7 @@ class SmallChainProgram:
 
         Barriers keep the compiler from fusing what the kernel of one product does not fuse.
         """
-        factor = self._place(product.plan[FACTOR], turn)
+        factor = self._place(product.plan[Column.FACTOR], turn)
         rows, cols = (pl.ds(start, ROWS) for start in self.start)
         alpha, _, *betas = product.coefficients
 
@@ -264,14 +225,14 @@ class SmallChainProgram:
                 pl.when(is_first)(lambda: plgpu.barrier_wait(self.others_loaded.at[self.team]))
             addend = self._addend(product, turn, 0)  # while the tensor cores multiply
             scaled = lax.optimization_barrier(alpha * accumulator[...])
-            total, _ = lax.fori_loop(0, product.plan[COUNT], add, (scaled, addend))
+            total, _ = lax.fori_loop(0, product.plan[Column.COUNT], add, (scaled, addend))
             return lax.optimization_barrier(total)
 
         return total
 
     def _addend(self, product: ProductRow, turn: jax.Array, number: jax.Array | int) -> jax.Array:
         """Returns the block of an addend, or that of the factor after the last addend."""
-        place = pick(product.plan[ADDENDS:], number, product.plan[FACTOR])
+        place = pick(product.plan[Column.ADDENDS :], number, product.plan[Column.FACTOR])
         return plgpu.load(self._block(self._place(place, turn)), layout=plgpu.Layout.WGMMA)
 
     def _store(self, product: ProductRow, turn: jax.Array, block: jax.Array) -> None:
@@ -280,7 +241,7 @@ class SmallChainProgram:
         row_ids, col_ids = ids(ROWS, ROWS)
         diagonal = product.coefficients[1]
         block = jnp.where(row_ids + row == col_ids + col, block + diagonal, block)
-        rounded = block.astype(self.out.dtype)
+        rounded = block.astype(self.outs[0].dtype)
 
         def store(place: jax.Array, block: jax.Array) -> None:
             term = self._place(place, turn)
@@ -290,25 +251,21 @@ class SmallChainProgram:
             def _() -> None:
                 self._mirror(term).transpose((1, 0))[...] = block
 
-        store(product.plan[RESULT], rounded)
+        store(product.plan[Column.RESULT], rounded)
 
-        @pl.when(product.plan[RESIDUAL] >= 0)
+        @pl.when(product.plan[Column.RESIDUAL] >= 0)
         def _() -> None:
             residual = block - rounded.astype(jnp.float32)
-            store(product.plan[RESIDUAL], residual.astype(rounded.dtype))
+            store(product.plan[Column.RESIDUAL], residual.astype(rounded.dtype))
 
         plgpu.commit_smem()
 
     def _copy_out(self, matrix: jax.Array, product: ProductRow, turn: jax.Array) -> None:
         """Copies the block of the last result to global memory, and its transpose."""
-        term, (row, col) = self._place(product.plan[RESULT], turn), self.start
-        rows, cols = pl.ds(row, ROWS), pl.ds(col, ROWS)
-        plgpu.copy_smem_to_gmem(self._block(term), self.out.at[matrix, rows, cols])
-
-        @pl.when(col < row)
-        def _() -> None:
-            plgpu.copy_smem_to_gmem(self._mirror(term), self.out.at[matrix, cols, rows])
-
+        term, (row, col) = self._place(product.plan[Column.RESULT], turn), self.start
+        rows, cols, copy = pl.ds(row, ROWS), pl.ds(col, ROWS), plgpu.copy_smem_to_gmem
+        copy(self._block(term), self.outs[0].at[matrix, rows, cols])
+        pl.when(col < row)(lambda: copy(self._mirror(term), self.outs[0].at[matrix, cols, rows]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @property

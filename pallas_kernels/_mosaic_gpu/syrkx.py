@@ -41,6 +41,7 @@ from pallas_kernels._stacked import (
     call_on_stacks,
     call_together,
     ends_of,
+    jitted,
     padded,
     stack_coefficients,
 )
@@ -53,24 +54,18 @@ def syrkx(
     coefficients: tuple[jax.Array, ...],
     *,
     symmetrize_output: bool,
-    residual: bool,
-    config: MosaicSyrkxConfig | None = None,
     num_programs: int | None = None,
-    interpret: plgpu.InterpretGPUParams | None = None,
+    **options: Any,
 ) -> tuple[jax.Array, ...]:
     """Computes what `_reference.syrkx` defines, in one launch, also under `vmap`.
 
     Operands are padded with zeros to multiples of 64, each in a pass of its own. `num_programs` is
-    None for one on each multiprocessor.
+    None for one on each multiprocessor. Options are those of `launch_mosaic_syrkx`.
     """
-    kernel = functools.partial(
-        launch_mosaic_syrkx,
-        config=config,
-        mirrored_on_diagonal=symmetrize_output and b_matrix is not None,
-        residual=residual,
-        num_programs=num_programs or device.num_multiprocessors(),
-        interpret=interpret,
-    )
+    mirrored_on_diagonal = symmetrize_output and b_matrix is not None
+    num_programs = num_programs or device.num_multiprocessors()
+    options |= {"mirrored_on_diagonal": mirrored_on_diagonal, "num_programs": num_programs}
+    kernel = functools.partial(launch_mosaic_syrkx, **options)
     # A·Aᵀ also passes A twice, so that its program is the one of A·Bᵀ.
     b_matrix = a_matrix if b_matrix is None else b_matrix
     a, b, cs = jax.tree.map(padded, (a_matrix, b_matrix, c_matrices))
@@ -84,18 +79,11 @@ def syrk_of_stacks(
     stacks: Sequence[jax.Array],
     alpha: float | jax.Array,
     *,
-    residual: bool,
     num_programs: int | None = None,
-    interpret: plgpu.InterpretGPUParams | None = None,
+    **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """Computes what the public `syrk_of_stacks` documents."""
-    num_programs = num_programs or device.num_multiprocessors()
-    options: dict[str, Any] = {
-        "config": None,
-        "residual": residual,
-        "num_programs": num_programs,
-        "interpret": interpret,
-    }
+    """Computes what the public `syrk_of_stacks` documents, with the options of `syrkx`."""
+    options["num_programs"] = num_programs or device.num_multiprocessors()
 
     def together(a: tuple[jax.Array, ...], coefficients: jax.Array) -> tuple[jax.Array, ...]:
         return launch_mosaic_syrkx(a, a, (), coefficients, mirrored_on_diagonal=False, **options)
@@ -111,22 +99,18 @@ def syrk_of_stacks(
     return call_together(together, alone, "mosaic_gpu", tuple(stacks), coefficients)
 
 
-# Jitted, so that calls of equal shapes are traced and lowered once.
-@functools.partial(
-    jax.jit,
-    static_argnames=("config", "mirrored_on_diagonal", "residual", "num_programs", "interpret"),
-)
+@jitted
 def launch_mosaic_syrkx(
     a: tuple[jax.Array, ...],
     b: tuple[jax.Array, ...],
     cs: tuple[jax.Array, ...],
     coefficients: jax.Array,
     *,
-    config: MosaicSyrkxConfig | None,
     mirrored_on_diagonal: bool,
     residual: bool,
     num_programs: int,
-    interpret: plgpu.InterpretGPUParams | None,
+    config: MosaicSyrkxConfig | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, ...]:
     """Computes stacks that follow one another, each with an n of its own.
 
@@ -141,18 +125,12 @@ def launch_mosaic_syrkx(
         )
     if mirrored_on_diagonal and config.block_n != ROWS:
         raise ValueError(f"config must have a block_n of {ROWS} for A·Bᵀ, got {config}")
-    program = functools.partial(
-        _syrkx_program,
-        num_stacks=len(a),
-        num_addends=len(cs),
-        mirrored_on_diagonal=mirrored_on_diagonal,
-    )
     return launch_ring(
-        program,
-        config,
-        config.deal(batch, m, num_programs),
-        (coefficients, *cs, *a, *b),
+        functools.partial(SyrkxProgram, mirrored_on_diagonal=mirrored_on_diagonal),
+        {"coefficients": coefficients, "cs": cs, "a": a, "b": b},
         (jax.ShapeDtypeStruct((batch, m, m), dtype),) * (1 + residual),
+        config=config,
+        tiles=config.deal(batch, m, num_programs),
         b_block=(config.tile_n, TILE_K),
         buffers={
             "out_buffers": (ROWS, config.block_n),
@@ -163,20 +141,9 @@ def launch_mosaic_syrkx(
     )
 
 
-def _syrkx_program(
-    *refs: Ref, num_stacks: int, num_addends: int, **settings: Any
-) -> "SyrkxProgram":
-    tiles, coefficients, *refs = refs
-    ends = itertools.accumulate((num_addends, num_stacks, num_stacks))
-    cs, a, b, outs = (tuple(refs[i:j]) for i, j in itertools.pairwise((0, *ends, None)))
-    return SyrkxProgram(
-        tiles=tiles, coefficients=coefficients, a=a, b=b, cs=cs, outs=outs, **settings
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyrkxProgram(SymmetricProgram):
-    """A program with its operands and results in global memory, and its staging buffers.
+    """A program of products. Results are the product, then its residual if wanted.
 
     A and B may be in several stacks `(batch, m, n)`, each with an n of its own.
     """
@@ -186,7 +153,6 @@ class SyrkxProgram(SymmetricProgram):
     a: tuple[Ref, ...]
     b: tuple[Ref, ...]
     cs: tuple[Ref, ...]
-    outs: tuple[Ref, ...]  # the result, then its residual if wanted
     out_buffers: Ref
     mirror_buffers: Ref
 
@@ -231,17 +197,11 @@ class SyrkxProgram(SymmetricProgram):
     def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
         """Reads the coefficients, and returns what stores the tile."""
         coefficients = [self.coefficients[tile.batch, i] for i in range(2 + len(self.cs))]
-        return lambda product: self._store(product, tile, *coefficients)
+        return functools.partial(self._store, tile, coefficients)
 
-    def _store(
-        self,
-        product: jax.Array,
-        tile: Tile,
-        alpha: jax.Array,
-        diagonal: jax.Array,
-        *betas: jax.Array,
-    ) -> None:
+    def _store(self, tile: Tile, coefficients: list[jax.Array], product: jax.Array) -> None:
         """Finishes, rounds and stores the sums of this warpgroup's rows, block by block."""
+        alpha, diagonal, *betas = coefficients
         row_ids, col_ids = ids(ROWS, self.config.block_n)
         # Without barriers, some configs add the diagonal to α·A·Aᵀ in one instruction, which rounds
         # once. In other configs sums wait for the buffers.
@@ -279,7 +239,7 @@ class SyrkxProgram(SymmetricProgram):
         return direct, mirror
 
     def _sums(
-        self, product: jax.Array, tile: Tile, alpha: jax.Array, betas: tuple[jax.Array, ...]
+        self, product: jax.Array, tile: Tile, alpha: jax.Array, betas: list[jax.Array]
     ) -> list[jax.Array]:
         """Returns α·product + Σ β·C, for each `block_n` columns."""
         block_n, width = self.config.block_n, product.shape[1]

@@ -68,16 +68,12 @@ class InOneProgram(ChainProgram):
     The interpreter has no semaphores.
     """
 
-    @staticmethod
-    def make_counters(number):
-        return number
-
     def run(self):
         parts = self.together * self.num_tiles * self.config.tile_m // self.config.rows
 
         def with_barrier(barrier):
             program = dataclasses.replace(self, counters=barrier)
-            super(InOneProgram, program).run()
+            super(ChainProgram, program).run()
             is_producer = self.warpgroup == self.config.num_warpgroups
             pl.when(is_producer)(lambda: plgpu.barrier_wait(barrier))
 
