@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -188,14 +188,7 @@ def gemm(
     elif implementation != "xla":
         reason = gemm_unsupported_reason(implementation, a_matrix, b_matrix, dtype)
         check_supported(implementation, reason)
-    match implementation:  # imports take a third of a second
-        case "triton":
-            from pallas_kernels._triton import gemm as function
-        case "mosaic_gpu":
-            from pallas_kernels._mosaic_gpu.gemm import gemm as function
-        case _:
-            from pallas_kernels._reference import gemm as function
-    return function(a_matrix, b_matrix, out_dtype=dtype)
+    return _module(implementation).gemm(a_matrix, b_matrix, out_dtype=dtype)
 
 
 class Link(NamedTuple):
@@ -288,9 +281,7 @@ def syrk_of_stacks(
         NotImplementedError: `"mosaic_gpu"` cannot run here.
     """
     _check_stacks(stacks)
-    from pallas_kernels._mosaic_gpu.syrkx import syrk_of_stacks as function
-
-    return function(stacks, alpha, residual=residual)
+    return _module("mosaic_gpu").syrk_of_stacks(stacks, alpha, residual=residual)
 
 
 def gemm_of_stacks(
@@ -324,9 +315,7 @@ def gemm_of_stacks(
             f" a multiple of 64, got {_type_of(a_matrix)}: pad it with zeros"
         )
     dtype = _checked_out_dtype(a_matrix.dtype if out_dtype is None else out_dtype)
-    from pallas_kernels._mosaic_gpu.gemm import gemm_of_stacks as function
-
-    return function(a_matrix, stacks, out_dtype=dtype)
+    return _module("mosaic_gpu").gemm_of_stacks(a_matrix, stacks, out_dtype=dtype)
 
 
 @standard_promotion()
@@ -361,14 +350,7 @@ def _symmetric_product(
         )
     else:
         check_supported(implementation, unsupported_reason(implementation, a_matrix))
-    match implementation:  # imports take a third of a second
-        case "triton":
-            from pallas_kernels._triton import syrkx as function
-        case "mosaic_gpu":
-            from pallas_kernels._mosaic_gpu.syrkx import syrkx as function
-        case _:
-            from pallas_kernels._reference import syrkx as function
-    return function(
+    return _module(implementation).syrkx(
         a_matrix,
         b_matrix,
         tuple(jnp.expand_dims(c, range(a_matrix.ndim - c.ndim)) for c in c_matrices),
@@ -376,6 +358,18 @@ def _symmetric_product(
         symmetrize_output=symmetrize_output,
         residual=residual,
     )
+
+
+def _module(implementation: str) -> Any:
+    """Returns the module of an implementation, whose import takes a third of a second."""
+    match implementation:
+        case "triton":
+            from pallas_kernels import _triton as module
+        case "mosaic_gpu":
+            from pallas_kernels._mosaic_gpu import products as module
+        case _:
+            from pallas_kernels import _reference as module
+    return module
 
 
 def _type_of(x: jax.Array) -> str:

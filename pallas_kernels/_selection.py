@@ -6,8 +6,8 @@ are looked up each time. Nothing here imports a back end of Pallas, unless the d
 
 import functools
 import math
-from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,19 @@ type Operand = jax.Array | jax.ShapeDtypeStruct
 
 IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu")
 _TRITON_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def _memoized[R](function: Callable[..., R]) -> Callable[..., R]:
+    """Keeps answers by the shapes and dtypes of operands, and by the device."""
+    kept = functools.lru_cache(1024)(lambda _, *args: function(*args))
+
+    def wrapper(*args: Any) -> R:
+        described = (
+            jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x for x in args
+        )
+        return kept(device.cache_key(), *described)
+
+    return wrapper
 
 
 def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
@@ -35,7 +48,7 @@ def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
     """
     check_name("implementation", implementation, sorted(IMPLEMENTATIONS))
     check_operand("a_matrix", a_matrix)
-    return _unsupported_reason(implementation, _described(a_matrix), device.cache_key())
+    return _unsupported_reason(implementation, a_matrix)
 
 
 class Selection(NamedTuple):
@@ -71,12 +84,11 @@ def select_implementation(
     check_operand("a_matrix", a_matrix)
     check_flag("addend", addend)
     check_flag("symmetrize_output", symmetrize_output)
-    operand, key = _described(a_matrix), device.cache_key()
-    supported = _supported(operand, key)
+    supported = _supported(a_matrix)
     if len(supported) == 1:
         return Selection(supported[0], "only this implementation runs here")
-    stack = as_one_stack(operand.shape)
-    times = _tuning.lookup(stack, addend=addend) if operand.dtype.itemsize == 2 else None
+    is_half = jnp.dtype(a_matrix.dtype).itemsize == 2
+    times = _tuning.lookup(_as_one_stack(a_matrix), addend=addend) if is_half else None
     if times:
         skipped = "xla, not symmetrized" if symmetrize_output else "xla"
         candidates = [
@@ -84,9 +96,7 @@ def select_implementation(
         ]
         fastest = min(candidates, key=lambda name: times[name])
         return Selection(_implementation_of(fastest), f"measured on an {device.kind()}")
-    return Selection(
-        _modelled_fastest(operand, addend, key), "modelled after times on an NVIDIA H200"
-    )
+    return Selection(_modelled_fastest(a_matrix, addend), "modelled after times on an NVIDIA H200")
 
 
 def _implementation_of(name: str) -> str:
@@ -94,14 +104,9 @@ def _implementation_of(name: str) -> str:
     return name.replace(",", " ").split()[0]
 
 
-def _described(a_matrix: Operand) -> jax.ShapeDtypeStruct:
-    """Returns the shape and the dtype of an operand alone, which hash."""
-    return jax.ShapeDtypeStruct(a_matrix.shape, a_matrix.dtype)
-
-
-def as_one_stack(shape: tuple[int, ...]) -> tuple[int, int, int]:
+def _as_one_stack(a_matrix: Operand) -> tuple[int, int, int]:
     """Returns the shape `(batch, m, n)` of `(..., m, n)` operands with one batch axis."""
-    *batch, m, n = shape
+    *batch, m, n = a_matrix.shape
     return math.prod(batch), m, n
 
 
@@ -144,28 +149,25 @@ _REASONS: dict[str, Callable[[Operand], str | None]] = {
 }
 
 
-@functools.lru_cache(1024)
-def _unsupported_reason(
-    implementation: str, operand: jax.ShapeDtypeStruct, key: Hashable
-) -> str | None:
-    del key  # of the device
+@_memoized
+def _unsupported_reason(implementation: str, operand: Operand) -> str | None:
     return _REASONS[implementation](operand)
 
 
-@functools.lru_cache(1024)
-def _supported(operand: jax.ShapeDtypeStruct, key: Hashable) -> tuple[str, ...]:
-    return tuple(x for x in IMPLEMENTATIONS if _unsupported_reason(x, operand, key) is None)
+@_memoized
+def _supported(operand: Operand) -> tuple[str, ...]:
+    return tuple(x for x in IMPLEMENTATIONS if _unsupported_reason(x, operand) is None)
 
 
 # Which is the fastest. Limits were measured on an H200 by `python -m benchmarks syrk` and `gemm`;
 # they are untuned elsewhere.
 
 
-@functools.lru_cache(1024)
-def _modelled_fastest(operand: jax.ShapeDtypeStruct, addend: bool, key: Hashable) -> str:
+@_memoized
+def _modelled_fastest(operand: Operand, addend: bool) -> str:
     """Returns the implementation of `syrkx` that models and rules expect to be the fastest."""
-    supported = _supported(operand, key)
-    batch, m, n = stack = as_one_stack(operand.shape)
+    supported = _supported(operand)
+    batch, m, n = stack = _as_one_stack(operand)
     # Near the limit, either kernel is slower by 12% at most (m from 64 to 384, stacks of 1 to 64).
     is_small = batch * m * n * m < 2**26
     # Padding costs less than Triton's loads where the result is not padded, or where rows do not
@@ -192,18 +194,10 @@ def gemm_unsupported_reason(
     return of_a or of_b
 
 
-def fastest_gemm(a_matrix: Operand, b_matrix: Operand, out_dtype: jnp.dtype) -> str:
+@_memoized
+def fastest_gemm(a: Operand, b: Operand, out_dtype: jnp.dtype) -> str:
     """Returns the implementation that None stands for; see `gemm`."""
-    a, b = _described(a_matrix), _described(b_matrix)
-    return _fastest_gemm(a, b, out_dtype, device.cache_key())
-
-
-@functools.lru_cache(1024)
-def _fastest_gemm(
-    a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct, out_dtype: jnp.dtype, key: Hashable
-) -> str:
-    del key  # of the device
-    (batch, m, k), n, is_half = as_one_stack(a.shape), b.shape[-1], a.dtype.itemsize == 2
+    (batch, m, k), n, is_half = _as_one_stack(a), b.shape[-1], a.dtype.itemsize == 2
 
     def runs(implementation: str) -> bool:
         return not gemm_unsupported_reason(implementation, a, b, out_dtype)

@@ -19,7 +19,7 @@ import muon_jax
 from muon_jax import _newton_schulz, newton_schulz, scale_by_muon
 from pallas_kernels import device, syrk, syrk_with_residual, syrkx
 from pallas_kernels._mosaic_gpu.config import MosaicSyrkxConfig
-from pallas_kernels._mosaic_gpu.syrkx import syrkx as mosaic_gpu_syrkx
+from pallas_kernels._mosaic_gpu.products import syrkx as mosaic_gpu_syrkx
 from pallas_kernels._triton import TritonSyrkxConfig
 from pallas_kernels._triton import syrkx as triton_syrkx
 

@@ -23,38 +23,37 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
-from pallas_kernels._mosaic_gpu.chain_plan import Column, Structure, pick, plan_chain
-from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, RingConfig
+from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, MosaicSyrkxConfig
 from pallas_kernels._mosaic_gpu.ring import (
     Ref,
     SymmetricProgram,
     Tile,
     ids,
     launch_ring,
+    pick,
     store_where,
 )
 from pallas_kernels._mosaic_gpu.small_chain import fits_shared_memory, launch_small_chain
-from pallas_kernels._mosaic_gpu.work_list import deal_chains, lower_triangle
+from pallas_kernels._mosaic_gpu.work_list import (
+    Column,
+    Structure,
+    deal_chains,
+    lower_triangle,
+    plan_chain,
+)
 from pallas_kernels._stacked import call_on_stacks, jitted, stack_coefficients
 
-
-@dataclasses.dataclass(frozen=True)
-class ChainConfig(RingConfig):
-    """A square tile of a symmetric product, whose blocks are stored twice."""
-
-    num_stores = 2
+SMALL, LARGE = MosaicSyrkxConfig(64, 64, 8), MosaicSyrkxConfig(128, 128, 6, in_turns=True)
 
 
-SMALL, LARGE = ChainConfig(64, 64, 8), ChainConfig(128, 128, 6, in_turns=True)
-
-
-def fastest_chain_config(batch: int, m: int, num_programs: int | None = None) -> ChainConfig | None:
+def fastest_chain_config(
+    batch: int, m: int, num_programs: int | None = None
+) -> MosaicSyrkxConfig | None:
     """Returns the config for `(batch, m, m)`; None where a launch for each product is faster.
 
-    Measured on an H100. Each product of a single matrix waits for the last tile of the product
-    before, so a single matrix gains nothing. Large tiles must fill three quarters of the programs.
-    Small tiles take 1.85 times as long for the same elements, and compute fewer elements above the
-    diagonal.
+    Measured on an H100. Each product of a single matrix waits for the last tile of the one before,
+    so it gains nothing. Large tiles must fill three quarters of the programs. Small tiles take 1.85
+    times as long for the same elements, and compute fewer elements above the diagonal.
     """
     num_programs = num_programs or device.num_multiprocessors()
     large, small = (_num_tiles(m, config) for config in (LARGE, SMALL))
@@ -76,7 +75,7 @@ def num_together(num_tiles: int, num_programs: int) -> int:
     return 1 + -(-2 * num_programs // num_tiles)
 
 
-def _num_tiles(m: int, config: ChainConfig) -> int:
+def _num_tiles(m: int, config: MosaicSyrkxConfig) -> int:
     return len(lower_triangle(m, config.tile_m, config.tile_n))
 
 
@@ -116,9 +115,8 @@ def launch_chain(
     *,
     structure: Structure,
     num_programs: int,
-    config: ChainConfig | None = None,
+    config: MosaicSyrkxConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-    program_type: "type[ChainProgram] | None" = None,
 ) -> tuple[jax.Array, ...]:
     """Computes stacks `(batch, m, m)`, with coefficients `(batch, products, number)`."""
     batch, m, _ = first.shape
@@ -129,11 +127,8 @@ def launch_chain(
     sizes = {"together": together, "num_programs": num_programs}
     plan, num_places = plan_chain(structure, 1 + len(others))
     nums_addends = tuple(len(addends) for addends, _ in structure)
-    program = functools.partial(
-        program_type or ChainProgram, widths=(config.tile_n,), num_tiles=num_tiles, **sizes
-    )
     _, out = launch_ring(
-        program,
+        functools.partial(ChainProgram, widths=(config.tile_n,), num_tiles=num_tiles, **sizes),
         {"coefficients": coefficients, "plan": plan, "inputs": (first, *others)},
         tuple(
             jax.ShapeDtypeStruct((number, m, m), first.dtype)
@@ -179,7 +174,7 @@ class ChainProgram(SymmetricProgram):
         return self.outs[1]
 
     def num_products(self, tile: Tile | None = None) -> int:
-        """Returns the number of blocks of the factor in a strip of rows, the same in all tiles."""
+        """Returns the number of blocks of the factor in a strip of rows."""
         del tile
         return self.out.shape[-1] // TILE_K
 
@@ -231,16 +226,14 @@ class ChainProgram(SymmetricProgram):
         """Waits for the result before, and copies its strips and then the addends' tiles."""
         self.wait_for_result_before(tile)
         load_factors = functools.partial(self._load_factors, tile, width)
-        self._with_matrix(
-            self.plan[tile.product, Column.FACTOR], tile, load_factors, self.inputs[:1]
-        )
+        factor = self.plan[tile.product, Column.FACTOR]
+        self._with_matrix(factor, tile, load_factors, self.inputs[:1])
 
         def load_addend(number: jax.Array, _: None) -> None:
             slot = self.empty_slot(tile.step + self.num_products() + number)
             load = functools.partial(self._load_addend, tile, slot)
-            self._with_matrix(
-                self.plan[tile.product, Column.ADDENDS + number], tile, load, self.inputs
-            )
+            addend = self.plan[tile.product, Column.ADDENDS + number]
+            self._with_matrix(addend, tile, load, self.inputs)
 
         lax.fori_loop(0, self.plan[tile.product, Column.COUNT], load_addend, None)
 
@@ -259,7 +252,6 @@ class ChainProgram(SymmetricProgram):
         pl.when(place >= 0)(functools.partial(function, self.outs[0], self._term(place, tile)))
 
     def _term(self, place: jax.Array, tile: Tile) -> jax.Array:
-        """Returns the index among `terms` of the tile's matrix in a place."""
         return place * self.together + lax.rem(tile.batch, self.together)
 
     def _load_factors(self, tile: Tile, width: int, stack: Ref, index: jax.Array | int) -> None:
@@ -313,14 +305,13 @@ class ChainProgram(SymmetricProgram):
     def _store(self, tile: Tile, coefficients: list[jax.Array], product: jax.Array) -> None:
         """Finishes, rounds and stores the sums of this warpgroup's rows, block by block."""
         alpha, diagonal, *betas = coefficients
-        place, residual_place = (
-            self.plan[tile.product, i] for i in (Column.RESULT, Column.RESIDUAL)
-        )
+        columns = Column.RESULT, Column.RESIDUAL
+        place, residual_place = (self.plan[tile.product, i] for i in columns)
         row_ids, col_ids = ids(ROWS, ROWS)
 
         def store(i: int, row: jax.Array, col: jax.Array, block: jax.Array) -> None:
             buffer = self.free_buffer(self.buffers, i)
-            store = functools.partial(self._store_block, tile, row, col, buffer)
+            store = functools.partial(self._store_block, tile, (row, col), buffer)
             block = jnp.where(row_ids + row == col_ids + col, block + diagonal, block)
             rounded = block.astype(self.out.dtype)
             store(rounded, place)
@@ -347,7 +338,6 @@ class ChainProgram(SymmetricProgram):
         """
         starts = range(0, self.config.tile_n, TILE_K)
         sums = [lax.optimization_barrier(alpha * product[:, i : i + TILE_K]) for i in starts]
-
         rings, rows = (self.a_ring, self.b_ring)[: len(sums)], self.own_rows
 
         def add(number: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
@@ -360,13 +350,7 @@ class ChainProgram(SymmetricProgram):
         return [*map(lax.optimization_barrier, sums)]
 
     def _store_block(
-        self,
-        tile: Tile,
-        row: jax.Array,
-        col: jax.Array,
-        buffer: Ref,
-        block: jax.Array,
-        place: jax.Array,
+        self, tile: Tile, start: tuple[jax.Array, ...], buffer: Ref, block: jax.Array, place: Any
     ) -> None:
         """Stores a rounded block and its transpose to a place, or to the last result for -1."""
         direct, mirror = buffer.at[pl.ds(0, ROWS)], buffer.at[pl.ds(ROWS, ROWS)]
@@ -375,7 +359,7 @@ class ChainProgram(SymmetricProgram):
         plgpu.commit_smem()
 
         def copy(stack: Ref, matrix: jax.Array) -> None:
-            self.copy_out(direct, mirror, stack, matrix, row, col)
+            self.copy_out(direct, mirror, stack, matrix, *start)
 
         pl.when(place < 0)(functools.partial(copy, self.out, tile.batch))
         pl.when(place >= 0)(functools.partial(copy, self.outs[0], self._term(place, tile)))

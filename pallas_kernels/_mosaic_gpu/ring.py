@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -355,6 +355,18 @@ def in_stack(
 
 
 def _begins_of(stacks: tuple[Ref, ...]) -> list[int]:
-    """Returns the number of each stack's first matrix among the matrices of all stacks."""
+    """Returns the numbers of the stacks' first matrices, among those of all stacks."""
     *begins, _ = itertools.accumulate((stack.shape[0] for stack in stacks), initial=0)
     return begins
+
+
+def pick(
+    values: Sequence[jax.typing.ArrayLike],
+    index: jax.Array | int,
+    otherwise: jax.typing.ArrayLike,
+) -> jax.Array:
+    """Returns the value of that index, or otherwise."""
+    found = jnp.asarray(otherwise)
+    for i, value in enumerate(values):
+        found = jnp.where(index == i, value, found)
+    return found

@@ -21,10 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic_gpu.chain_plan import Column, Structure, pick, plan_chain
 from pallas_kernels._mosaic_gpu.config import ROWS, SHARED_MEMORY, TILE_K
-from pallas_kernels._mosaic_gpu.ring import Ref, ids, launch, shared
-from pallas_kernels._mosaic_gpu.work_list import lower_triangle
+from pallas_kernels._mosaic_gpu.ring import Ref, ids, launch, pick, shared
+from pallas_kernels._mosaic_gpu.work_list import Column, Structure, lower_triangle, plan_chain
 from pallas_kernels._stacked import jitted
 
 _MOST_WARPGROUPS = 4  # of a program, so that each thread can have 128 registers
@@ -37,7 +36,6 @@ def fits_shared_memory(m: int, structure: Structure, num_inputs: int) -> bool:
 
 @functools.cache
 def _most_teams(m: int, structure: Structure, num_inputs: int) -> int:
-    """Returns how many matrices a program can hold."""
     _, num_places = plan_chain(structure, num_inputs, all_in_places=True)
     num_bytes = (num_places + 1) * m * m * 2
     if num_bytes > SHARED_MEMORY:
@@ -130,7 +128,7 @@ class SmallChainProgram:
         return lax.rem(self.warpgroup, len(self.blocks))
 
     def run(self) -> None:
-        """Runs the chains of this team's matrices: the body of the kernel."""
+        """Runs the chains of this team's matrices."""
         batch = self.outs[0].shape[0]
         first = self.index + self.num_programs * self.team
         stride = self.num_programs * self.num_teams
@@ -164,14 +162,12 @@ class SmallChainProgram:
         pl.when(self.member == 0)(load)
 
     def _load(self, stack: Ref, matrix: jax.Array, term: Ref, loaded: Ref) -> None:
-        """Copies a matrix to a place, panel by panel."""
         index = matrix if stack.shape[0] > 1 else 0  # one matrix may serve for all
         for panel in range(term.shape[0]):
             source = stack.at[index, :, pl.ds(panel * TILE_K, TILE_K)]
             plgpu.copy_gmem_to_smem(source, term.at[panel], loaded)
 
     def _place(self, place: jax.Array | int, turn: jax.Array | int) -> Ref:
-        """Returns the term in a place of this team."""
         last = self.terms.shape[1] - 1
         return self.terms.at[self.team, jnp.where(place == 0, turn * last, place)]
 
@@ -275,7 +271,6 @@ class SmallChainProgram:
         return pick(rows, self.member, 0) * ROWS, pick(cols, self.member, 0) * ROWS
 
     def _block(self, term: Ref) -> Ref:
-        """Returns this warpgroup's block of a term."""
         row, col = self.start
         return term.at[lax.div(col, TILE_K), pl.ds(row, ROWS)]
 

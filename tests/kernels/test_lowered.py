@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from pallas_kernels import _lowered
 from pallas_kernels._lowered import CustomCall
 from pallas_kernels._mosaic_gpu import ring
-from pallas_kernels._mosaic_gpu.chain import ChainProgram, launch_chain
-from pallas_kernels._mosaic_gpu.gemm import gemm, launch_mosaic_gemm
+from pallas_kernels._mosaic_gpu.chain import launch_chain
+from pallas_kernels._mosaic_gpu.products import gemm, launch_mosaic_gemm
 
 SQUARES = (2, 64, 64)
 # Without their jit, which keeps what it has traced.
@@ -33,7 +33,6 @@ CHAIN = functools.partial(
     config=None,
     num_programs=132,
     interpret=None,
-    program_type=ChainProgram,
 )
 
 

@@ -12,8 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from muon_jax import MuonDimensionNumbers, scale_by_muon
 from pallas_kernels import gemm_of_stacks, syrk_of_stacks
-from pallas_kernels._mosaic_gpu.gemm import gemm_of_stacks as mosaic_gemm_of_stacks
-from pallas_kernels._mosaic_gpu.syrkx import syrk_of_stacks as mosaic_syrk_of_stacks
+from pallas_kernels._mosaic_gpu.products import gemm_of_stacks as mosaic_gemm_of_stacks
+from pallas_kernels._mosaic_gpu.products import syrk_of_stacks as mosaic_syrk_of_stacks
 
 SHAPES = ((2, 64, 192), (1, 64, 128), (2, 64, 64))
 

@@ -1,15 +1,12 @@
-"""Implementation `"mosaic_gpu"` of symmetric products, by Hopper's own instructions, TMA and wgmma.
+"""Implementation `"mosaic_gpu"`: products by Hopper's own instructions, TMA and wgmma.
 
-The blocks of C come through the ring after the blocks of A and B. Then the sums are scaled, and C
-and the diagonal are added. Each block is rounded and stored twice, the second time transposed,
-through staging buffers of its warpgroup.
+In a symmetric product the blocks of C come through the ring after the blocks of A and B. Then the
+sums are scaled, and C and the diagonal are added. Each block is rounded and stored twice, once
+transposed, through staging buffers of its warpgroup.
 
 Blocks above the diagonal are skipped. Blocks on the diagonal are stored once, so no element of the
-result has two writers. The kernel makes blocks on the diagonal symmetric:
-
-- A·Aᵀ gives symmetric blocks: the elements (i, j) and (j, i) add the same products in the same
-  order.
-- A·Bᵀ does not, so the lower half of the block is mirrored.
+result has two writers. A·Aᵀ gives symmetric ones: the elements (i, j) and (j, i) add the same
+products in the same order. A·Bᵀ does not, so the lower half of the block is mirrored.
 """
 
 import dataclasses
@@ -24,27 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import device
-from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, MosaicSyrkxConfig
-from pallas_kernels._mosaic_gpu.config import default_mosaic_syrkx_config as default_config
-from pallas_kernels._mosaic_gpu.ring import (
-    Ref,
-    SymmetricProgram,
-    Tile,
-    ids,
-    in_stack,
-    launch_ring,
-    store_where,
-    width_of,
-)
-from pallas_kernels._stacked import (
-    call_on_stacks,
-    call_together,
-    ends_of,
-    jitted,
-    padded,
-    stack_coefficients,
-)
+from pallas_kernels import _stacked, device
+from pallas_kernels._mosaic_gpu import config as configs
+from pallas_kernels._mosaic_gpu import ring
+from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K
+from pallas_kernels._mosaic_gpu.ring import Ref, Tile, ids
+from pallas_kernels._stacked import call_on_stacks, padded
 
 
 def syrkx(
@@ -70,7 +52,7 @@ def syrkx(
     b_matrix = a_matrix if b_matrix is None else b_matrix
     a, b, cs = jax.tree.map(padded, (a_matrix, b_matrix, c_matrices))
     *batch, m, _ = a_matrix.shape
-    stacked = stack_coefficients(coefficients, tuple(batch))
+    stacked = _stacked.stack_coefficients(coefficients, tuple(batch))
     results = call_on_stacks(kernel, "mosaic_gpu", (a,), (b,), cs, stacked)
     return tuple(out[..., :m, :m] for out in results)
 
@@ -91,15 +73,53 @@ def syrk_of_stacks(
     def alone(a: tuple[jax.Array, ...], coefficients: jax.Array) -> tuple[jax.Array, ...]:
         results = [
             syrkx(x, None, (), (row[:, 0], row[:, 1]), symmetrize_output=True, **options)
-            for x, row in zip(a, jnp.split(coefficients, ends_of(a)), strict=True)
+            for x, row in zip(a, jnp.split(coefficients, _stacked.ends_of(a)), strict=True)
         ]
         return tuple(map(jnp.concatenate, zip(*results, strict=True)))
 
-    coefficients = stack_coefficients((alpha, 0.0), (sum(map(len, stacks)),))
-    return call_together(together, alone, "mosaic_gpu", tuple(stacks), coefficients)
+    coefficients = _stacked.stack_coefficients((alpha, 0.0), (sum(map(len, stacks)),))
+    return _stacked.call_together(together, alone, "mosaic_gpu", tuple(stacks), coefficients)
 
 
-@jitted
+def gemm(
+    a_matrix: jax.Array,
+    b_matrix: jax.Array,
+    *,
+    out_dtype: jnp.dtype | None = None,
+    num_programs: int | None = None,
+    **options: Any,
+) -> jax.Array:
+    """A·B in one launch, as `syrkx`. Options are those of `launch_mosaic_gemm`."""
+    options["out_dtype"] = out_dtype or a_matrix.dtype
+    options["num_programs"] = num_programs or device.num_multiprocessors()
+    kernel = functools.partial(launch_mosaic_gemm, **options)
+    (out,) = call_on_stacks(kernel, "mosaic_gpu", padded(a_matrix), (padded(b_matrix),))
+    return out[..., : a_matrix.shape[-2], : b_matrix.shape[-1]]
+
+
+def gemm_of_stacks(
+    a_matrix: jax.Array,
+    stacks: Sequence[jax.Array],
+    *,
+    out_dtype: jnp.dtype | None = None,
+    num_programs: int | None = None,
+    **options: Any,
+) -> tuple[jax.Array, ...]:
+    """Computes what the public `gemm_of_stacks` documents, with the options of `gemm`."""
+    options["out_dtype"] = jnp.dtype(out_dtype or a_matrix.dtype)
+    options["num_programs"] = num_programs or device.num_multiprocessors()
+
+    def together(a: jax.Array, bs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return launch_mosaic_gemm(a, bs, **options)
+
+    def alone(a: jax.Array, bs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        parts = jnp.split(a, _stacked.ends_of(bs))
+        return tuple(gemm(x, b, **options) for x, b in zip(parts, bs, strict=True))
+
+    return _stacked.call_together(together, alone, "mosaic_gpu", a_matrix, tuple(stacks))
+
+
+@_stacked.jitted
 def launch_mosaic_syrkx(
     a: tuple[jax.Array, ...],
     b: tuple[jax.Array, ...],
@@ -109,44 +129,65 @@ def launch_mosaic_syrkx(
     mirrored_on_diagonal: bool,
     residual: bool,
     num_programs: int,
-    config: MosaicSyrkxConfig | None = None,
+    config: configs.MosaicSyrkxConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Computes stacks that follow one another, each with an n of its own.
+    """Computes stacks `(batchᵢ, m, nᵢ)` that follow one another, of multiples of 64.
 
-    A and B have shapes `(batchᵢ, m, nᵢ)`, of sizes that are multiples of 64. Coefficients have
-    shape `(batch, number)`, and the results `(batch, m, m)`, for the sum `batch`.
+    Coefficients have shape `(batch, number)`, and results `(batch, m, m)`, for the sum `batch`.
     """
     batch, m, dtype = sum(map(len, a)), a[0].shape[1], a[0].dtype
     if config is None:
         mean_n = sum(len(x) * x.shape[-1] for x in a) // batch
-        config = default_config(
+        config = configs.default_mosaic_syrkx_config(
             (batch, m, mean_n), addend=bool(cs), mirrored_on_diagonal=mirrored_on_diagonal
         )
     if mirrored_on_diagonal and config.block_n != ROWS:
         raise ValueError(f"config must have a block_n of {ROWS} for A·Bᵀ, got {config}")
-    return launch_ring(
+    return ring.launch_ring(
         functools.partial(SyrkxProgram, mirrored_on_diagonal=mirrored_on_diagonal),
         {"coefficients": coefficients, "cs": cs, "a": a, "b": b},
         (jax.ShapeDtypeStruct((batch, m, m), dtype),) * (1 + residual),
         config=config,
         tiles=config.deal(batch, m, num_programs),
         b_block=(config.tile_n, TILE_K),
-        buffers={
-            "out_buffers": (ROWS, config.block_n),
-            "mirror_buffers": (config.block_n, ROWS),
-        },
+        buffers={"out_buffers": (ROWS, config.block_n), "mirror_buffers": (config.block_n, ROWS)},
         interpret=interpret,
         kernel_name="syrkx",
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SyrkxProgram(SymmetricProgram):
-    """A program of products. Results are the product, then its residual if wanted.
+@_stacked.jitted
+def launch_mosaic_gemm(
+    a: jax.Array,
+    bs: tuple[jax.Array, ...],
+    *,
+    out_dtype: jnp.dtype,
+    num_programs: int,
+    config: configs.MosaicGemmConfig | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[jax.Array, ...]:
+    """Computes a stack `(batch, m, k)` times stacks `(batchᵢ, k, nᵢ)`, of multiples of 64."""
+    batch, m, _ = a.shape
+    if config is None:
+        mean_n = sum(len(b) * b.shape[-1] for b in bs) // batch
+        config = configs.default_mosaic_gemm_config(a.shape, mean_n, num_programs)
+    return ring.launch_ring(
+        functools.partial(GemmProgram),
+        {"a": a, "bs": bs},
+        tuple(jax.ShapeDtypeStruct((len(b), m, b.shape[-1]), out_dtype) for b in bs),
+        config=config,
+        tiles=config.deal(m, tuple((len(b), b.shape[-1]) for b in bs), num_programs),
+        b_block=(TILE_K, config.tile_n),
+        buffers={"buffers": (ROWS, 2 * config.block_n // out_dtype.itemsize)},
+        interpret=interpret,
+        kernel_name="gemm",
+    )
 
-    A and B may be in several stacks `(batch, m, n)`, each with an n of its own.
-    """
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyrkxProgram(ring.SymmetricProgram):
+    """A program of symmetric products. Results are the product, then its residual if wanted."""
 
     mirrored_on_diagonal: bool
     coefficients: Ref
@@ -158,7 +199,7 @@ class SyrkxProgram(SymmetricProgram):
 
     def num_products(self, tile: Tile) -> int | jax.Array:
         """Returns the number of blocks of the tile's A in a strip of rows."""
-        return width_of(self.a, tile, unit=TILE_K)
+        return ring.width_of(self.a, tile, unit=TILE_K)
 
     def num_others(self, width: jax.Array) -> jax.Array:
         """Returns the number of blocks of all C."""
@@ -179,7 +220,7 @@ class SyrkxProgram(SymmetricProgram):
 
             self.load_steps(tile, a.shape[-1] // TILE_K, load)
 
-        in_stack(self.a, tile, load_factors)
+        ring.in_stack(self.a, tile, load_factors)
         first = tile.step + self.num_products(tile)
         chunks = itertools.product(self.cs, range(pl.cdiv(width, TILE_K)))
         for step, (c, i) in enumerate(chunks):
@@ -223,7 +264,7 @@ class SyrkxProgram(SymmetricProgram):
 
         for i, (row, col, block) in enumerate(blocks):
             is_stored = (row < self.outs[0].shape[1]) & (col < row + ROWS)
-            store_where(is_stored, functools.partial(store, i, row, col, block))
+            ring.store_where(is_stored, functools.partial(store, i, row, col, block))
 
     def _stage(self, block: jax.Array, index: int, below_diagonal: jax.Array) -> tuple[Ref, Ref]:
         """Writes a rounded block and its transpose to buffers, and returns these."""
@@ -256,8 +297,8 @@ class SyrkxProgram(SymmetricProgram):
     def _blocks_of_c(self, index: int, tile: Tile, width: int) -> Iterator[jax.Array]:
         """Yields the block of the C of that index for each `block_n` columns.
 
-        C comes in chunks of TILE_K columns. Each chunk is read when a block needs it. Where the
-        width is no multiple of TILE_K, tiles start at the start or in the middle of a chunk.
+        C comes in chunks of TILE_K columns, read when a block needs them. Where the width is no
+        multiple of TILE_K, tiles start at the start or in the middle of a chunk.
         """
         block_n, num_chunks = self.config.block_n, pl.cdiv(width, TILE_K)
         first_step = tile.step + self.num_products(tile) + index * num_chunks
@@ -275,3 +316,66 @@ class SyrkxProgram(SymmetricProgram):
                 _, col_ids = ids(self.config.rows, block_n)
                 block = jnp.where(col_ids < lax.rem(tile.col, TILE_K), shifted, block)
             yield block
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmProgram(ring.RingProgram):
+    """A program of products, where nothing is symmetric."""
+
+    a: Ref
+    bs: tuple[Ref, ...]
+    buffers: Ref
+
+    def num_products(self, tile: Tile) -> int:
+        """Returns the number of blocks of A in a strip of rows, the same in all tiles."""
+        del tile
+        return self.a.shape[-1] // TILE_K
+
+    def load(self, tile: Tile, width: int) -> None:
+        """Copies A and B. TMA reads nothing beyond the last column."""
+
+        def load_factors(number: int, index: jax.Array) -> None:
+            def load(slot: jax.Array, block: Any) -> None:
+                a = self.a.at[tile.batch, pl.ds(tile.row, self.config.tile_m), block]
+                self.copy(tile, slot, a, self.a_ring.at[slot])
+                b = self.bs[number].at[index, block, pl.ds(tile.col, width)]
+                self.copy(tile, slot, b, self.b_ring.at[slot])
+
+            self.load_steps(tile, self.num_products(tile), load)
+
+        ring.in_stack(self.bs, tile, load_factors)
+
+    def b_block(self, slot: jax.Array, width: int) -> Ref:
+        """Returns the block of B in a slot, as B has it."""
+        return self.b_ring.at[slot]
+
+    def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
+        """Returns what stores the tile. It needs nothing in advance."""
+        return functools.partial(self._store, tile)
+
+    def _store(self, tile: Tile, product: jax.Array) -> None:
+        """Rounds the sums of this warpgroup's rows and stores them block by block."""
+        columns = self.buffers.shape[-1]
+        product = product.astype(self.outs[0].dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        height, width = product.shape
+        starts = itertools.product(range(0, height, ROWS), range(0, width, columns))
+        for i, (row, col) in enumerate(starts):
+            buffer = self.free_buffer(self.buffers, i)
+            buffer[...] = product[row : row + ROWS, col : col + columns]
+            plgpu.commit_smem()
+            rows = pl.ds(tile.row + self.first_row + row, ROWS)
+            copy = functools.partial(self._copy, buffer, rows, pl.ds(tile.col + col, columns))
+            # TMA writes nothing beyond the last row. Beyond the last column it does write where the
+            # result has one block of columns, because its map of the result has no axis for them.
+            is_stored = tile.col + col < ring.width_of(self.outs, tile)
+
+            def store(copy: Callable[[int, jax.Array], None] = copy) -> None:
+                ring.in_stack(self.outs, tile, copy)
+                plgpu.commit_smem_to_gmem_group()
+
+            ring.store_where(is_stored, store)
+
+    def _copy(self, buffer: Ref, rows: Any, columns: Any, number: int, index: jax.Array) -> None:
+        out = self.outs[number].at[index, rows, columns]
+        plgpu.copy_smem_to_gmem(buffer, out, commit_group=False)
