@@ -1,5 +1,6 @@
 """What the kernels have in common: they run on stacks, also under `vmap`, without derivatives."""
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -7,6 +8,8 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels import device
 
 type Arrays = tuple[jax.Array, ...]
 type Function = Callable[..., Arrays]
@@ -78,11 +81,19 @@ def with_rules(function: Function, implementation: str, under_vmap: Function) ->
 def jitted[F: Callable[..., Any]](launch: F) -> F:
     """Jits a launch, so that calls of equal shapes are traced and lowered once.
 
-    Its arguments by name are static.
+    Its arguments by name are static. `num_programs=None` is one for each multiprocessor.
     """
     parameters = inspect.signature(launch).parameters.values()
     static = [x.name for x in parameters if x.kind is inspect.Parameter.KEYWORD_ONLY]
-    return jax.jit(launch, static_argnames=static)  # pyright: ignore[reportReturnType]
+    jitted = jax.jit(launch, static_argnames=static)
+
+    @functools.wraps(jitted)
+    def call(*operands: Any, **options: Any) -> Any:
+        if "num_programs" in static:
+            options["num_programs"] = options.get("num_programs") or device.num_multiprocessors()
+        return jitted(*operands, **options)
+
+    return call  # pyright: ignore[reportReturnType]
 
 
 def padded(x: jax.Array) -> jax.Array:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels._stacked import call_on_stacks, jitted, stack_coefficients
+from pallas_kernels._stacked import Arrays, call_on_stacks, jitted, stack_coefficients
 
 type GmemRef = Any  # a reference to global memory
 
@@ -138,12 +138,12 @@ def default_triton_gemm_config(batch: int, m: int, n: int, itemsize: int) -> Tri
 def syrkx(
     a_matrix: jax.Array,
     b_matrix: jax.Array | None,
-    c_matrices: tuple[jax.Array, ...],
-    coefficients: tuple[jax.Array, ...],
+    c_matrices: Arrays,
+    coefficients: Arrays,
     *,
     symmetrize_output: bool,
     **options: Any,
-) -> tuple[jax.Array, ...]:
+) -> Arrays:
     """Computes what `_reference.syrkx` defines, in one launch, also under `vmap`.
 
     Options are those of `_launch_triton_syrkx`.
@@ -168,14 +168,14 @@ def gemm(a_matrix: jax.Array, b_matrix: jax.Array, **options: Any) -> jax.Array:
 def _launch_triton_syrkx(
     a_matrix: jax.Array,
     b_matrix: jax.Array | None,
-    c_matrices: tuple[jax.Array, ...],
+    c_matrices: Arrays,
     coefficients: jax.Array,
     *,
     mirrored_on_diagonal: bool,
     residual: bool,
     config: TritonSyrkxConfig | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> Arrays:
     """Computes stacks `(batch, m, n)` with coefficients `(batch, number)`."""
     batch, m, _ = a_matrix.shape
     config = config or default_triton_syrkx_config(a_matrix.shape, a_matrix.dtype)
@@ -201,7 +201,7 @@ def _launch_triton_gemm(
     out_dtype: jnp.dtype,
     config: TritonGemmConfig | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> Arrays:
     """Computes stacks `(batch, m, k)` times `(batch, k, n)`."""
     (batch, m, _), n = a_matrix.shape, b_matrix.shape[-1]
     config = config or default_triton_gemm_config(batch, m, n, a_matrix.dtype.itemsize)
@@ -224,7 +224,7 @@ def _pallas_call(
     out_shape: tuple[jax.ShapeDtypeStruct, ...],
     interpret: bool,
     name: str,
-) -> Callable[..., tuple[jax.Array, ...]]:
+) -> Callable[..., Arrays]:
     params = plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
     return pl.pallas_call(
         kernel,

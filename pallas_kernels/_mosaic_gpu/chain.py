@@ -41,7 +41,7 @@ from pallas_kernels._mosaic_gpu.work_list import (
     lower_triangle,
     plan_chain,
 )
-from pallas_kernels._stacked import call_on_stacks, jitted, stack_coefficients
+from pallas_kernels._stacked import Arrays, call_on_stacks, jitted, stack_coefficients
 
 SMALL, LARGE = MosaicSyrkxConfig(64, 64, 8), MosaicSyrkxConfig(128, 128, 6, in_turns=True)
 
@@ -83,8 +83,6 @@ def syrk_chain(
     inputs: Sequence[jax.Array],
     structure: Structure,
     coefficients: Sequence[tuple[float | jax.Array, ...]],
-    *,
-    num_programs: int | None = None,
     **options: Any,
 ) -> jax.Array:
     """Computes what the public `syrk_chain` documents, in one launch, also under `vmap`.
@@ -99,7 +97,6 @@ def syrk_chain(
     flat = [c for row in coefficients for c in (*row, *[0.0] * (width - len(row)))]
     fits = fits_shared_memory(first.shape[-1], structure, len(inputs))
     kernel = launch_chain if "config" in options or not fits else launch_small_chain
-    options |= {"num_programs": num_programs or device.num_multiprocessors()}
     kernel = functools.partial(kernel, structure=structure, **options)
     others = [c if c.ndim == first.ndim else c.reshape(*[1] * len(batch), *c.shape) for c in others]
     stacked = stack_coefficients(tuple(flat), batch).reshape(*batch, len(structure), width)
@@ -110,14 +107,14 @@ def syrk_chain(
 @jitted
 def launch_chain(
     first: jax.Array,
-    others: tuple[jax.Array, ...],
+    others: Arrays,
     coefficients: jax.Array,
     *,
     structure: Structure,
     num_programs: int,
     config: MosaicSyrkxConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[jax.Array, ...]:
+) -> Arrays:
     """Computes stacks `(batch, m, m)`, with coefficients `(batch, products, number)`."""
     batch, m, _ = first.shape
     config = config or fastest_chain_config(batch, m, num_programs) or SMALL
@@ -186,11 +183,11 @@ class ChainProgram(SymmetricProgram):
         stride = jnp.where(is_producer, 1, turns)
         count = lax.div(self.tiles.shape[0] - 1 - self.index, self.num_programs) + 1
 
-        def read(i: jax.Array) -> tuple[jax.Array, ...]:
+        def read(i: jax.Array) -> Arrays:
             row = lax.min(i, count - 1) * self.num_programs + self.index
             return tuple(self.tiles[row, j] for j in range(5))
 
-        def visit_one(number: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def visit_one(number: jax.Array, found: Arrays) -> Arrays:
             i = first + number * stride
             following = read(i + stride)  # in advance, so that no tile waits for the list
             batch, row, col, product, step = found
@@ -350,7 +347,7 @@ class ChainProgram(SymmetricProgram):
         return [*map(lax.optimization_barrier, sums)]
 
     def _store_block(
-        self, tile: Tile, start: tuple[jax.Array, ...], buffer: Ref, block: jax.Array, place: Any
+        self, tile: Tile, start: Arrays, buffer: Ref, block: jax.Array, place: Any
     ) -> None:
         """Stores a rounded block and its transpose to a place, or to the last result for -1."""
         direct, mirror = buffer.at[pl.ds(0, ROWS)], buffer.at[pl.ds(ROWS, ROWS)]

@@ -21,32 +21,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _stacked, device
+from pallas_kernels import _stacked
 from pallas_kernels._mosaic_gpu import config as configs
 from pallas_kernels._mosaic_gpu import ring
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K
 from pallas_kernels._mosaic_gpu.ring import Ref, Tile, ids
-from pallas_kernels._stacked import call_on_stacks, padded
+from pallas_kernels._stacked import Arrays, call_on_stacks, padded
 
 
 def syrkx(
     a_matrix: jax.Array,
     b_matrix: jax.Array | None,
-    c_matrices: tuple[jax.Array, ...],
-    coefficients: tuple[jax.Array, ...],
+    c_matrices: Arrays,
+    coefficients: Arrays,
     *,
     symmetrize_output: bool,
-    num_programs: int | None = None,
     **options: Any,
-) -> tuple[jax.Array, ...]:
+) -> Arrays:
     """Computes what `_reference.syrkx` defines, in one launch, also under `vmap`.
 
-    Operands are padded with zeros to multiples of 64, each in a pass of its own. `num_programs` is
-    None for one on each multiprocessor. Options are those of `launch_mosaic_syrkx`.
+    Operands are padded with zeros to multiples of 64, each in a pass of its own. Options are those
+    of `launch_mosaic_syrkx`.
     """
-    mirrored_on_diagonal = symmetrize_output and b_matrix is not None
-    num_programs = num_programs or device.num_multiprocessors()
-    options |= {"mirrored_on_diagonal": mirrored_on_diagonal, "num_programs": num_programs}
+    options["mirrored_on_diagonal"] = symmetrize_output and b_matrix is not None
     kernel = functools.partial(launch_mosaic_syrkx, **options)
     # A·Aᵀ also passes A twice, so that its program is the one of A·Bᵀ.
     b_matrix = a_matrix if b_matrix is None else b_matrix
@@ -57,20 +54,13 @@ def syrkx(
     return tuple(out[..., :m, :m] for out in results)
 
 
-def syrk_of_stacks(
-    stacks: Sequence[jax.Array],
-    alpha: float | jax.Array,
-    *,
-    num_programs: int | None = None,
-    **options: Any,
-) -> tuple[jax.Array, ...]:
+def syrk_of_stacks(stacks: Sequence[jax.Array], alpha: float | jax.Array, **options: Any) -> Arrays:
     """Computes what the public `syrk_of_stacks` documents, with the options of `syrkx`."""
-    options["num_programs"] = num_programs or device.num_multiprocessors()
 
-    def together(a: tuple[jax.Array, ...], coefficients: jax.Array) -> tuple[jax.Array, ...]:
+    def together(a: Arrays, coefficients: jax.Array) -> Arrays:
         return launch_mosaic_syrkx(a, a, (), coefficients, mirrored_on_diagonal=False, **options)
 
-    def alone(a: tuple[jax.Array, ...], coefficients: jax.Array) -> tuple[jax.Array, ...]:
+    def alone(a: Arrays, coefficients: jax.Array) -> Arrays:
         results = [
             syrkx(x, None, (), (row[:, 0], row[:, 1]), symmetrize_output=True, **options)
             for x, row in zip(a, jnp.split(coefficients, _stacked.ends_of(a)), strict=True)
@@ -82,48 +72,34 @@ def syrk_of_stacks(
 
 
 def gemm(
-    a_matrix: jax.Array,
-    b_matrix: jax.Array,
-    *,
-    out_dtype: jnp.dtype | None = None,
-    num_programs: int | None = None,
-    **options: Any,
+    a_matrix: jax.Array, b_matrix: jax.Array, *, out_dtype: Any = None, **options: Any
 ) -> jax.Array:
     """A·B in one launch, as `syrkx`. Options are those of `launch_mosaic_gemm`."""
-    options["out_dtype"] = out_dtype or a_matrix.dtype
-    options["num_programs"] = num_programs or device.num_multiprocessors()
+    options["out_dtype"] = jnp.dtype(out_dtype or a_matrix.dtype)
     kernel = functools.partial(launch_mosaic_gemm, **options)
     (out,) = call_on_stacks(kernel, "mosaic_gpu", padded(a_matrix), (padded(b_matrix),))
     return out[..., : a_matrix.shape[-2], : b_matrix.shape[-1]]
 
 
 def gemm_of_stacks(
-    a_matrix: jax.Array,
-    stacks: Sequence[jax.Array],
-    *,
-    out_dtype: jnp.dtype | None = None,
-    num_programs: int | None = None,
-    **options: Any,
-) -> tuple[jax.Array, ...]:
+    a_matrix: jax.Array, stacks: Sequence[jax.Array], *, out_dtype: Any = None, **options: Any
+) -> Arrays:
     """Computes what the public `gemm_of_stacks` documents, with the options of `gemm`."""
     options["out_dtype"] = jnp.dtype(out_dtype or a_matrix.dtype)
-    options["num_programs"] = num_programs or device.num_multiprocessors()
 
-    def together(a: jax.Array, bs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return launch_mosaic_gemm(a, bs, **options)
-
-    def alone(a: jax.Array, bs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def alone(a: jax.Array, bs: Arrays) -> Arrays:
         parts = jnp.split(a, _stacked.ends_of(bs))
         return tuple(gemm(x, b, **options) for x, b in zip(parts, bs, strict=True))
 
+    together = functools.partial(launch_mosaic_gemm, **options)
     return _stacked.call_together(together, alone, "mosaic_gpu", a_matrix, tuple(stacks))
 
 
 @_stacked.jitted
 def launch_mosaic_syrkx(
-    a: tuple[jax.Array, ...],
-    b: tuple[jax.Array, ...],
-    cs: tuple[jax.Array, ...],
+    a: Arrays,
+    b: Arrays,
+    cs: Arrays,
     coefficients: jax.Array,
     *,
     mirrored_on_diagonal: bool,
@@ -131,7 +107,7 @@ def launch_mosaic_syrkx(
     num_programs: int,
     config: configs.MosaicSyrkxConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[jax.Array, ...]:
+) -> Arrays:
     """Computes stacks `(batchᵢ, m, nᵢ)` that follow one another, of multiples of 64.
 
     Coefficients have shape `(batch, number)`, and results `(batch, m, m)`, for the sum `batch`.
@@ -160,13 +136,13 @@ def launch_mosaic_syrkx(
 @_stacked.jitted
 def launch_mosaic_gemm(
     a: jax.Array,
-    bs: tuple[jax.Array, ...],
+    bs: Arrays,
     *,
     out_dtype: jnp.dtype,
     num_programs: int,
     config: configs.MosaicGemmConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[jax.Array, ...]:
+) -> Arrays:
     """Computes a stack `(batch, m, k)` times stacks `(batchᵢ, k, nᵢ)`, of multiples of 64."""
     batch, m, _ = a.shape
     if config is None:

@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._lowered import call_lowered
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, RingConfig
+from pallas_kernels._stacked import Arrays
 
 type Ref = Any  # a reference to memory, or to barriers
 
@@ -41,7 +42,7 @@ def launch(
     num_threads: int,
     scratch: Mapping[str, Any],
     **options: Any,
-) -> tuple[jax.Array, ...]:
+) -> Arrays:
     """Runs that many programs of that many warpgroups. Options are those of `plgpu.kernel`.
 
     `program` is a class with `run`, and some of its fields. The others are by name `warpgroup`,
@@ -82,7 +83,7 @@ def launch_ring(
     b_block: tuple[int, int],
     buffers: Mapping[str, tuple[int, int]],
     **options: Any,
-) -> tuple[jax.Array, ...]:
+) -> Arrays:
     """Runs programs of `RingProgram`. The last operand has the dtype of the ring.
 
     `b_block` is the shape of a step's block of B. Of each shape in `buffers` every warpgroup has
@@ -361,9 +362,7 @@ def _begins_of(stacks: tuple[Ref, ...]) -> list[int]:
 
 
 def pick(
-    values: Sequence[jax.typing.ArrayLike],
-    index: jax.Array | int,
-    otherwise: jax.typing.ArrayLike,
+    values: Sequence[jax.typing.ArrayLike], index: jax.Array | int, otherwise: jax.typing.ArrayLike
 ) -> jax.Array:
     """Returns the value of that index, or otherwise."""
     found = jnp.asarray(otherwise)

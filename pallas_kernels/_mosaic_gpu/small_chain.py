@@ -13,7 +13,6 @@ as there. It is read one product in advance.
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels._mosaic_gpu.config import ROWS, SHARED_MEMORY, TILE_K
 from pallas_kernels._mosaic_gpu.ring import Ref, ids, launch, pick, shared
 from pallas_kernels._mosaic_gpu.work_list import Column, Structure, lower_triangle, plan_chain
-from pallas_kernels._stacked import jitted
+from pallas_kernels._stacked import Arrays, jitted
 
 _MOST_WARPGROUPS = 4  # of a program, so that each thread can have 128 registers
 
@@ -40,26 +39,32 @@ def _most_teams(m: int, structure: Structure, num_inputs: int) -> int:
     num_bytes = (num_places + 1) * m * m * 2
     if num_bytes > SHARED_MEMORY:
         return 0
-    return min(SHARED_MEMORY // num_bytes, _MOST_WARPGROUPS // len(blocks_of(m)))
+    return min(SHARED_MEMORY // num_bytes, _MOST_WARPGROUPS // len(_blocks_of(m)))
+
+
+def _blocks_of(m: int) -> list[list[int]]:
+    """Returns row and column of the blocks that a team's warpgroups have, in blocks."""
+    return (lower_triangle(m, ROWS, ROWS) // ROWS).tolist()
 
 
 @jitted
 def launch_small_chain(
     first: jax.Array,
-    others: tuple[jax.Array, ...],
+    others: Arrays,
     coefficients: jax.Array,
     *,
     structure: Structure,
     num_programs: int,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[jax.Array, ...]:
+) -> Arrays:
     """Computes stacks `(batch, m, m)`, with coefficients `(batch, products, number)`."""
     (batch, m, _), dtype = first.shape, first.dtype
     plan, num_places = plan_chain(structure, 1 + len(others), all_in_places=True)
     num_programs = min(num_programs, batch)
     most_teams = _most_teams(m, structure, 1 + len(others))
     num_teams = min(most_teams, pl.cdiv(batch, num_programs))
-    num_blocks, num_panels = len(blocks_of(m)), m // TILE_K
+    num_blocks, num_panels = len(_blocks_of(m)), m // TILE_K
+    num_others = max(len(others), 1) * num_panels
     return launch(
         functools.partial(SmallChainProgram, num_programs=num_programs, num_teams=num_teams),
         {"coefficients": coefficients, "plan": jnp.asarray(plan), "inputs": (first, *others)},
@@ -69,9 +74,7 @@ def launch_small_chain(
         scratch={
             "terms": shared(dtype, num_teams, num_places + 1, num_panels, m, TILE_K),
             "first_loaded": plgpu.Barrier(num_arrivals=num_panels, num_barriers=(num_teams, 2)),
-            "others_loaded": plgpu.Barrier(
-                num_arrivals=max(len(others), 1) * num_panels, num_barriers=num_teams
-            ),
+            "others_loaded": plgpu.Barrier(num_arrivals=num_others, num_barriers=num_teams),
             "stored": plgpu.Barrier(num_arrivals=num_blocks, num_barriers=num_teams),
         },
         interpret=interpret,
@@ -79,16 +82,8 @@ def launch_small_chain(
     )
 
 
-def blocks_of(m: int) -> list[list[int]]:
-    """Returns row and column of the blocks that a team's warpgroups have, in blocks."""
-    return (lower_triangle(m, ROWS, ROWS) // ROWS).tolist()
-
-
-class ProductRow(NamedTuple):
-    """What one product of one matrix is made of."""
-
-    plan: tuple[jax.Array, ...]  # its row of the plan
-    coefficients: tuple[jax.Array, ...]  # alpha, the diagonal and all beta
+# What a product of a matrix is made of: its row of the plan; alpha, the diagonal and all beta.
+type Product = tuple[Arrays, Arrays]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +110,7 @@ class SmallChainProgram:
     @property
     def blocks(self) -> list[list[int]]:
         """Row and column of each warpgroup's block, in blocks."""
-        return blocks_of(self.outs[0].shape[-1])
+        return _blocks_of(self.outs[0].shape[-1])
 
     @property
     def team(self) -> jax.Array:
@@ -127,15 +122,21 @@ class SmallChainProgram:
         """Which of the team's warpgroups this is."""
         return lax.rem(self.warpgroup, len(self.blocks))
 
+    @property
+    def start(self) -> Arrays:
+        """The first row and the first column of this warpgroup's block."""
+        rows, cols = zip(*self.blocks, strict=True)
+        return pick(rows, self.member, 0) * ROWS, pick(cols, self.member, 0) * ROWS
+
     def run(self) -> None:
         """Runs the chains of this team's matrices."""
         batch = self.outs[0].shape[0]
         first = self.index + self.num_programs * self.team
         stride = self.num_programs * self.num_teams
 
-        def visit(i: jax.Array, product: ProductRow) -> ProductRow:
+        def visit(i: jax.Array, product: Product) -> Product:
             matrix, turn = first + i * stride, lax.rem(i, 2)
-            self._load_others(matrix)
+            pl.when(self.member == 0)(lambda: self._load_others(matrix))
             self._load_first(matrix + stride, 1 - turn)
             plgpu.barrier_wait(self.first_loaded.at[self.team, turn])
             return self._run_chain(matrix, lax.min(matrix + stride, batch - 1), turn, product)
@@ -154,12 +155,9 @@ class SmallChainProgram:
         pl.when((self.member == 0) & (matrix < self.outs[0].shape[0]))(load)
 
     def _load_others(self, matrix: jax.Array) -> None:
-        def load() -> None:
-            for place, stack in enumerate(self.inputs[1:], 1):
-                loaded = self.others_loaded.at[self.team]
-                self._load(stack, matrix, self.terms.at[self.team, place], loaded)
-
-        pl.when(self.member == 0)(load)
+        for place, stack in enumerate(self.inputs[1:], 1):
+            loaded = self.others_loaded.at[self.team]
+            self._load(stack, matrix, self.terms.at[self.team, place], loaded)
 
     def _load(self, stack: Ref, matrix: jax.Array, term: Ref, loaded: Ref) -> None:
         index = matrix if stack.shape[0] > 1 else 0  # one matrix may serve for all
@@ -171,18 +169,18 @@ class SmallChainProgram:
         last = self.terms.shape[1] - 1
         return self.terms.at[self.team, jnp.where(place == 0, turn * last, place)]
 
-    def _read(self, matrix: jax.Array, product: jax.Array | int) -> ProductRow:
+    def _read(self, matrix: jax.Array, product: jax.Array | int) -> Product:
         columns, numbers = (range(x.shape[-1]) for x in (self.plan, self.coefficients))
         plan = tuple(self.plan[product, i] for i in columns)
-        return ProductRow(plan, tuple(self.coefficients[matrix, product, i] for i in numbers))
+        return plan, tuple(self.coefficients[matrix, product, i] for i in numbers)
 
     def _run_chain(
-        self, matrix: jax.Array, following: jax.Array, turn: jax.Array, product: ProductRow
-    ) -> ProductRow:
+        self, matrix: jax.Array, following: jax.Array, turn: jax.Array, product: Product
+    ) -> Product:
         """Runs the chain of a matrix, and returns the first product of the following matrix."""
         last = self.plan.shape[0] - 1
 
-        def visit(number: jax.Array, product: ProductRow) -> ProductRow:
+        def visit(number: jax.Array, product: Product) -> Product:
             is_last = number == last
             place = jnp.where(is_last, following, matrix), jnp.where(is_last, 0, number + 1)
             ahead = self._read(*place)
@@ -195,19 +193,23 @@ class SmallChainProgram:
 
         return lax.fori_loop(0, last + 1, visit, product)
 
-    def _multiply(self, product: ProductRow, turn: jax.Array, is_first: jax.Array) -> jax.Array:
+    def _multiply(self, product: Product, turn: jax.Array, is_first: jax.Array) -> jax.Array:
         """Returns α·product + Σ β·C of this warpgroup's block.
 
         Barriers keep the compiler from fusing what the kernel of one product does not fuse.
         """
-        factor = self._place(product.plan[Column.FACTOR], turn)
+        plan, (alpha, _, *betas) = product
+        factor = self._place(plan[Column.FACTOR], turn)
         rows, cols = (pl.ds(start, ROWS) for start in self.start)
-        alpha, _, *betas = product.coefficients
 
-        def add(number: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-            total, addend = found
-            following = self._addend(product, turn, number + 1)
-            return total + pick(betas, number, 0.0) * addend.astype(jnp.float32), following
+        def addend(number: jax.Array | int) -> jax.Array:  # the factor after the last one
+            place = self._place(pick(plan[Column.ADDENDS :], number, plan[Column.FACTOR]), turn)
+            return plgpu.load(self._block(place), layout=plgpu.Layout.WGMMA)
+
+        def add(number: jax.Array, found: Arrays) -> Arrays:
+            total, c = found
+            following = addend(number + 1)
+            return total + pick(betas, number, 0.0) * c.astype(jnp.float32), following
 
         # The stubs of plgpu do not export this documented name.
         in_registers = plgpu.ACC((ROWS, ROWS), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
@@ -219,23 +221,17 @@ class SmallChainProgram:
                 plgpu.wgmma(accumulator, *strips)
             if len(self.inputs) > 1:
                 pl.when(is_first)(lambda: plgpu.barrier_wait(self.others_loaded.at[self.team]))
-            addend = self._addend(product, turn, 0)  # while the tensor cores multiply
+            c = addend(0)  # while the tensor cores multiply
             scaled = lax.optimization_barrier(alpha * accumulator[...])
-            total, _ = lax.fori_loop(0, product.plan[Column.COUNT], add, (scaled, addend))
+            total, _ = lax.fori_loop(0, plan[Column.COUNT], add, (scaled, c))
             return lax.optimization_barrier(total)
 
         return total
 
-    def _addend(self, product: ProductRow, turn: jax.Array, number: jax.Array | int) -> jax.Array:
-        """Returns the block of an addend, or that of the factor after the last addend."""
-        place = pick(product.plan[Column.ADDENDS :], number, product.plan[Column.FACTOR])
-        return plgpu.load(self._block(self._place(place, turn)), layout=plgpu.Layout.WGMMA)
-
-    def _store(self, product: ProductRow, turn: jax.Array, block: jax.Array) -> None:
+    def _store(self, product: Product, turn: jax.Array, block: jax.Array) -> None:
         """Adds the diagonal, rounds the block, and stores it and its residual."""
-        row, col = self.start
+        (row, col), (plan, (_, diagonal, *_)) = self.start, product
         row_ids, col_ids = ids(ROWS, ROWS)
-        diagonal = product.coefficients[1]
         block = jnp.where(row_ids + row == col_ids + col, block + diagonal, block)
         rounded = block.astype(self.outs[0].dtype)
 
@@ -247,30 +243,25 @@ class SmallChainProgram:
             def _() -> None:
                 self._mirror(term).transpose((1, 0))[...] = block
 
-        store(product.plan[Column.RESULT], rounded)
+        store(plan[Column.RESULT], rounded)
 
-        @pl.when(product.plan[Column.RESIDUAL] >= 0)
+        @pl.when(plan[Column.RESIDUAL] >= 0)
         def _() -> None:
             residual = block - rounded.astype(jnp.float32)
-            store(product.plan[Column.RESIDUAL], residual.astype(rounded.dtype))
+            store(plan[Column.RESIDUAL], residual.astype(rounded.dtype))
 
         plgpu.commit_smem()
 
-    def _copy_out(self, matrix: jax.Array, product: ProductRow, turn: jax.Array) -> None:
+    def _copy_out(self, matrix: jax.Array, product: Product, turn: jax.Array) -> None:
         """Copies the block of the last result to global memory, and its transpose."""
-        term, (row, col) = self._place(product.plan[Column.RESULT], turn), self.start
+        term, (row, col) = self._place(product[0][Column.RESULT], turn), self.start
         rows, cols, copy = pl.ds(row, ROWS), pl.ds(col, ROWS), plgpu.copy_smem_to_gmem
         copy(self._block(term), self.outs[0].at[matrix, rows, cols])
         pl.when(col < row)(lambda: copy(self._mirror(term), self.outs[0].at[matrix, cols, rows]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    @property
-    def start(self) -> tuple[jax.Array, jax.Array]:
-        """The first row and the first column of this warpgroup's block."""
-        rows, cols = zip(*self.blocks, strict=True)
-        return pick(rows, self.member, 0) * ROWS, pick(cols, self.member, 0) * ROWS
-
     def _block(self, term: Ref) -> Ref:
+        """Returns this warpgroup's block of a term."""
         row, col = self.start
         return term.at[lax.div(col, TILE_K), pl.ds(row, ROWS)]
 
