@@ -321,9 +321,10 @@ def _store(gmem: GmemRef, batch: jax.Array, row: jax.Array, col: jax.Array, out:
     plt.store(ref, out, mask=mask)
 
 
-def _store_transposed(gmem: GmemRef, *place: jax.Array) -> None:
-    *place, out = place
-    _store(gmem, *place, out.T)
+def _store_transposed(
+    gmem: GmemRef, batch: jax.Array, row: jax.Array, col: jax.Array, out: jax.Array
+) -> None:
+    _store(gmem, batch, row, col, out.T)
 
 
 def _block(

@@ -230,9 +230,9 @@ class SmallChainProgram:
 
     def _store(self, product: Product, turn: jax.Array, block: jax.Array) -> None:
         """Adds the diagonal, rounds the block, and stores it and its residual."""
-        (row, col), (plan, (_, diagonal, *_)) = self.start, product
+        (row, col), (plan, coefficients) = self.start, product
         row_ids, col_ids = ids(ROWS, ROWS)
-        block = jnp.where(row_ids + row == col_ids + col, block + diagonal, block)
+        block = jnp.where(row_ids + row == col_ids + col, block + coefficients[1], block)
         rounded = block.astype(self.outs[0].dtype)
 
         def store(place: jax.Array, block: jax.Array) -> None:
