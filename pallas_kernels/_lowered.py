@@ -27,16 +27,10 @@ from pallas_kernels import device
 _TARGET = "mosaic_gpu_v2"
 # The custom call's attributes. All of them but one follow from the types, or are always the same.
 _KERNEL = "mhlo.backend_config"
-_OTHERS = {
-    "api_version",
-    "backend_config",
-    "call_target_name",
-    "called_computations",
-    "has_side_effect",
-    "operand_layouts",
-    "output_operand_aliases",
-    "result_layouts",
-}
+_OTHERS = (
+    "api_version backend_config call_target_name called_computations has_side_effect"
+    " operand_layouts output_operand_aliases result_layouts"
+).split()
 
 
 def call_lowered(

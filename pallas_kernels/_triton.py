@@ -58,13 +58,10 @@ def default_triton_syrkx_config(
     """Returns the fastest tile shape for `(..., m, n)` operands.
 
     Fitted to an H200, untuned elsewhere. Each of its 132 multiprocessors runs at a time 4 programs
-    of tile 64, or of tile 128 two with 4 warps or one with 8.
-
-    The small tile wins as long as all programs fit at once. The exception is wide operands that
-    fill the GPU with large tiles, because small tiles read twice as much (2048×8192: 95 µs against
-    87). Of the two large variants the one is chosen whose rounds take less time: 13.2 ns per column
-    of A with 4 warps, 7.5 with 8. Tiny matrices want as many programs as there are multiprocessors,
-    with few steps.
+    of tile 64, or of tile 128 two with 4 warps or one with 8. The small tile wins as long as all
+    programs fit at once, but for wide operands that fill the GPU with large tiles: small ones read
+    twice as much (2048×8192: 95 µs against 87). Rounds of large tiles take 13.2 ns per column of A
+    with 4 warps, 7.5 with 8. Tiny matrices want a program for each multiprocessor, with few steps.
     """
     *batch, m, n = shape
     programs = count_programs(batch, m, tile=128)
@@ -182,15 +179,17 @@ def _launch_triton_syrkx(
     is_gram = b_matrix is None and not c_matrices
     mirrors = not (is_gram and is_tiny([batch], m, config.tile))
     kernel = functools.partial(
-        _triton_syrkx_kernel,
-        config=config,
-        mirrors=mirrors,
-        mirrored_on_diagonal=mirrored_on_diagonal,
+        _triton_syrkx_kernel, mirrors=mirrors, mirrored_on_diagonal=mirrored_on_diagonal
     )
-    out_types = (_type_like(a_matrix, (batch, m, m), a_matrix.dtype),) * (1 + residual)
-    num_programs = count_programs([batch], m, config.tile, mirrors)
-    call = _pallas_call(kernel, config, num_programs, out_types, interpret, "syrkx")
-    return call(coefficients, a_matrix, b_matrix, c_matrices)
+    return _call(
+        kernel,
+        config,
+        count_programs([batch], m, config.tile, mirrors),
+        (_type_like(a_matrix, (batch, m, m), a_matrix.dtype),) * (1 + residual),
+        (coefficients, a_matrix, b_matrix, c_matrices),
+        interpret=interpret,
+        name="syrkx",
+    )
 
 
 @jitted
@@ -205,11 +204,15 @@ def _launch_triton_gemm(
     """Computes stacks `(batch, m, k)` times `(batch, k, n)`."""
     (batch, m, _), n = a_matrix.shape, b_matrix.shape[-1]
     config = config or default_triton_gemm_config(batch, m, n, a_matrix.dtype.itemsize)
-    kernel = functools.partial(_triton_gemm_kernel, config=config)
-    out_type = _type_like(a_matrix, (batch, m, n), out_dtype)
-    num_programs = batch * pl.cdiv(m, config.tile_m) * pl.cdiv(n, config.tile_n)
-    call = _pallas_call(kernel, config, num_programs, (out_type,), interpret, "gemm")
-    return call(a_matrix, b_matrix)
+    return _call(
+        _triton_gemm_kernel,
+        config,
+        batch * pl.cdiv(m, config.tile_m) * pl.cdiv(n, config.tile_n),
+        (_type_like(a_matrix, (batch, m, n), out_dtype),),
+        (a_matrix, b_matrix),
+        interpret=interpret,
+        name="gemm",
+    )
 
 
 def _type_like(x: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
@@ -217,23 +220,18 @@ def _type_like(x: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Sh
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
-def _pallas_call(
+def _call(
     kernel: Callable[..., None],
     config: TritonSyrkxConfig | TritonGemmConfig,
     num_programs: int,
     out_shape: tuple[jax.ShapeDtypeStruct, ...],
-    interpret: bool,
-    name: str,
-) -> Callable[..., Arrays]:
+    operands: Any,
+    **options: Any,
+) -> Arrays:
     params = plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
-    return pl.pallas_call(
-        kernel,
-        grid=(num_programs,),
-        out_shape=out_shape,
-        compiler_params=params,
-        interpret=interpret,
-        name=name,
-    )
+    kernel = functools.partial(kernel, config=config)
+    options |= {"out_shape": out_shape, "compiler_params": params, "grid": (num_programs,)}
+    return pl.pallas_call(kernel, **options)(*operands)
 
 
 def _triton_syrkx_kernel(

@@ -207,9 +207,10 @@ class SyrkxProgram(ring.SymmetricProgram):
                 source = c.at[batch, pl.ds(tile.row + half, tile_m // 2), columns]
                 self.copy(tile, slot, source, self.a_ring.at[slot, pl.ds(half, tile_m // 2)])
 
-    def b_block(self, slot: jax.Array, width: int) -> Ref:
-        """Returns the block of Bᵀ in a slot."""
-        return self.b_ring.at[slot, pl.ds(0, width)].transpose((1, 0))
+    def multiply(self, tile: Tile, width: int, accumulator: Ref) -> None:
+        """Multiplies by Bᵀ."""
+        strip = pl.ds(0, width)
+        self.accumulate(tile, accumulator, lambda i: self.b_ring.at[i, strip].transpose((1, 0)))
 
     def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
         """Reads the coefficients, and returns what stores the tile."""
@@ -321,9 +322,9 @@ class GemmProgram(ring.RingProgram):
 
         ring.in_stack(self.bs, tile, load_factors)
 
-    def b_block(self, slot: jax.Array, width: int) -> Ref:
-        """Returns the block of B in a slot, as B has it."""
-        return self.b_ring.at[slot]
+    def multiply(self, tile: Tile, width: int, accumulator: Ref) -> None:
+        """Multiplies by B."""
+        self.accumulate(tile, accumulator, lambda slot: self.b_ring.at[slot])
 
     def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
         """Returns what stores the tile. It needs nothing in advance."""

@@ -161,8 +161,8 @@ class RingProgram:
         """Fills the slots of the tile's steps, each with two copies."""
         raise NotImplementedError
 
-    def b_block(self, slot: jax.Array, width: int) -> Ref:
-        """Returns the block of B in a slot, `(TILE_K, width)`."""
+    def multiply(self, tile: Tile, width: int, accumulator: Ref) -> None:
+        """Multiplies this warpgroup's rows of the tile, by `accumulate`."""
         raise NotImplementedError
 
     def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
@@ -260,12 +260,8 @@ class RingProgram:
             self.release(tile.step + self.num_products(tile) - 1)
             store(product)
 
-    def multiply(self, tile: Tile, width: int, accumulator: Ref) -> None:
-        """Multiplies this warpgroup's rows of the tile."""
-        self.accumulate(tile, accumulator, lambda slot: self.b_block(slot, width))
-
     def accumulate(self, tile: Tile, accumulator: Ref, b_block: Callable[[jax.Array], Ref]) -> None:
-        """Adds up the products of all steps, with the block of B that `b_block(slot)` is."""
+        """Adds up the products of all steps, by the blocks `b_block(slot)`, `(TILE_K, width)`."""
 
         def multiply(k: jax.Array, _: None) -> None:
             slot = self.slot(tile.step + k)

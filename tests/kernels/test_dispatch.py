@@ -1,6 +1,9 @@
 import functools
 import json
+import os
 import re
+import subprocess
+import sys
 
 import helpers
 import jax
@@ -33,6 +36,27 @@ def test_without_a_gpu_the_choice_is_xla_and_triton_says_why_not():
     assert unsupported_reason("triton", MATRIX) == "the default device is not a GPU"
     with pytest.raises(NotImplementedError, match="'triton' cannot run: the default"):
         syrk(MATRIX, implementation="triton")
+
+
+IMPORTS = """
+import sys
+import jax.numpy as jnp
+import muon_jax, pallas_kernels
+
+x = jnp.ones((2, 64, 64), jnp.bfloat16)
+pallas_kernels.gemm(pallas_kernels.syrk(x), x)
+muon_jax.newton_schulz(x, "balanced")
+for name in ("triton", "mosaic_gpu"):
+    assert pallas_kernels.unsupported_reason(name, x)
+print("jax.experimental.pallas" in sys.modules, "pallas_kernels._lowered" in sys.modules)
+"""
+
+
+def test_back_ends_are_not_imported_where_no_kernel_runs():
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", IMPORTS]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "False False\n"
 
 
 def chosen(shape, dtype=jnp.bfloat16, **kwargs):

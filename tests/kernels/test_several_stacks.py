@@ -62,6 +62,27 @@ def test_applications_to_all_stacks_are_exact(run, out_dtype):
         np.testing.assert_array_equal(np.asarray(result, np.float64), exact)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "a", "message"),
+    [
+        ([(2, 64, 64), (1, 128, 64)], (3, 64, 64), r"one m .* got float16\[2, 64, 64\], float16"),
+        ([(2, 64, 100)], (2, 64, 64), r"multiples of 64, got float16\[2, 64, 100\]: pad them"),
+        ([(64, 64)], (64, 64), r"stacks must be \(batch, m, n\)"),
+        ([(2, 64, 128)], (3, 64, 64), r"a_matrix must be float16\[2, m, 64\].*\[3, 64, 64\]"),
+    ],
+)
+def test_wrong_stacks_are_refused(shapes, a, message):
+    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float16)
+    with helpers.described_gpu("H200"), pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda a, *b: gemm_of_stacks(a, b), operand(a), *map(operand, shapes))
+
+
+def test_stacks_need_a_hopper_gpu():
+    stack = jax.ShapeDtypeStruct((2, 64, 64), jnp.float16)
+    with helpers.described_gpu("A100"), pytest.raises(NotImplementedError, match="A100"):
+        jax.eval_shape(lambda x: syrk_of_stacks([x]), stack)
+
+
 def gradients():
     """Returns gradients of matrices with one m and several n, some of them tall."""
     shapes = [(256, 256), (256, 1024), (1024, 256), (256, 512), (250, 512)]
