@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from pallas_kernels._checks import is_real, shown, suggestion
+from pallas_kernels.arguments import is_real, shown, suggestion
 
 _INT8 = "mu_dtype='int8' for momenta in 8 bits, or mu_dtype='bfloat16'"
 _FLOATS = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")

@@ -23,14 +23,14 @@ from muon_jax._foreign.calls import (
     check_positions,
     way_of_other_form,
 )
-from pallas_kernels._checks import (
+from pallas_kernels import IMPLEMENTATIONS
+from pallas_kernels.arguments import (
     check_array,
     check_flag,
     check_name,
     is_integer,
     shown,
 )
-from pallas_kernels._selection import IMPLEMENTATIONS
 
 type Check = Callable[[str, Any], None]
 

@@ -57,7 +57,7 @@ from muon_jax._transforms.shape_scale import scale_by_shape
 from muon_jax._transforms.skipping import skip_missing
 from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
 from muon_jax._tree_checks import check_mu_dtype, check_params
-from pallas_kernels._promotion import standard_promotion
+from pallas_kernels.arguments import standard_promotion
 
 
 @checks_arguments

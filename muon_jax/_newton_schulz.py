@@ -14,7 +14,7 @@ from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.operand import WholeMatrices
 from muon_jax._iteration.passes import is_tall
 from muon_jax._iteration.schedules import NSCoeffs
-from pallas_kernels._promotion import standard_promotion
+from pallas_kernels.arguments import standard_promotion
 
 
 @checks_arguments

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 import optax
 
 from muon_jax._iteration.newton_schulz import NewtonSchulz
-from pallas_kernels._checks import check_name
+from pallas_kernels.arguments import check_name
 
 
 class _ReadOnly(dict[str, Any]):

@@ -49,7 +49,7 @@ from muon_jax._tree_checks import (
     check_mu_dtype,
     check_params,
 )
-from pallas_kernels._promotion import standard_promotion
+from pallas_kernels.arguments import standard_promotion
 
 
 @checks_arguments

@@ -10,32 +10,40 @@
 
 The kernels of symmetric products compute the lower triangle only, and fuse the whole epilogue.
 `select_implementation` tells which implementation `None` stands for, and `unsupported_reason` tells
-why an implementation cannot run.
+why an implementation cannot run. Several products share launches in `syrk_chain`, `syrk_of_stacks`
+and `gemm_of_stacks`. Public, too, are the modules `arguments` and `device`, which muon_jax shares,
+and the command `python -m pallas_kernels.tune`.
 
-=============  ======================================================
-module         what it holds
-=============  ======================================================
-`_syrk`        `syrk`, `syrkx` and `syrk_with_residual`
-`_gemm`        `gemm`
-`_selection`   the choice of an implementation
-`_tuning`      tables of measured times: `tuned/*.json`
-`_device`      the device that functions are traced for
-`_reference`   the implementation `"xla"`, which is the specification
-`_triton`      the kernels of `"triton"`
-`_mosaic_gpu`  the kernels of `"mosaic_gpu"`
-`_stacked`     what all kernels share: batches, `vmap`, no derivative
-=============  ======================================================
+Pallas' back ends are imported when a kernel is first chosen.
 """
 
-from pallas_kernels._gemm import gemm
-from pallas_kernels._selection import Selection, select_implementation, unsupported_reason
-from pallas_kernels._syrk import syrk, syrk_with_residual, syrkx
+from pallas_kernels._products import (
+    Link,
+    gemm,
+    gemm_of_stacks,
+    syrk,
+    syrk_chain,
+    syrk_of_stacks,
+    syrk_with_residual,
+    syrkx,
+)
+from pallas_kernels._selection import (
+    IMPLEMENTATIONS,
+    Selection,
+    select_implementation,
+    unsupported_reason,
+)
 
 __all__ = [
+    "IMPLEMENTATIONS",
+    "Link",
     "Selection",
     "gemm",
+    "gemm_of_stacks",
     "select_implementation",
     "syrk",
+    "syrk_chain",
+    "syrk_of_stacks",
     "syrk_with_residual",
     "syrkx",
     "unsupported_reason",

@@ -7,6 +7,7 @@ its key is the lowered program. A lowered kernel is one custom call, whose attri
 import base64
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -21,48 +22,42 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import mlir
 
-from pallas_kernels import _device
+from pallas_kernels import device
 
 _TARGET = "mosaic_gpu_v2"
 # The custom call's attributes. All of them but one follow from the types, or are always the same.
 _KERNEL = "mhlo.backend_config"
-_OTHERS = {
-    "api_version",
-    "backend_config",
-    "call_target_name",
-    "called_computations",
-    "has_side_effect",
-    "operand_layouts",
-    "output_operand_aliases",
-    "result_layouts",
-}
+_OTHERS = (
+    "api_version backend_config call_target_name called_computations has_side_effect"
+    " operand_layouts output_operand_aliases result_layouts"
+).split()
 
 
 def call_lowered(
     kernel: Callable[..., tuple[jax.Array, ...]], identity: str, *operands: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Returns `kernel(*operands)`, and keeps the kernel once it is lowered.
+    """Returns what one kernel of Mosaic GPU does, and keeps the kernel once it is lowered.
 
     A later program with an equal call gets the same custom call. So does a later process, where
-    JAX's compilation cache has a local folder.
-
-    Args:
-        kernel: one kernel of Mosaic GPU, and nothing else.
-        identity: tells the kernel from every other one of this package for the same device and
-            the same types of operands and results.
-        operands: of the kernel.
+    JAX's compilation cache has a local folder. `identity` tells the kernel from every other one of
+    this package for the same device and the same types of operands and results.
     """
+    _version()
     jaxpr = jax.make_jaxpr(kernel)(*operands)
     return tuple(_kernel_p.bind(*operands, jaxpr=jaxpr, identity=identity))
 
 
 @dataclasses.dataclass(frozen=True)
 class CustomCall:
-    """A lowered kernel: what is not seen from the types of its operands and results."""
+    """A lowered kernel: what is not seen from the types of its operands and results.
 
-    attributes: Mapping[str, bytes | bool]
-    scratch: tuple[tuple[int, ...], ...]
-    """Shapes of int32 in global memory, zero at the start."""
+    Attributes:
+        attributes: strings of bytes, in base64, and booleans.
+        scratch: shapes of int32 in global memory, zero at the start.
+    """
+
+    attributes: Mapping[str, str | bool]
+    scratch: Sequence[Sequence[int]]
 
     @classmethod
     def of(cls, results: Sequence[Any], num_operands: int) -> Self | None:
@@ -73,34 +68,16 @@ class CustomCall:
         attributes, kernel = {}, call.attributes[_KERNEL]
         for name, value in ((kernel[i].name, kernel[i].attr) for i in range(len(kernel))):
             if isinstance(value, mlir.ir.StringAttr):
-                attributes[name] = value.value_bytes
+                attributes[name] = base64.b64encode(value.value_bytes).decode()
             elif isinstance(value, mlir.ir.BoolAttr):
                 attributes[name] = value.value
             else:
                 return None
         types = [mlir.ir.RankedTensorType(x.type) for x in [*call.operands][num_operands:]]
-        if len(types) != len(call.attributes["output_operand_aliases"]):
+        has_aliases = len(types) == len(call.attributes["output_operand_aliases"])
+        if not has_aliases or any(str(x.element_type) != "i32" for x in types):
             return None
-        if any(str(x.element_type) != "i32" for x in types):
-            return None
-        return cls(attributes, tuple(tuple(x.shape) for x in types))
-
-    @classmethod
-    def from_json(cls, fields: Any) -> Self:
-        """Returns the call that `to_json` was made of."""
-        attributes = {
-            name: base64.b64decode(x) if isinstance(x, str) else x
-            for name, x in fields["attributes"].items()
-        }
-        return cls(attributes, tuple(map(tuple, fields["scratch"])))
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the call as values that JSON has."""
-        attributes = {
-            name: base64.b64encode(x).decode() if isinstance(x, bytes) else x
-            for name, x in self.attributes.items()
-        }
-        return {"attributes": attributes, "scratch": self.scratch}
+        return cls(attributes, [[*x.shape] for x in types])
 
     def emit(self, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Sequence[Any]:
         """Adds the call to the program, and returns its results."""
@@ -111,8 +88,11 @@ class CustomCall:
         rule = jax.ffi.ffi_lowering(_TARGET, operand_output_aliases=aliases)
         types = {"avals_in": [*ctx.avals_in, *scratch], "avals_out": [*ctx.avals_out, *scratch]}
         initial = mlir.lower_fun(core.jaxpr_as_fun(zeros))(ctx.replace(avals_in=()))
-        results = rule(ctx.replace(**types), *operands, *initial, **self.attributes)
-        return [*results][:num_results]
+        attributes = {
+            name: base64.b64decode(x) if isinstance(x, str) else x
+            for name, x in self.attributes.items()
+        }
+        return [*rule(ctx.replace(**types), *operands, *initial, **attributes)][:num_results]
 
 
 _kernel_p = core.Primitive("lowered_kernel")
@@ -148,7 +128,7 @@ def _lower(
     operand_types, result_types = ([(x.shape, x.dtype.name) for x in side] for side in types)
     # `jax.export` asks for a kernel that older versions of JAX can read.
     settings = (ctx.is_forward_compat(), jax.config.jax_enable_x64)
-    key = repr((identity, operand_types, result_types, _device.cache_key(), settings))
+    key = repr((identity, operand_types, result_types, device.cache_key(), settings))
     if call := _kept.get(key) or _read(key):
         _kept[key] = call
         return call.emit(ctx, operands)
@@ -163,17 +143,18 @@ mlir.register_lowering(_kernel_p, _lower_anew)
 mlir.register_lowering(_kernel_p, _lower, "cuda")
 
 
-def _digest_of_sources() -> str:
-    """Returns a digest of this package, with its place, which kernels hold as debug information."""
+@functools.cache
+def _version() -> list[str]:
+    """Returns the versions of JAX and of this package, by a digest, with its place.
+
+    Kernels hold places of sources as debug information. Sources may be edited after they are
+    imported: this is called as soon as a kernel is made, which is when its sources are imported.
+    """
     root = Path(__file__).parent
     found = hashlib.sha256(str(root).encode())
     for path in sorted(root.rglob("*.py")):
         found.update(path.read_bytes())
-    return found.hexdigest()
-
-
-# Of the sources that are imported now. They may change while the process runs.
-_VERSION = (jax.__version__, version("jaxlib"), _digest_of_sources())
+    return [jax.__version__, version("jaxlib"), found.hexdigest()]
 
 
 def _file_of(key: str) -> Path | None:
@@ -181,7 +162,7 @@ def _file_of(key: str) -> Path | None:
     folder = jax.config.jax_compilation_cache_dir
     if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
         return None
-    name = hashlib.sha256(repr((_VERSION, key)).encode()).hexdigest()
+    name = hashlib.sha256(repr((_version(), key)).encode()).hexdigest()
     return Path(folder) / "pallas_kernels" / name
 
 
@@ -197,7 +178,7 @@ def _read(key: str) -> CustomCall | None:
     if hashlib.sha256(content).hexdigest().encode() != checksum:
         return None
     fields = json.loads(content)
-    return CustomCall.from_json(fields) if fields["key"] == [*_VERSION, key] else None
+    return CustomCall(**fields["call"]) if fields["key"] == [*_version(), key] else None
 
 
 def _store(key: str, call: CustomCall) -> None:
@@ -205,7 +186,8 @@ def _store(key: str, call: CustomCall) -> None:
     path = _file_of(key)
     if not path:
         return
-    content = json.dumps({"key": [*_VERSION, key], **call.to_json()}).encode()
+    fields = {"key": [*_version(), key], "call": dataclasses.asdict(call)}
+    content = json.dumps(fields).encode()
     unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,7 @@
-"""The definition in plain jnp: the specification, and the implementation `"xla"`."""
+"""The definitions in plain jnp: the specification, and the implementation `"xla"`."""
 
 import jax
 import jax.numpy as jnp
-
-
-def unsupported_reason(a_matrix: jax.Array | jax.ShapeDtypeStruct) -> None:
-    """Returns None: this implementation takes all operands that `syrkx` takes, on every device."""
 
 
 def syrkx(
@@ -57,3 +53,10 @@ def syrkx(
     if symmetrize_output:
         results = tuple(jnp.where(row >= col, out, out.conj().mT) for out in results)
     return jax.lax.optimization_barrier(results)
+
+
+def gemm(a_matrix: jax.Array, b_matrix: jax.Array, *, out_dtype: jnp.dtype) -> jax.Array:
+    """A·B in `out_dtype`. Results of more than 16 bits are not rounded before."""
+    is_wide = jnp.finfo(out_dtype).bits > 16
+    wide = jnp.promote_types(a_matrix.dtype, jnp.float32) if is_wide else None
+    return jnp.matmul(a_matrix, b_matrix, preferred_element_type=wide).astype(out_dtype)

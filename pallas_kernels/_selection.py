@@ -1,52 +1,38 @@
 """Which implementation runs: why one cannot, and which one `None` stands for.
 
-Both answers are memoized: a traced update asks dozens of times about the same few shapes. Measured
-times are looked up each time.
+Answers are memoized: a traced update asks dozens of times about the same few shapes. Measured times
+are looked up each time. Nothing here imports a back end of Pallas, unless the device may need it.
 """
 
 import functools
 import math
-from collections.abc import Hashable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels import _device, _reference, _tuning
-from pallas_kernels._checks import check_flag, check_name, check_operand
-from pallas_kernels._mosaic_gpu import syrkx as mosaic_gpu
-from pallas_kernels._mosaic_gpu.config import mosaic_syrkx_beats_xla
-from pallas_kernels._triton import syrkx as triton
-from pallas_kernels._triton.config import is_small_syrkx, triton_syrkx_beats_xla
+from pallas_kernels import _tuning, device
+from pallas_kernels._mosaic_gpu.config import mosaic_syrkx_beats_xla, predict_gemm_efficiency
+from pallas_kernels.arguments import check_flag, check_name, check_operand
 
 type Operand = jax.Array | jax.ShapeDtypeStruct
 
-
-class Implementation(Protocol):
-    """What each module of an implementation has; `_reference` documents both functions."""
-
-    def unsupported_reason(self, a_matrix: Operand) -> str | None:
-        """Returns why this implementation cannot take `(..., m, n)` operands here, or None."""
-        ...
-
-    def syrkx(
-        self,
-        a_matrix: jax.Array,
-        b_matrix: jax.Array | None,
-        c_matrices: tuple[jax.Array, ...],
-        coefficients: tuple[jax.Array, ...],
-        *,
-        symmetrize_output: bool,
-        residual: bool,
-    ) -> tuple[jax.Array, ...]:
-        """Computes alpha·A·Bᴴ + Σᵢ betaᵢ·Cᵢ + diagonal·I."""
-        ...
+IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu")
+_TRITON_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "xla": _reference,
-    "triton": triton,
-    "mosaic_gpu": mosaic_gpu,
-}
+def _memoized[R](function: Callable[..., R]) -> Callable[..., R]:
+    """Keeps answers by the shapes and dtypes of operands, and by the device."""
+    kept = functools.lru_cache(1024)(lambda _, *args: function(*args))
+
+    def wrapper(*args: Any) -> R:
+        described = (
+            jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x for x in args
+        )
+        return kept(device.cache_key(), *described)
+
+    return wrapper
 
 
 def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
@@ -62,16 +48,7 @@ def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
     """
     check_name("implementation", implementation, sorted(IMPLEMENTATIONS))
     check_operand("a_matrix", a_matrix)
-    return _unsupported_reason(implementation, described(a_matrix), _device.cache_key())
-
-
-def check_supported(implementation: str, reason: str | None) -> None:
-    """Raises NotImplementedError where there is a reason why the implementation cannot run."""
-    if reason:
-        raise NotImplementedError(
-            f"implementation={implementation!r} cannot run: {reason}. Pass implementation=None to"
-            f" have one chosen that can."
-        )
+    return _unsupported_reason(implementation, a_matrix)
 
 
 class Selection(NamedTuple):
@@ -100,68 +77,148 @@ def select_implementation(
         a_matrix: the operand, or anything with its `shape` and `dtype`.
         addend: whether there is a `c_matrix`.
         symmetrize_output: as for `syrkx`.
+
+    Raises:
+        TypeError: `a_matrix` has no shape of a matrix, or a flag is no boolean.
     """
     check_operand("a_matrix", a_matrix)
     check_flag("addend", addend)
     check_flag("symmetrize_output", symmetrize_output)
-    operand, device = described(a_matrix), _device.cache_key()
-    supported = _supported(operand, device)
+    supported = _supported(a_matrix)
     if len(supported) == 1:
         return Selection(supported[0], "only this implementation runs here")
-    stack = as_one_stack(operand.shape)
-    times = _tuning.lookup(stack, addend=addend) if operand.dtype.itemsize == 2 else None
+    is_half = jnp.dtype(a_matrix.dtype).itemsize == 2
+    times = _tuning.lookup(_as_one_stack(a_matrix), addend=addend) if is_half else None
     if times:
         skipped = "xla, not symmetrized" if symmetrize_output else "xla"
         candidates = [
             name for name in times if name != skipped and _implementation_of(name) in supported
         ]
         fastest = min(candidates, key=lambda name: times[name])
-        return Selection(_implementation_of(fastest), f"measured on an {_device.kind()}")
-    return Selection(
-        _modelled_fastest(operand, addend, device), "modelled after times on an NVIDIA H200"
-    )
-
-
-def described(a_matrix: Operand) -> jax.ShapeDtypeStruct:
-    """Returns the shape and the dtype of an operand alone, which hash."""
-    return jax.ShapeDtypeStruct(a_matrix.shape, a_matrix.dtype)
-
-
-def as_one_stack(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Returns the shape `(batch, m, n)` of `(..., m, n)` operands with one batch axis."""
-    *batch, m, n = shape
-    return math.prod(batch), m, n
-
-
-@functools.lru_cache(1024)
-def _unsupported_reason(
-    implementation: str, operand: jax.ShapeDtypeStruct, device: Hashable
-) -> str | None:
-    del device  # a part of the key
-    return IMPLEMENTATIONS[implementation].unsupported_reason(operand)
-
-
-@functools.lru_cache(1024)
-def _supported(operand: jax.ShapeDtypeStruct, device: Hashable) -> tuple[str, ...]:
-    """Returns the implementations that can run."""
-    return tuple(
-        name for name in IMPLEMENTATIONS if _unsupported_reason(name, operand, device) is None
-    )
-
-
-@functools.lru_cache(1024)
-def _modelled_fastest(operand: jax.ShapeDtypeStruct, addend: bool, device: Hashable) -> str:
-    """Returns the implementation that the models and rules expect to be the fastest."""
-    supported = _supported(operand, device)
-    is_large = not is_small_syrkx(operand)
-    if "mosaic_gpu" in supported and is_large and mosaic_gpu.pads_little(operand):
-        stack = as_one_stack(operand.shape)
-        return "mosaic_gpu" if mosaic_syrkx_beats_xla(stack, addend=addend) else "xla"
-    if "triton" in supported and triton_syrkx_beats_xla(operand):
-        return "triton"
-    return "xla"
+        return Selection(_implementation_of(fastest), f"measured on an {device.kind()}")
+    return Selection(_modelled_fastest(a_matrix, addend), "modelled after times on an NVIDIA H200")
 
 
 def _implementation_of(name: str) -> str:
     """Returns the implementation of a name in the tables, without its config or option."""
     return name.replace(",", " ").split()[0]
+
+
+def _as_one_stack(a_matrix: Operand) -> tuple[int, int, int]:
+    """Returns the shape `(batch, m, n)` of `(..., m, n)` operands with one batch axis."""
+    *batch, m, n = a_matrix.shape
+    return math.prod(batch), m, n
+
+
+# Why each implementation cannot take `(..., m, n)` operands here.
+
+
+def _triton_reason(a_matrix: Operand) -> str | None:
+    if a_matrix.dtype not in _TRITON_DTYPES:
+        supported = ", ".join(jnp.dtype(dtype).name for dtype in _TRITON_DTYPES)
+        return f"the dtype {a_matrix.dtype} is not one of {supported}"
+    if not a_matrix.size:
+        return f"the shape {a_matrix.shape} has no elements"
+    if device.platform() not in ("gpu", "cuda", "rocm"):
+        return "the default device is not a GPU"
+    from jax.experimental.pallas import triton as plt
+
+    try:
+        info = plt.get_gpu_info()
+    except ValueError as error:
+        return str(error)
+    if info.compute_capability < 80:
+        return f"{info.arch_name} is not an NVIDIA GPU of compute capability 8.0 or higher"
+    return None
+
+
+def _mosaic_reason(a_matrix: Operand) -> str | None:
+    if a_matrix.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the dtype {a_matrix.dtype} is neither bfloat16 nor float16"
+    if not a_matrix.size:
+        return f"the shape {a_matrix.shape} has no elements"
+    if not device.is_hopper():
+        return f"the default device, {device.kind()}, is no Hopper GPU (H100, H200, GH200)"
+    return None
+
+
+_REASONS: dict[str, Callable[[Operand], str | None]] = {
+    "xla": lambda _: None,
+    "triton": _triton_reason,
+    "mosaic_gpu": _mosaic_reason,
+}
+
+
+@_memoized
+def _unsupported_reason(implementation: str, operand: Operand) -> str | None:
+    return _REASONS[implementation](operand)
+
+
+@_memoized
+def _supported(operand: Operand) -> tuple[str, ...]:
+    return tuple(x for x in IMPLEMENTATIONS if _unsupported_reason(x, operand) is None)
+
+
+# Which is the fastest. Limits were measured on an H200 by `python -m benchmarks syrk` and `gemm`;
+# they are untuned elsewhere.
+
+
+@_memoized
+def _modelled_fastest(operand: Operand, addend: bool) -> str:
+    """Returns the implementation of `syrkx` that models and rules expect to be the fastest."""
+    supported = _supported(operand)
+    batch, m, n = stack = _as_one_stack(operand)
+    # Near the limit, either kernel is slower by 12% at most (m from 64 to 384, stacks of 1 to 64).
+    is_small = batch * m * n * m < 2**26
+    # Padding costs less than Triton's loads where the result is not padded, or where rows do not
+    # start on 16 bytes (1001×1500: 15.3 µs against 19.0; 4000×4000: 137 against 117).
+    pads_little = m % 64 == 0 or m % 8 != 0 or n % 8 != 0
+    if "mosaic_gpu" in supported and not is_small and pads_little:
+        return "mosaic_gpu" if mosaic_syrkx_beats_xla(stack, addend=addend) else "xla"
+    # XLA is faster in float32, on rows that do not start on 16 bytes, and on wide operands that are
+    # not small and have too few tiles to fill the GPU: it splits their sums (1024×4096: 17.7 µs
+    # against 19.6).
+    is_aligned = operand.dtype.itemsize == 2 and m % 8 == n % 8 == 0
+    rows = -(-m // 64)
+    fills = n < 4 * m or batch * rows * (rows + 1) // 2 > 264
+    return "triton" if "triton" in supported and is_aligned and (fills or is_small) else "xla"
+
+
+def gemm_unsupported_reason(
+    implementation: str, a_matrix: Operand, b_matrix: Operand, out_dtype: jnp.dtype
+) -> str | None:
+    """Returns why a kernel of `gemm` cannot run, or None."""
+    if out_dtype not in _TRITON_DTYPES:
+        return f"out_dtype={out_dtype} is none of bfloat16, float16 and float32"
+    of_a, of_b = (unsupported_reason(implementation, x) for x in (a_matrix, b_matrix))
+    return of_a or of_b
+
+
+@_memoized
+def fastest_gemm(a: Operand, b: Operand, out_dtype: jnp.dtype) -> str:
+    """Returns the implementation that None stands for; see `gemm`."""
+    (batch, m, k), n, is_half = _as_one_stack(a), b.shape[-1], a.dtype.itemsize == 2
+
+    def runs(implementation: str) -> bool:
+        return not gemm_unsupported_reason(implementation, a, b, out_dtype)
+
+    # Its time over that of cuBLAS: 0.62 for 64², 1.05 for 384²·384×1536, up to 1.5 with four times
+    # as many products.
+    is_small = k <= 512 and a.size * n <= 2**28
+    if is_half and m % 8 == k % 8 == n % 8 == 0 and is_small and runs("triton"):
+        return "triton"
+    if out_dtype.itemsize != 2 or m % 64 or k % 64 or n % 64 or not runs("mosaic_gpu"):
+        return "xla"  # of 32 bits, a kernel's result takes 4 to 7% longer than cuBLAS's
+    if out_dtype != a.dtype:
+        # XLA rounds to other 16 bits in a pass of its own. With 64 tiles the kernel is 3 to 47%
+        # faster, and with fewer up to 14% slower.
+        return "mosaic_gpu" if batch * -(-m // 128) * -(-n // 128) >= 64 else "xla"
+    # Its time compared with that of cuBLAS:
+    #
+    #     within both limits                       1 to 6% less
+    #     smaller k                                4% less (24×2048²) to 11% more (12×768²)
+    #     less of the time goes into products      up to 18% more (2×2560²)
+    #     single small matrices, which cuBLAS      14.3 µs and 12.6 (1536²),
+    #     has more ways to divide                  5.2 µs and 3.3 (512²)
+    efficiency = predict_gemm_efficiency((batch, m, k), n, device.num_multiprocessors())
+    return "mosaic_gpu" if k >= 3072 and efficiency >= 0.9 else "xla"

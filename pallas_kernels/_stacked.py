@@ -1,15 +1,21 @@
 """What the kernels have in common: they run on stacks, also under `vmap`, without derivatives."""
 
+import functools
+import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import device
 
-def call_on_stacks(
-    kernel: Callable[..., tuple[jax.Array, ...]], implementation: str, *operands: Any
-) -> tuple[jax.Array, ...]:
+type Arrays = tuple[jax.Array, ...]
+type Function = Callable[..., Arrays]
+
+
+def call_on_stacks(kernel: Function, implementation: str, *operands: Any) -> Arrays:
     """Returns the results of `kernel(*operands)`, with the batch shape of the first operand.
 
     The kernel gets all arrays with one batch axis, of length 1 where a matrix serves for all. Under
@@ -24,11 +30,70 @@ def call_on_stacks(
     Raises:
         NotImplementedError: when differentiated.
     """
+
+    def under_vmap(call: Function, size: int, in_batched: Any, *operands: Any) -> Arrays:
+        first, is_batched = (jax.tree.leaves(tree)[0] for tree in (operands, in_batched))
+        stack = first.shape[int(is_batched)]
+
+        def merge(operand: jax.Array, batched: bool) -> jax.Array:
+            operand = operand if batched else operand[None]
+            operand = jnp.broadcast_to(operand, (size, stack, *operand.shape[2:]))
+            return operand.reshape(-1, *operand.shape[2:])
+
+        results = call(*jax.tree.map(merge, operands, in_batched))
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in results)
+
     batch = jax.tree.leaves(operands)[0].shape[:-2]
     stacks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(batch) :]), operands)
-    call = undifferentiable(_with_longer_stacks(kernel), implementation)
-    results = call(*stacks)
+    results = with_rules(kernel, implementation, under_vmap)(*stacks)
     return tuple(x.reshape(*batch, *x.shape[1:]) for x in results)
+
+
+def with_rules(function: Function, implementation: str, under_vmap: Function) -> Function:
+    """Returns the function with a rule for `vmap`, and an error for derivatives.
+
+    `under_vmap(call, axis_size, in_batched, *operands)` may call what it is a rule of.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(*operands: Any) -> Arrays:
+        return function(*operands)
+
+    @call.def_vmap
+    def _(size: int, in_batched: Sequence[Any], *operands: Any) -> tuple[Arrays, tuple[bool, ...]]:
+        results = under_vmap(call, size, tuple(in_batched), *operands)
+        return results, (True,) * len(results)
+
+    @jax.custom_jvp
+    def undifferentiable(*operands: Any) -> Arrays:
+        return call(*operands)
+
+    @undifferentiable.defjvp
+    def _(primals: Any, tangents: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"implementation={implementation!r} has no derivative: pass implementation='xla' to"
+            " differentiate"
+        )
+
+    return undifferentiable
+
+
+def jitted[F: Callable[..., Any]](launch: F) -> F:
+    """Jits a launch, so that calls of equal shapes are traced and lowered once.
+
+    Its arguments by name are static. `num_programs=None` is one for each multiprocessor.
+    """
+    parameters = inspect.signature(launch).parameters.values()
+    static = [x.name for x in parameters if x.kind is inspect.Parameter.KEYWORD_ONLY]
+    jitted = jax.jit(launch, static_argnames=static)
+
+    @functools.wraps(jitted)
+    def call(*operands: Any, **options: Any) -> Any:
+        if "num_programs" in static:
+            options["num_programs"] = options.get("num_programs") or device.num_multiprocessors()
+        return jitted(*operands, **options)
+
+    return call  # pyright: ignore[reportReturnType]
 
 
 def padded(x: jax.Array) -> jax.Array:
@@ -46,48 +111,18 @@ def stack_coefficients(
     )
 
 
-def undifferentiable(
-    function: Callable[..., tuple[jax.Array, ...]], implementation: str
-) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns the function of an implementation, which raises an error when differentiated."""
+def call_together(
+    together: Function, alone: Function, implementation: str, *operands: Any
+) -> Arrays:
+    """Returns `together(*operands)`, and under `vmap` what `alone` has, a launch for each stack."""
 
-    @jax.custom_jvp
-    def call(*operands: Any) -> tuple[jax.Array, ...]:
-        return function(*operands)
+    def under_vmap(_: Function, size: int, in_batched: Any, *operands: Any) -> Arrays:
+        axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
+        return jax.vmap(alone, axes, axis_size=size)(*operands)
 
-    @call.defjvp
-    def _(primals: Any, tangents: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"implementation={implementation!r} has no derivative: pass implementation='xla' to"
-            " differentiate"
-        )
-
-    return call
+    return with_rules(together, implementation, under_vmap)(*operands)
 
 
-def _with_longer_stacks(
-    kernel: Callable[..., tuple[jax.Array, ...]],
-) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns the kernel, which under `vmap` computes longer stacks."""
-
-    @jax.custom_batching.custom_vmap
-    def call(*operands: Any) -> tuple[jax.Array, ...]:
-        return kernel(*operands)
-
-    @call.def_vmap
-    def _(
-        axis_size: int, in_batched: Sequence[Any], *operands: Any
-    ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
-        first, is_batched = (jax.tree.leaves(tree)[0] for tree in (operands, in_batched))
-        stack = first.shape[int(is_batched)]
-
-        def merge(operand: jax.Array, batched: bool) -> jax.Array:
-            operand = operand if batched else operand[None]
-            operand = jnp.broadcast_to(operand, (axis_size, stack, *operand.shape[2:]))
-            return operand.reshape(-1, *operand.shape[2:])
-
-        results = call(*jax.tree.map(merge, operands, tuple(in_batched)))
-        split = tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results)
-        return split, (True,) * len(split)
-
-    return call
+def ends_of(stacks: Sequence[jax.Array]) -> list[int]:
+    """Returns where stacks end in an array of all, without the last one."""
+    return [*itertools.accumulate(map(len, stacks[:-1]))]

@@ -7,7 +7,7 @@ import functools
 import json
 from pathlib import Path
 
-from pallas_kernels import _device
+from pallas_kernels import device
 
 TABLES = Path(__file__).parent / "tuned"
 
@@ -18,18 +18,15 @@ def table_path(device_kind: str) -> Path:
 
 
 def lookup(shape: tuple[int, ...], *, addend: bool) -> dict[str, float] | None:
-    """Looks up the times measured on this device for 16-bit stacks `(batch, m, n)`.
+    """Returns the µs measured on this device for 16-bit stacks `(batch, m, n)`, or None.
 
-    Returns:
-        Microseconds by name, or None where the device or the shape was not measured. A name is an
-        implementation's, followed by the config or the option that was measured.
+    Each name is an implementation's, followed by the config or the option that was measured.
     """
-    return _table(_device.kind()).get((*shape, addend))
+    return _table(device.kind()).get((*shape, addend))
 
 
 @functools.cache
 def _table(device_kind: str) -> dict[tuple[int | bool, ...], dict[str, float]]:
-    """Returns the times of a device by `(batch, m, n, addend)`; empty without a file."""
     path = table_path(device_kind)
     if not path.exists():
         return {}

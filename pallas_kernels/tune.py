@@ -29,7 +29,7 @@ from pallas_kernels._mosaic_gpu.config import (
     MosaicSyrkxConfig,
     predict_syrkx_microseconds,
 )
-from pallas_kernels._mosaic_gpu.syrkx import syrkx
+from pallas_kernels._mosaic_gpu.products import syrkx
 
 type Shape = tuple[int, ...]
 type Product = tuple[tuple[int, int, int], bool]  # (batch, m, n), and whether there is an addend
@@ -48,9 +48,7 @@ _ROUNDS, _CALLS = 5, 10
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Runs the command line: `words`, or the process's own arguments for None.
-
-    The table is written anew after each product.
+    """Runs the command line `words`, and writes the table anew after each product.
 
     Raises:
         SystemExit: there is no GPU, or words do not do.

@@ -43,11 +43,10 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, newton_schulz, scale_by_muon
 from pallas_kernels import syrk
-from pallas_kernels._mosaic_gpu.config import MOSAIC_SYRKX_CONFIGS
-from pallas_kernels._mosaic_gpu.gemm import MOSAIC_GEMM_CONFIGS
-from pallas_kernels._mosaic_gpu.gemm import gemm as mosaic_gpu_gemm
-from pallas_kernels._mosaic_gpu.syrkx import syrkx as mosaic_gpu_syrkx
-from pallas_kernels._triton.gemm import gemm as triton_gemm
+from pallas_kernels._mosaic_gpu.config import MOSAIC_GEMM_CONFIGS, MOSAIC_SYRKX_CONFIGS
+from pallas_kernels._mosaic_gpu.products import gemm as mosaic_gpu_gemm
+from pallas_kernels._mosaic_gpu.products import syrkx as mosaic_gpu_syrkx
+from pallas_kernels._triton import gemm as triton_gemm
 
 jax.devices()  # loads the plugins
 target = sys.stdin.read()

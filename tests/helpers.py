@@ -17,11 +17,11 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import muon_jax
 from muon_jax import NewtonSchulz, _newton_schulz, newton_schulz, scale_by_muon
-from pallas_kernels import _device, syrk, syrk_with_residual, syrkx
+from pallas_kernels import device, syrk, syrk_with_residual, syrkx
 from pallas_kernels._mosaic_gpu.config import MosaicSyrkxConfig
-from pallas_kernels._mosaic_gpu.syrkx import syrkx as mosaic_gpu_syrkx
-from pallas_kernels._triton.config import TritonSyrkxConfig
-from pallas_kernels._triton.syrkx import syrkx as triton_syrkx
+from pallas_kernels._mosaic_gpu.products import syrkx as mosaic_gpu_syrkx
+from pallas_kernels._triton import TritonSyrkxConfig
+from pallas_kernels._triton import syrkx as triton_syrkx
 
 # Small enough for interpret mode to be quick, and several tiles in every direction.
 INTERPRETED = TritonSyrkxConfig(tile=32, tile_k=16, num_warps=4, num_stages=3)
@@ -211,7 +211,7 @@ DTYPES = {
     name: (jnp.bfloat16, jnp.float16) + (() if "mosaic_gpu" in name else (jnp.float32,))
     for name in IMPLEMENTATIONS
 }
-needs_hopper = pytest.mark.skipif(not _device.is_hopper(), reason="needs a Hopper GPU")
+needs_hopper = pytest.mark.skipif(not device.is_hopper(), reason="needs a Hopper GPU")
 MARKS = {
     "triton": [pytest.mark.gpu],
     "mosaic_gpu": [pytest.mark.gpu, needs_hopper],

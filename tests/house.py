@@ -41,8 +41,10 @@ QUESTIONS: dict[str, set[tuple[str, str]]] = {
         ("_reference", "unsupported_reason"),
         ("_mosaic_gpu.syrkx", "unsupported_reason"),
         ("_triton.syrkx", "unsupported_reason"),
+        ("_selection", "_mosaic_reason"),
+        ("_selection", "_triton_reason"),
     },
-    "device looked up": {("_device", "_device"), ("_device", "_current")},
+    "device looked up": {("_device", "_device"), ("_device", "_current"), ("device", "_current")},
     "form chosen": {
         ("_form", "choose"),
         ("_iteration.form", "choose"),

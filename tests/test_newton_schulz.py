@@ -12,9 +12,9 @@ import pytest
 
 import pallas_kernels
 from muon_jax import newton_schulz
-from muon_jax._iteration import operand, packed
+from muon_jax._iteration import packed
 from muon_jax._iteration.published import NAMED
-from pallas_kernels import _chain
+from pallas_kernels import _products
 
 unjitted = helpers.unjitted_newton_schulz
 STANDARD = NAMED["standard"][0]
@@ -48,11 +48,10 @@ def run(monkeypatch):
         if implementation == "triton, interpreted":
             interpreted = helpers.IMPLEMENTATIONS[implementation]
 
-            def syrk(a, c=None, *, symmetrize_output, implementation, **coefficients):
-                return interpreted(a, None, c, **coefficients)
+            def product(a, b, c, alpha, beta, diagonal, *options):
+                return (interpreted(a, b, c, alpha=alpha, beta=beta, diagonal=diagonal),)
 
-            monkeypatch.setattr(operand, "syrk", syrk)
-            monkeypatch.setattr(_chain, "syrk", syrk)
+            monkeypatch.setattr(_products, "_symmetric_product", product)
             return unjitted(x, *args, **kwargs)
         return newton_schulz(x, *args, implementation=implementation, **kwargs)
 

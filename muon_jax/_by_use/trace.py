@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from muon_jax._tree_checks import OF_MODULES_IN_FN, is_array
-from pallas_kernels._checks import shown
+from pallas_kernels.arguments import shown
 
 
 def traced(fn: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Any:

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._distributed import sources
 from muon_jax._distributed.sharding import axes_of_entry
-from pallas_kernels._promotion import standard_promotion
+from pallas_kernels.arguments import standard_promotion
 
 # A function of shards, and of the arrays of an iteration, that runs a plan.
 type Planned = Callable[[Sequence[jax.Array], Sequence[jax.Array]], list[jax.Array]]

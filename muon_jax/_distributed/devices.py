@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from muon_jax._distributed.sharding import Mesh, mesh_of
-from pallas_kernels import _device
+from pallas_kernels import device as _device
 
 # Where JAX wires `custom_partitioning` through. TPUs lack it (jax #38196).
 PARTITIONING = frozenset({"cpu", "gpu", "cuda", "rocm"})

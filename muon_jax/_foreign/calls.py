@@ -26,7 +26,7 @@ from muon_jax._foreign.ways import (
     ways_by_kind,
     written,
 )
-from pallas_kernels._checks import shown, suggestion
+from pallas_kernels.arguments import shown, suggestion
 
 _VIEWS = ("muon_weight_dimension_numbers", "weight_dimension_numbers")
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")

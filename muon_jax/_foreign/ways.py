@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from muon_jax._foreign.names import FOREIGN, Foreign
-from pallas_kernels._checks import is_integer, is_real
+from pallas_kernels.arguments import is_integer, is_real
 
 BY_NAME = {name: row for row in FOREIGN for name in row.names}
 # The rows by our own names, for functions that do not have them.

@@ -11,7 +11,8 @@ from muon_jax._iteration.gram import loses_accuracy, products_of_gram_form
 from muon_jax._iteration.normalization import Preconditioning
 from muon_jax._iteration.precision import Backend
 from muon_jax._iteration.steps import Schedule
-from pallas_kernels import _device, select_implementation, unsupported_reason
+from pallas_kernels import device as _device
+from pallas_kernels import select_implementation, unsupported_reason
 
 type Method = Literal["standard", "gram"]
 type ProductsDType = jax.typing.DTypeLike | Literal["auto"] | None

@@ -44,7 +44,7 @@ from muon_jax._iteration.published import DEFAULT_STEPS
 from muon_jax._iteration.runner import run_steps
 from muon_jax._iteration.schedules import NSCoeffs, canonicalize, is_traced, resolve_schedule
 from muon_jax._iteration.steps import Schedule
-from pallas_kernels import _device
+from pallas_kernels import device as _device
 
 # Of `newton_schulz`, and of optimizers.
 _DEFAULTS = {"steps": DEFAULT_STEPS, "eps_mode": "add", "preconditioning": "frobenius"}

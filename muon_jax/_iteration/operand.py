@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import gemm, syrk, syrk_with_residual
-from pallas_kernels._several_stacks import gemm_of_stacks, syrk_of_stacks
+from pallas_kernels import gemm, gemm_of_stacks, syrk, syrk_of_stacks, syrk_with_residual
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

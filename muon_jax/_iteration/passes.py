@@ -12,7 +12,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from muon_jax._iteration import packed
 from muon_jax._iteration.normalization import ceil_log2, powers_of_two
 from muon_jax._iteration.operand import WholeMatrices
-from pallas_kernels import _device, select_implementation
+from pallas_kernels import device as _device
+from pallas_kernels import select_implementation
 
 
 def is_tall(x: jax.Array | jax.ShapeDtypeStruct) -> bool:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device
+from pallas_kernels import device as _device
 
 
 class Backend(NamedTuple):

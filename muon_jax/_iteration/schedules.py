@@ -11,7 +11,7 @@ from jax.core import Tracer
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax._iteration.published import DEFAULT_STEPS, DIVERGING, NAMED, NOISY
 from muon_jax._iteration.steps import Schedule, Step, Triple
-from pallas_kernels._checks import check_name, is_real
+from pallas_kernels.arguments import check_name, is_real
 
 type NSCoeffs = str | Triple | tuple[Triple, ...]
 

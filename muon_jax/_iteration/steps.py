@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from muon_jax._iteration.cost import Products
 from muon_jax._iteration.noise import noise_addend
 from muon_jax._iteration.published import DEFAULT_STEPS
-from pallas_kernels._chain import Link, syrk_chain
+from pallas_kernels import Link, syrk_chain
 
 type Triple = tuple[float | jax.Array, float | jax.Array, float | jax.Array]
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from optax.contrib import MuonDimensionNumbers
 
-from pallas_kernels._checks import is_integer
+from pallas_kernels.arguments import is_integer
 
 
 class MatrixAxes(NamedTuple):

@@ -28,8 +28,7 @@ from muon_jax._transforms.adamh import label_of_adam
 from muon_jax._transforms.quantized import computed_dtype
 from muon_jax._trees import errors_naming
 from pallas_kernels import select_implementation, unsupported_reason
-from pallas_kernels._promotion import standard_promotion
-from pallas_kernels._selection import check_supported
+from pallas_kernels.arguments import check_supported, standard_promotion
 
 
 @dataclasses.dataclass(frozen=True)

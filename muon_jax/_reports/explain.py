@@ -28,7 +28,7 @@ from muon_jax._reports.arguments import (
     views_of_muon,
 )
 from muon_jax._reports.explanation import Explanation, explained
-from pallas_kernels._promotion import standard_promotion
+from pallas_kernels.arguments import standard_promotion
 
 
 @checks_arguments

@@ -10,7 +10,7 @@ import numpy as np
 
 from muon_jax._checks import check_fields
 from muon_jax._matrices.views import Split, axis_of
-from pallas_kernels._checks import is_integer, is_real
+from pallas_kernels.arguments import is_integer, is_real
 
 # The size of each part of a head, and its power of γ.
 type Parts = tuple[tuple[int, float], ...]

@@ -35,7 +35,7 @@ from muon_jax._transforms.spectra import (
 )
 from muon_jax._tree_checks import check_state
 from muon_jax._trees import fill_missing, is_placeholder
-from pallas_kernels._promotion import standard_promotion
+from pallas_kernels.arguments import standard_promotion
 
 
 class MetricsState(NamedTuple):

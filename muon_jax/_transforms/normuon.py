@@ -16,7 +16,7 @@ from muon_jax._numerics import over, root, wide
 from muon_jax._transforms.skipping import settled_views, skip_missing
 from muon_jax._tree_checks import check_params
 from muon_jax._trees import in_box_of, is_box, with_arrays
-from pallas_kernels._promotion import standard_promotion
+from pallas_kernels.arguments import standard_promotion
 
 type Averaged = Literal["fan_in", "shorter"]
 

@@ -15,7 +15,7 @@ from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, wide
 from muon_jax._transforms.skipping import settled_views, skip_missing
-from pallas_kernels._promotion import standard_promotion
+from pallas_kernels.arguments import standard_promotion
 
 
 @checks_arguments

@@ -14,7 +14,7 @@ from muon_jax._numerics import wide
 from muon_jax._transforms.attention_heads import KeyHeads, QueryHeads, head_factors
 from muon_jax._transforms.skipping import skip_missing
 from muon_jax._trees import errors_naming, path_name, unboxed
-from pallas_kernels._promotion import standard_promotion
+from pallas_kernels.arguments import standard_promotion
 
 
 @checks_arguments

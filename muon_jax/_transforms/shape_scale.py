@@ -11,7 +11,7 @@ from muon_jax._distributed.on_shards import by_element
 from muon_jax._distributed.sharding import Shardings
 from muon_jax._matrices.shape_factors import ShapeScale, shape_factor
 from muon_jax._matrices.views import Views
-from pallas_kernels._promotion import standard_promotion
+from pallas_kernels.arguments import standard_promotion
 
 
 @checks_arguments

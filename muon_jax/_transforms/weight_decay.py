@@ -9,7 +9,7 @@ import optax
 
 from muon_jax._transforms.rates import product_of_rates
 from muon_jax._trees import broadcast_prefix
-from pallas_kernels._checks import check_flag
+from pallas_kernels.arguments import check_flag
 
 type DecayForm = Literal["decoupled", "independent", "l2", "palm", "scaled_palm"]
 

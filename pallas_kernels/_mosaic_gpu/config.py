@@ -1,4 +1,7 @@
-"""Tile shapes of the symmetric products' kernel `"mosaic_gpu"`, and the choice among them."""
+"""Tile shapes of the kernels `"mosaic_gpu"`, and models of their times on an H200.
+
+This module imports no back end of Pallas, because the models choose the implementation.
+"""
 
 import dataclasses
 import functools
@@ -7,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from pallas_kernels import _tuning
-from pallas_kernels._mosaic_gpu.work_list import deal_triangles
+from pallas_kernels._mosaic_gpu.work_list import deal_rectangles, deal_triangles
 
 ROWS = 64  # rows of the blocks that are stored, and of a warpgroup's share of a tile
 TILE_K = 64  # columns of A in a step of the ring: 128 bytes, the widest swizzle
@@ -58,7 +61,7 @@ class RingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicSyrkxConfig(RingConfig):
-    """A tile of a symmetric product, whose blocks are stored twice, the second time transposed.
+    """A tile of a symmetric product, whose blocks are stored twice, once transposed.
 
     With `narrow_tiles`, some tiles in turns are three quarters as wide, so that programs have equal
     shares of the work. That takes twice the code.
@@ -96,14 +99,16 @@ class MosaicSyrkxConfig(RingConfig):
 
     def deal(self, batch: int, m: int, num_programs: int) -> np.ndarray:
         """Returns the work list of `deal_triangles`."""
-        return deal_triangles(
-            batch,
-            m,
-            self.tile_m,
-            self.tile_n,
-            narrow_tiles=self.narrow_tiles,
-            num_programs=num_programs,
-        )
+        sizes, narrow = (batch, m, self.tile_m, self.tile_n), self.narrow_tiles
+        return deal_triangles(*sizes, narrow_tiles=narrow, num_programs=num_programs)
+
+
+class MosaicGemmConfig(RingConfig):
+    """A tile of a product that is not symmetric, whose blocks are stored once."""
+
+    def deal(self, m: int, stacks: tuple[tuple[int, int], ...], num_programs: int) -> np.ndarray:
+        """Returns the work list of `deal_rectangles`."""
+        return deal_rectangles(m, stacks, self.tile_m, self.tile_n, num_programs=num_programs)
 
 
 # The tuner measures these. Rings are as long as fits beside the staging buffers: two for each
@@ -125,10 +130,9 @@ MOSAIC_SYRKX_CONFIGS = (
 def default_mosaic_syrkx_config(
     shape: tuple[int, ...], *, addend: bool, mirrored_on_diagonal: bool = False
 ) -> MosaicSyrkxConfig:
-    """Returns the fastest config for stacks `(batch, m, n)`.
+    """Returns the fastest config for stacks `(batch, m, n)`, as measured or else by the model.
 
-    Measured times decide where there are any, else `predict_syrkx_microseconds`. Narrow tiles take
-    twice as long to compile, so they must be faster by 2%.
+    Narrow tiles take twice as long to compile, so they must be faster by 2%.
     """
     configs = [
         config
@@ -146,15 +150,10 @@ def default_mosaic_syrkx_config(
 def mosaic_syrkx_beats_xla(shape: tuple[int, ...], *, addend: bool) -> bool:
     """Returns whether the model expects the kernel to beat XLA on stacks `(batch, m, n)`.
 
-    Large enough products take XLA the sum of
-
-    - 6.5 µs,
-    - the time of the product at 780 TFLOP/s,
-    - the time to read the operand at 4.8 TB/s.
-
-    The addend takes 2 µs more, and the time to read two matrices and write one at 4.8 TB/s. Among
-    the measured shapes with 64 to 384 rows, the choice is up to 9% slower than the faster one. XLA
-    wins on very wide matrices, whose sums it splits.
+    XLA takes 6.5 µs, the product at 780 TFLOP/s, and reading the operand at 4.8 TB/s; with an
+    addend 2 µs more, and reading two matrices and writing one. Among the measured shapes with 64 to
+    384 rows, the choice is up to 9% slower than the faster one. XLA wins on very wide matrices,
+    whose sums it splits.
     """
     batch, m, n = shape
     xla = 6.5 + 2 * batch * m * m * n / 780e6 + 2 * batch * m * n / 4.8e6
@@ -168,18 +167,14 @@ def mosaic_syrkx_beats_xla(shape: tuple[int, ...], *, addend: bool) -> bool:
 def predict_syrkx_microseconds(
     shape: tuple[int, ...], config: MosaicSyrkxConfig, *, addend: bool
 ) -> float:
-    """Returns a model's time in µs on an H200 for stacks `(batch, m, n)`.
+    """Returns the time in µs of the program with the most to do, for stacks `(batch, m, n)`.
 
     Fitted to measured times from 64×64 to 16×2048×5504. Over the products of the table, the config
     that the model picks takes 0.5% longer than the fastest in the mean, and 8% at most.
 
-    The model adds up the time of the program with the most to do:
-
-    - Products run at 6.6 TFLOP/s, or as fast as L2 delivers the operands.
-    - Each tile takes 1.2 µs beside its products. In turns it takes 0.3 µs, and storing the last
-      tile takes 1 µs.
-
-    The power limit leaves 820 TFLOP/s to all programs together.
+    Products run at 6.6 TFLOP/s, or as fast as L2 delivers the operands. Each tile takes 1.2 µs
+    beside them; in turns 0.3 µs, and storing the last one 1 µs. The power limit leaves 820 TFLOP/s
+    to all programs together.
     """
     batch, m, n = shape
     widths = config.deal(batch, m, num_programs=132)[..., 3]
@@ -190,3 +185,45 @@ def predict_syrkx_microseconds(
     power = flops.sum() / 820e6
     num_bytes = 2 * batch * (m * n + (1 + addend) * m * m)
     return 1.5 + max(tiles.sum(axis=0).max() + last, power) + num_bytes / 14e6
+
+
+_MULTIPROCESSOR_FLOPS = 5.6e6  # per µs, as the power limit leaves
+
+MOSAIC_GEMM_CONFIGS = (
+    MosaicGemmConfig(128, 128, 6, in_turns=True),
+    MosaicGemmConfig(128, 192, 4, in_turns=True),
+    MosaicGemmConfig(128, 256, 4),
+)
+
+
+def default_mosaic_gemm_config(
+    shape: tuple[int, ...], n: int, num_programs: int
+) -> MosaicGemmConfig:
+    """Returns the config that is fastest by the model for stacks `(batch, m, k)` and n columns."""
+    return min(
+        MOSAIC_GEMM_CONFIGS,
+        key=lambda config: _predict_gemm_microseconds(shape, n, config, num_programs),
+    )
+
+
+def predict_gemm_efficiency(shape: tuple[int, ...], n: int, num_programs: int) -> float:
+    """Returns the part of the multiprocessors' time that goes into products, by the model."""
+    batch, m, k = shape
+    config = default_mosaic_gemm_config(shape, n, num_programs)
+    products = 2 * batch * m * k * n / _MULTIPROCESSOR_FLOPS / num_programs
+    return products / _predict_gemm_microseconds(shape, n, config, num_programs)
+
+
+def _predict_gemm_microseconds(
+    shape: tuple[int, ...], n: int, config: MosaicGemmConfig, num_programs: int
+) -> float:
+    """Returns the time in µs of the program with the most to do.
+
+    Fitted to measured times from 2048×2048 to 24×2048×8192, in runs at the power limit. Small tiles
+    get their operands from L2 more often. A tile that is not in turns takes 1.2 µs to store.
+    """
+    batch, m, k = shape
+    tiles = batch * -(-m // config.tile_m) * -(-n // config.tile_n)
+    rate = 5.25e6 if config.tile_n == 128 else _MULTIPROCESSOR_FLOPS
+    storing = 0 if config.in_turns else 1.2
+    return -(-tiles // num_programs) * (2 * config.tile_m * config.tile_n * k / rate + storing)

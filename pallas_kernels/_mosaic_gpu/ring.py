@@ -1,4 +1,4 @@
-"""What one program of a Mosaic GPU kernel does: a multiprocessor's share of the work.
+"""Programs with a ring in shared memory, one a multiprocessor: what they share, and their launch.
 
 One warpgroup is the producer. For each tile it copies blocks of A and B into a ring in shared
 memory, then what else its kernel needs. The steps of all tiles are one sequence in the ring, so the
@@ -15,62 +15,136 @@ config nor on the other matrices of the stack, to the last bit.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic_gpu.config import ROWS, RingConfig
+from pallas_kernels._lowered import call_lowered
+from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K, RingConfig
+from pallas_kernels._stacked import Arrays
 
 type Ref = Any  # a reference to memory, or to barriers
 
 
-class Tile(NamedTuple):
-    """A tile of the work list.
+def launch(
+    program: functools.partial[Any],
+    operands: Mapping[str, Any],
+    out_type: tuple[jax.ShapeDtypeStruct, ...],
+    *,
+    num_programs: int,
+    num_threads: int,
+    scratch: Mapping[str, Any],
+    **options: Any,
+) -> Arrays:
+    """Runs that many programs of that many warpgroups. Options are those of `plgpu.kernel`.
 
-    Attributes:
-        batch, row, col: where the tile begins.
-        turn: which warpgroup multiplies it, where tiles are in turns.
-        step: the number of steps of the ring before the tile.
-        product: which product of a chain it is of.
+    `program` is a class with `run`, and some of its fields. The others are by name `warpgroup`,
+    `index` (of the program), the scratch, the operands, which are trees of arrays, and the results
+    `outs`, both in global memory. A kernel is kept by these and the class's name.
     """
+    arrays, tree = jax.tree.flatten(tuple(operands.values()))
 
-    batch: jax.Array
+    def body(*refs: Ref, **scratch: Ref) -> None:
+        place = {"warpgroup": lax.axis_index("warpgroup"), "index": lax.axis_index("program")}
+        inputs = zip(operands, jax.tree.unflatten(tree, refs[: len(arrays)]), strict=True)
+        program(outs=refs[len(arrays) :], **dict(inputs), **place, **scratch).run()
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(num_programs,),
+        grid_names=("program",),
+        num_threads=num_threads,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        **options,
+    )
+    if options["interpret"] is not None:
+        return kernel(*arrays)
+    name = f"{program.func.__module__}.{program.func.__qualname__}"
+    settings = sorted(program.keywords.items()), num_programs, scratch
+    return call_lowered(kernel, repr((name, settings, [*operands], tree)), *arrays)
+
+
+def launch_ring(
+    program: functools.partial[Any],
+    operands: Mapping[str, Any],
+    out_type: tuple[jax.ShapeDtypeStruct, ...],
+    *,
+    config: RingConfig,
+    tiles: np.ndarray,
+    b_block: tuple[int, int],
+    buffers: Mapping[str, tuple[int, int]],
+    **options: Any,
+) -> Arrays:
+    """Runs programs of `RingProgram`. The last operand has the dtype of the ring.
+
+    `b_block` is the shape of a step's block of B. Of each shape in `buffers` every warpgroup has
+    `config.num_buffers`, by name, to store from. Options are those of `launch`.
+    """
+    program = functools.partial(program, config=config)
+    if tiles.ndim == 3:  # a work list
+        widths = tuple({*tiles[..., 3].ravel().tolist()} - {0})
+        program = functools.partial(program, widths=widths)
+        options["num_programs"] = tiles.shape[1]
+        # In blocks, so that the compiler sees that rows and columns are multiples of a block.
+        tiles = tiles // np.array([1, ROWS, config.block_n, 1], np.int32)
+    operands = jax.tree.map(jnp.asarray, OrderedDict(tiles=tiles, **operands))
+    stages, dtype = config.num_stages, jax.tree.leaves(operands)[-1].dtype
+    staging = (config.num_warpgroups, config.num_buffers)
+    scratch = {
+        "a_ring": shared(dtype, stages, config.tile_m, TILE_K),
+        "b_ring": shared(dtype, stages, *b_block),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=(config.num_turns, stages)),
+        "empty": plgpu.Barrier(num_arrivals=config.tile_m // config.rows, num_barriers=stages),
+        **{name: shared(out_type[-1].dtype, *staging, *x) for name, x in buffers.items()},
+    }
+    num_threads = config.num_warpgroups + 1
+    return launch(program, operands, out_type, num_threads=num_threads, scratch=scratch, **options)
+
+
+def shared(dtype: jnp.dtype, *shape: int) -> Any:
+    """Returns the type of a buffer in shared memory, swizzled as TMA and wgmma need it."""
+    swizzle = plgpu.find_swizzle(8 * dtype.itemsize * shape[-1])
+    # The transforms are abstract to pyright, because a decorator adds their methods.
+    tile = (8, swizzle // dtype.itemsize)
+    tiled = plgpu.TilingTransform(tile)  # pyright: ignore[reportAbstractUsage]
+    swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiled, swizzled))
+
+
+class Tile(NamedTuple):
+    """A tile of the work list."""
+
+    batch: jax.Array  # where it begins
     row: jax.Array
     col: jax.Array
-    turn: jax.Array
-    step: jax.Array
-    product: int | jax.Array = 0
+    turn: jax.Array  # which warpgroup multiplies it, where tiles are in turns
+    step: jax.Array  # the number of steps of the ring before it
+    product: int | jax.Array = 0  # of a chain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RingProgram:
-    """One warpgroup of one program, with the ring and its barriers.
-
-    Attributes:
-        config: the tile and the ring.
-        widths: the widths that tiles have.
-        warpgroup: which of the program's warpgroups this is.
-        index: which of the programs this is.
-        tiles: the work list in global memory, in units of the blocks that are stored.
-        a_ring, b_ring: the ring in shared memory.
-        full: barriers of each slot of the ring, for each turn.
-        empty: barriers of each slot of the ring.
-    """
+    """One warpgroup of one program, with the ring and its barriers."""
 
     config: RingConfig
-    widths: tuple[int, ...]
+    widths: tuple[int, ...]  # that tiles have
     warpgroup: jax.Array
-    index: jax.Array
-    tiles: Ref
+    index: jax.Array  # of the program
+    tiles: Ref  # the work list, in units of the blocks that are stored
+    outs: tuple[Ref, ...]
     a_ring: Ref
     b_ring: Ref
-    full: Ref
-    empty: Ref
+    full: Ref  # barriers of each slot of the ring, for each turn
+    empty: Ref  # barriers of each slot of the ring
 
     # Each kernel defines these.
 
@@ -87,18 +161,18 @@ class RingProgram:
         """Fills the slots of the tile's steps, each with two copies."""
         raise NotImplementedError
 
-    def b_block(self, slot: jax.Array, width: int) -> Ref:
-        """Returns the block of B in a slot, `(TILE_K, width)`."""
+    def multiply(self, tile: Tile, width: int, accumulator: Ref) -> None:
+        """Multiplies this warpgroup's rows of the tile, by `accumulate`."""
         raise NotImplementedError
 
     def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
-        """Returns what stores the tile's sums. It is called before the sums are computed."""
+        """Returns what stores the tile's sums; called before they are computed."""
         raise NotImplementedError
 
     # All kernels share these.
 
     def run(self) -> None:
-        """Does this warpgroup's work: the body of the kernel."""
+        """Does this warpgroup's work."""
         consumers = self.config.num_warpgroups
 
         @pl.when(self.warpgroup == consumers)
@@ -120,11 +194,7 @@ class RingProgram:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def visit_tiles(self, visit: Callable[[Tile, int], None]) -> jax.Array:
-        """Calls `visit(tile, width)` for each tile, with its width as a static number.
-
-        Returns:
-            The number of steps of the ring.
-        """
+        """Visits each tile, with its width as a static number; returns the ring's steps."""
 
         def visit_one(index: jax.Array, step: jax.Array) -> jax.Array:
             batch, row, col, width = (self.tiles[index, self.index, i] for i in range(4))
@@ -144,33 +214,41 @@ class RingProgram:
     def empty_slot(self, step: jax.Array) -> jax.Array:
         """Waits until the step's slot is empty, and returns it."""
         slot = self.slot(step)
-
-        @pl.when(step >= self.config.num_stages)
-        def _() -> None:
-            plgpu.barrier_wait(self.empty.at[slot])
-
+        wait = functools.partial(plgpu.barrier_wait, self.empty.at[slot])
+        pl.when(step >= self.config.num_stages)(wait)
         return slot
 
     def release(self, step: jax.Array) -> None:
         """Gives the step's slot back to the producer."""
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
+    def load_steps(self, tile: Tile, number: int, load: Callable[[jax.Array, Any], None]) -> None:
+        """Calls `load(slot, columns)` for the steps of the products, in empty slots."""
+
+        def load_step(k: jax.Array, _: None) -> None:
+            load(self.empty_slot(tile.step + k), pl.ds(k * TILE_K, TILE_K))
+
+        lax.fori_loop(0, number, load_step, None)
+
+    def copy(self, tile: Tile, slot: jax.Array, source: Ref, block: Ref) -> None:
+        """Starts one of a step's two copies."""
+        plgpu.copy_gmem_to_smem(source, block, self.full.at[tile.turn, slot])
+
     @property
     def first_row(self) -> int | jax.Array:
         """The first of this warpgroup's rows of a tile."""
         return 0 if self.config.in_turns else self.warpgroup * ROWS
 
-    def own_rows(self, slot: jax.Array) -> Ref:
-        """Returns this warpgroup's rows of a slot in the ring of A."""
-        return self.a_ring.at[slot, pl.ds(self.first_row, self.config.rows)]
+    @property
+    def own_rows(self) -> Any:
+        """This warpgroup's rows of a tile."""
+        return pl.ds(self.first_row, self.config.rows)
 
     def _take_turn(self, tile: Tile, width: int) -> None:
-        """Computes the tile, unless it is the other warpgroup's turn."""
         own_turn = pl.when(not self.config.in_turns or tile.turn == self.warpgroup)
         own_turn(functools.partial(self._multiply_and_store, tile, width))
 
     def _multiply_and_store(self, tile: Tile, width: int) -> None:
-        """Computes this warpgroup's rows of the tile."""
         store = self.storing(tile, width)
         # The stubs of plgpu do not export this documented name.
         in_registers = plgpu.ACC((self.config.rows, width), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
@@ -182,24 +260,75 @@ class RingProgram:
             self.release(tile.step + self.num_products(tile) - 1)
             store(product)
 
-    def multiply(self, tile: Tile, width: int, accumulator: Ref) -> None:
-        """Multiplies this warpgroup's rows of the tile."""
-        self.accumulate(tile, accumulator, functools.partial(self.b_block, width=width))
-
     def accumulate(self, tile: Tile, accumulator: Ref, b_block: Callable[[jax.Array], Ref]) -> None:
-        """Adds up the products of all steps, with the block of B that `b_block(slot)` is."""
+        """Adds up the products of all steps, by the blocks `b_block(slot)`, `(TILE_K, width)`."""
 
         def multiply(k: jax.Array, _: None) -> None:
             slot = self.slot(tile.step + k)
             plgpu.barrier_wait(self.full.at[tile.turn, slot])
-            plgpu.wgmma(accumulator, self.own_rows(slot), b_block(slot))
+            plgpu.wgmma(accumulator, self.a_ring.at[slot, self.own_rows], b_block(slot))
             plgpu.wgmma_wait(1)  # the wgmma of the step before is done
-
-            @pl.when(k > 0)
-            def _() -> None:
-                self.release(tile.step + k - 1)
+            pl.when(k > 0)(lambda: self.release(tile.step + k - 1))
 
         lax.fori_loop(0, self.num_products(tile), multiply, None)
+
+    def take(self, tile: Tile, step: jax.Array, *rings: Ref, rows: Any = None) -> list[jax.Array]:
+        """Waits for a step, reads this warpgroup's rows of it, and gives the slot back."""
+        slot = self.slot(step)
+        plgpu.barrier_wait(self.full.at[tile.turn, slot])
+        place = slot, rows or self.own_rows
+        blocks = [plgpu.load(ring.at[place], layout=plgpu.Layout.WGMMA) for ring in rings]
+        plgpu.commit_smem()  # all threads have read it
+        self.release(step)
+        return blocks
+
+    def free_buffer(self, buffers: Ref, index: int) -> Ref:
+        """Returns a buffer of this warpgroup to store from; `index` blocks were stored before."""
+        num_buffers = self.config.num_buffers
+        if index >= num_buffers:
+            plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
+        return buffers.at[self.warpgroup, index % num_buffers]
+
+
+def store_where(is_stored: jax.Array, store: Callable[[], None]) -> None:
+    """Stores a block or skips it. Later blocks count on the buffers as if it were stored."""
+    pl.when(is_stored)(store)
+    pl.when(~is_stored)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+
+
+class SymmetricProgram(RingProgram):
+    """A `RingProgram` of symmetric results, whose blocks above the diagonal are skipped."""
+
+    def blocks(
+        self, tile: Tile, strips: list[jax.Array]
+    ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+        """Returns (row, col, block) for each block of strips of `block_n` columns."""
+        return [
+            (tile.row + self.first_row + j, tile.col + i * self.config.block_n, strip[j : j + ROWS])
+            for i, strip in enumerate(strips)
+            for j in range(0, self.config.rows, ROWS)
+        ]
+
+    def copy_out(
+        self,
+        direct: Ref,
+        mirror: Ref,
+        stack: Ref,
+        matrix: jax.Array,
+        row: jax.Array,
+        col: jax.Array,
+    ) -> None:
+        """Starts to store a block, and off the diagonal also its transpose."""
+        rows, cols = pl.ds(row, ROWS), pl.ds(col, self.config.block_n)
+        copy = functools.partial(plgpu.copy_smem_to_gmem, commit_group=False)
+        copy(direct, stack.at[matrix, rows, cols])
+        pl.when(col < row)(lambda: copy(mirror, stack.at[matrix, cols, rows]))
+
+
+def ids(*shape: int) -> Iterator[jax.Array]:
+    """Returns the rows and the columns of a block's elements."""
+    layout = plgpu.Layout.WGMMA
+    return (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in (0, 1))
 
 
 def width_of(stacks: tuple[Ref, ...], tile: Tile, unit: int = 1) -> int | jax.Array:
@@ -223,6 +352,16 @@ def in_stack(
 
 
 def _begins_of(stacks: tuple[Ref, ...]) -> list[int]:
-    """Returns the number of each stack's first matrix among the matrices of all stacks."""
+    """Returns the numbers of the stacks' first matrices, among those of all stacks."""
     *begins, _ = itertools.accumulate((stack.shape[0] for stack in stacks), initial=0)
     return begins
+
+
+def pick(
+    values: Sequence[jax.typing.ArrayLike], index: jax.Array | int, otherwise: jax.typing.ArrayLike
+) -> jax.Array:
+    """Returns the value of that index, or otherwise."""
+    found = jnp.asarray(otherwise)
+    for i, value in enumerate(values):
+        found = jnp.where(index == i, value, found)
+    return found

@@ -16,6 +16,7 @@ neighbouring tiles. Narrow tiles go to the program with the least to do.
 
 import functools
 import heapq
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -25,7 +26,9 @@ def deal_triangles(
     batch: int, m: int, tile_m: int, tile_n: int, *, narrow_tiles: bool, num_programs: int
 ) -> np.ndarray:
     """Deals the lower triangles of `batch` (m, m) results to at most `num_programs` programs."""
-    tiles = _lower_triangles(batch, m, tile_m, tile_n)
+    one = np.pad(lower_triangle(m, tile_m, tile_n), [(0, 0), (1, 1)], constant_values=tile_n)
+    tiles = np.tile(one, (batch, 1))
+    tiles[:, 0] = np.repeat(np.arange(batch), len(one))
     if narrow_tiles:
         tiles = _narrowed(tiles, tile_n, num_programs)
     return _deal(tiles, 4 * tile_m, tile_n, num_programs)
@@ -43,18 +46,9 @@ def deal_chains(
 ) -> np.ndarray:
     """Returns the tiles of all products of `batch` chains of symmetric (m, m) results.
 
-    Tile i is of program i modulo `num_programs`.
-
-    Args:
-        batch, m: the number and the size of the results.
-        tile: the size of the tiles.
-        nums_addends: the number of addends of each product.
-        together: how many matrices go through their chains together.
-        num_programs: the number of programs.
-
-    Returns:
-        Rows of (batch, row, col, product, step), in units of 64 rows and columns. `step` is the
-        number of steps of the program's ring before the tile.
+    `together` matrices go through their chains together. Tile i is of program i modulo
+    `num_programs`. Rows are (batch, row, col, product, step), in units of 64 rows and columns;
+    `step` is the number of steps of the program's ring before the tile.
     """
     one = lower_triangle(m, tile, tile)
     row, col = one.T
@@ -119,14 +113,6 @@ def _deal(tiles: np.ndarray, num_rows: int, tile_n: int, num_programs: int) -> n
     return tiles[np.sort(dealt, axis=0)]  # programs keep to the order of the list
 
 
-def _lower_triangles(batch: int, m: int, tile_m: int, tile_n: int) -> np.ndarray:
-    """Returns the tiles that touch the lower triangles, as rows of (batch, row, col, width)."""
-    one = np.pad(lower_triangle(m, tile_m, tile_n), [(0, 0), (1, 1)], constant_values=tile_n)
-    tiles = np.tile(one, (batch, 1))
-    tiles[:, 0] = np.repeat(np.arange(batch), len(one))
-    return tiles
-
-
 @functools.cache
 def lower_triangle(m: int, tile_m: int, tile_n: int) -> np.ndarray:
     """Returns where the tiles begin that touch the lower triangle, as rows of (row, col)."""
@@ -137,9 +123,9 @@ def lower_triangle(m: int, tile_m: int, tile_n: int) -> np.ndarray:
 
 
 def _narrowed(tiles: np.ndarray, tile_n: int, num_programs: int) -> np.ndarray:
-    """Replaces whole tiles by narrow ones where the last round has room for more tiles.
+    """Replaces whole tiles by narrow ones, the same number for every program.
 
-    Every program gets the same number of narrow tiles.
+    That pays where the last round has room for more tiles.
     """
     starts = np.flatnonzero(tiles[:, 2] % (3 * tile_n) == 0)
     threes = starts[np.diff(starts, append=len(tiles)) == 3]
@@ -151,3 +137,69 @@ def _narrowed(tiles: np.ndarray, tile_n: int, num_programs: int) -> np.ndarray:
     narrow[:, 2] += narrow[:, 3] * np.tile(np.arange(4, dtype=np.int32), len(threes))
     others = np.delete(tiles, threes[:, None] + np.arange(3), axis=0)
     return np.concatenate([others, narrow])
+
+
+# For each product the sources of its addends, and whether its residual is a source. Sources number
+# the inputs, then the results and residuals in the order in which they are made.
+type Structure = tuple[tuple[tuple[int, ...], bool], ...]
+
+
+class Column:
+    """The columns of a product's row in a plan.
+
+    They hold the source of the factor, the places of the result and of its residual, the number of
+    addends, and their sources. A place of -1 says that no product reads the term. After the sources
+    of all addends stands the factor's.
+    """
+
+    FACTOR, RESULT, RESIDUAL, COUNT, ADDENDS = range(5)
+
+
+def plan_chain(
+    structure: Structure, num_inputs: int, *, all_in_places: bool = False
+) -> tuple[np.ndarray, int]:
+    """Returns a plan, and how many places its terms have.
+
+    A result takes the place of a term that is not read any more. That can be one of its own
+    addends, because each tile reads its addends before it is stored. It cannot be its factor.
+
+    With `all_in_places`, inputs and the last result have places, too. Input i has place i at first,
+    and a source is a place. Otherwise inputs stay, the last result has the place -1, and a source
+    is the number of an input, or the number of inputs plus a place.
+    """
+    made, factor = num_inputs, 0  # the numbers of the next result and of the next factor
+    products = []
+    last_read: dict[int, int] = {}
+    for product, (addends, residual) in enumerate(structure):
+        last_read |= dict.fromkeys((factor, *addends), product)
+        products.append((factor, addends, made, made + 1 if residual else None))
+        factor, made = made, made + 1 + residual
+    if all_in_places:
+        last_read[factor] = len(structure)
+    sources = {i: i for i in range(num_inputs)}
+    num_sources, free = num_inputs, []
+    first = 0 if all_in_places else num_inputs  # source that is a place
+
+    def place(term: int | None) -> int:
+        nonlocal num_sources
+        if term is None or term not in last_read:
+            return -1
+        if not free:
+            free.append(num_sources)
+            num_sources += 1
+        sources[term] = free.pop()
+        return sources[term] - first
+
+    def release(terms: Iterable[int], product: int) -> None:
+        free.extend(sources[x] for x in terms if x >= first and last_read[x] == product)
+
+    width = Column.ADDENDS + max(len(addends) for addends, _ in structure)
+    plan = np.empty((len(structure), width), np.int32)
+    for product, (factor, addends, result, residual) in enumerate(products):
+        read = [sources[x] for x in (factor, *addends)]
+        release({*addends} - {factor}, product)
+        row = (read[0], place(result), place(residual), len(addends), *read[1:])
+        plan[product] = row[0]
+        plan[product, : len(row)] = row
+        release([factor], product)
+    return plan, max(num_sources - first, 1)

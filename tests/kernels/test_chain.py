@@ -16,14 +16,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import muon_jax
 from muon_jax._iteration import steps
 from muon_jax._iteration.fitted import SCHEDULES
-from pallas_kernels import syrk_with_residual
-from pallas_kernels._chain import Link, syrk_chain
+from pallas_kernels import Link, syrk_chain, syrk_with_residual
 from pallas_kernels._mosaic_gpu import chain as mosaic_gpu
-from pallas_kernels._mosaic_gpu.chain import LARGE, SMALL, mosaic_syrk_chain
-from pallas_kernels._mosaic_gpu.chain_plan import plan_chain
-from pallas_kernels._mosaic_gpu.chain_program import ChainProgram
+from pallas_kernels._mosaic_gpu.chain import LARGE, SMALL, ChainProgram
+from pallas_kernels._mosaic_gpu.chain import syrk_chain as mosaic_syrk_chain
 from pallas_kernels._mosaic_gpu.small_chain import fits_shared_memory
-from pallas_kernels._mosaic_gpu.work_list import deal_chains, lower_triangle
+from pallas_kernels._mosaic_gpu.work_list import deal_chains, lower_triangle, plan_chain
 
 # Two addends that are inputs; a residual and its reader; a place that is used again.
 LINKS = (
@@ -69,16 +67,12 @@ class InOneProgram(ChainProgram):
     The interpreter has no semaphores.
     """
 
-    @staticmethod
-    def make_counters(number):
-        return number
-
     def run(self):
         parts = self.together * self.num_tiles * self.config.tile_m // self.config.rows
 
         def with_barrier(barrier):
             program = dataclasses.replace(self, counters=barrier)
-            super(InOneProgram, program).run()
+            super(ChainProgram, program).run()
             is_producer = self.warpgroup == self.config.num_warpgroups
             pl.when(is_producer)(lambda: plgpu.barrier_wait(barrier))
 
@@ -107,7 +101,8 @@ def test_a_chain_is_exact_and_free_of_races(config, monkeypatch):
     m = 192 if config is LARGE else 128
     rng = np.random.default_rng(0)
     monkeypatch.setattr(mosaic_gpu, "num_together", lambda *_: 1)
-    check_exactness(rng, (2, m, m), config=config, program_type=InOneProgram)
+    monkeypatch.setattr(mosaic_gpu, "ChainProgram", InOneProgram)
+    check_exactness(rng, (2, m, m), config=config)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +119,7 @@ def test_a_chain_in_shared_memory_is_exact_and_free_of_races(batch, m, num_progr
 @pytest.mark.parametrize(("step", "dtype"), STEPS)
 def test_both_kernels_of_chains_have_the_same_bits(step, dtype, m, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "num_together", lambda *_: 1)
+    monkeypatch.setattr(mosaic_gpu, "ChainProgram", InOneProgram)
     x = jax.random.normal(jax.random.key(0), (2, m, m)) / (2 * m**0.5)
     inputs, links = chain_of(step, (x @ x.mT).astype(dtype))
     run = functools.partial(
@@ -136,7 +132,7 @@ def test_both_kernels_of_chains_have_the_same_bits(step, dtype, m, monkeypatch):
     )
     got = run()
     assert not helpers.found_races()
-    chex.assert_trees_all_equal(got, run(config=SMALL, program_type=InOneProgram))
+    chex.assert_trees_all_equal(got, run(config=SMALL))
 
 
 @pytest.mark.parametrize(("step", "dtype"), STEPS)

@@ -1,6 +1,9 @@
 import functools
 import json
+import os
 import re
+import subprocess
+import sys
 
 import helpers
 import jax
@@ -8,8 +11,15 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import _tuning, select_implementation, syrk, syrkx, unsupported_reason
-from pallas_kernels._selection import IMPLEMENTATIONS
+from pallas_kernels import (
+    IMPLEMENTATIONS,
+    _selection,
+    _tuning,
+    select_implementation,
+    syrk,
+    syrkx,
+    unsupported_reason,
+)
 
 MATRIX = jnp.ones((64, 128), jnp.bfloat16)
 
@@ -26,6 +36,27 @@ def test_without_a_gpu_the_choice_is_xla_and_triton_says_why_not():
     assert unsupported_reason("triton", MATRIX) == "the default device is not a GPU"
     with pytest.raises(NotImplementedError, match="'triton' cannot run: the default"):
         syrk(MATRIX, implementation="triton")
+
+
+IMPORTS = """
+import sys
+import jax.numpy as jnp
+import muon_jax, pallas_kernels
+
+x = jnp.ones((2, 64, 64), jnp.bfloat16)
+pallas_kernels.gemm(pallas_kernels.syrk(x), x)
+muon_jax.newton_schulz(x, "balanced")
+for name in ("triton", "mosaic_gpu"):
+    assert pallas_kernels.unsupported_reason(name, x)
+print("jax.experimental.pallas" in sys.modules, "pallas_kernels._lowered" in sys.modules)
+"""
+
+
+def test_back_ends_are_not_imported_where_no_kernel_runs():
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", IMPORTS]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "False False\n"
 
 
 def chosen(shape, dtype=jnp.bfloat16, **kwargs):
@@ -65,9 +96,8 @@ def test_measured_times_decide_where_there_are_any(monkeypatch):
 
 
 def test_an_implementation_is_asked_once_for_each_shape_dtype_and_device(monkeypatch):
-    asked, triton = [], IMPLEMENTATIONS["triton"]
-    answer = triton.unsupported_reason
-    monkeypatch.setattr(triton, "unsupported_reason", lambda a: asked.append(a) or answer(a))
+    asked, answer = [], _selection._REASONS["triton"]
+    monkeypatch.setitem(_selection._REASONS, "triton", lambda a: asked.append(a) or answer(a))
     operands = [operand((7, 1234, 56)), operand((7, 1234, 56), jnp.float32), operand((1234, 56))]
     for _ in range(2):
         for gpu in helpers.GPUS:

@@ -12,10 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import gemm
-from pallas_kernels._mosaic_gpu.gemm import MOSAIC_GEMM_CONFIGS, default_mosaic_gemm_config
-from pallas_kernels._mosaic_gpu.gemm import gemm as mosaic_gpu_gemm
-from pallas_kernels._triton.gemm import TRITON_GEMM_CONFIGS
-from pallas_kernels._triton.gemm import gemm as triton_gemm
+from pallas_kernels._mosaic_gpu.config import MOSAIC_GEMM_CONFIGS, default_mosaic_gemm_config
+from pallas_kernels._mosaic_gpu.products import gemm as mosaic_gpu_gemm
+from pallas_kernels._triton import TRITON_GEMM_CONFIGS
+from pallas_kernels._triton import gemm as triton_gemm
 
 # What a launch looks like in a lowered program.
 LAUNCHES = {"triton": "__gpu$xla.gpu.triton", "mosaic_gpu": "custom_call @mosaic_gpu"}

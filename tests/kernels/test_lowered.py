@@ -12,10 +12,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import _lowered
 from pallas_kernels._lowered import CustomCall
-from pallas_kernels._mosaic_gpu import launch
-from pallas_kernels._mosaic_gpu.chain import _launch_chain
-from pallas_kernels._mosaic_gpu.chain_program import ChainProgram
-from pallas_kernels._mosaic_gpu.gemm import gemm, launch_mosaic_gemm
+from pallas_kernels._mosaic_gpu import ring
+from pallas_kernels._mosaic_gpu.chain import launch_chain
+from pallas_kernels._mosaic_gpu.products import gemm, launch_mosaic_gemm
 
 SQUARES = (2, 64, 64)
 # Without their jit, which keeps what it has traced.
@@ -27,14 +26,13 @@ GEMM = functools.partial(
     interpret=None,
 )
 CHAIN = functools.partial(
-    inspect.unwrap(_launch_chain),
+    inspect.unwrap(launch_chain),
     others=(),
     coefficients=jnp.ones((2, 2, 3)),
     structure=(((), False), ((0,), False)),
     config=None,
     num_programs=132,
     interpret=None,
-    program_type=ChainProgram,
 )
 
 
@@ -42,7 +40,7 @@ def matmul(a, b):
     return GEMM(a, (b,))
 
 
-CALL = CustomCall({"module": b"ML\xefR\n\0", "flag": True, "other": False}, ((3,), (4, 5)))
+CALL = CustomCall({"module": "TUzvUgoA", "flag": True, "other": False}, [[3], [4, 5]])
 
 
 @pytest.fixture
@@ -77,7 +75,7 @@ def test_a_program_is_the_same_whether_its_kernel_is_lowered_kept_or_read(
 ):
     with helpers.described_gpu("H200"):
         with monkeypatch.context() as patched:
-            patched.setattr(launch, "call_lowered", lambda kernel, _, *operands: kernel(*operands))
+            patched.setattr(ring, "call_lowered", lambda kernel, _, *operands: kernel(*operands))
             by_pallas = text_of(function, *shapes)
         assert not folder.exists()
         lowered = text_of(function, *shapes)
@@ -118,7 +116,7 @@ def test_another_kernel_is_not_taken_for_it(folder):
     with helpers.described_gpu("H200"):
         text_of(matmul, SQUARES, SQUARES)
         ((key, call),) = _lowered._kept.items()
-        other = {key: CustomCall({**call.attributes, "module": b"another"}, ())}
+        other = {key: CustomCall({**call.attributes, "module": "YW5vdGhlcg=="}, [])}
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(_lowered, "_kept", other)
             assert 'module = "another"' in text_of(matmul, SQUARES, SQUARES)
@@ -159,8 +157,8 @@ def test_a_damaged_file_is_as_good_as_none(damage, folder):
 def test_a_file_of_other_sources_or_of_another_kernel_is_as_good_as_none(folder, monkeypatch):
     _lowered._store("key", CALL)
     (path,) = folder.iterdir()
-    for name, version in (("other", _lowered._VERSION), ("key", ("0.13.0", "0.13.0", "digest"))):
-        monkeypatch.setattr(_lowered, "_VERSION", version)
+    for name, version in (("other", _lowered._version()), ("key", ["0.13.0", "0.13.0", "digest"])):
+        monkeypatch.setattr(_lowered, "_version", lambda version=version: version)
         assert _lowered._read(name) is None
         path = path.rename(_lowered._file_of(name))  # even under its name
         assert _lowered._read(name) is None

@@ -18,7 +18,7 @@ from pallas_kernels._mosaic_gpu.config import (
     default_mosaic_syrkx_config,
     predict_syrkx_microseconds,
 )
-from pallas_kernels._mosaic_gpu.syrkx import syrkx as mosaic_gpu_syrkx
+from pallas_kernels._mosaic_gpu.products import syrkx as mosaic_gpu_syrkx
 
 SQUARE_BLOCKS = [config for config in MOSAIC_SYRKX_CONFIGS if config.block_n == 64]
 QUICK = [MosaicSyrkxConfig(64, 64, 8)]

@@ -12,7 +12,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, scale_by_muon
-from pallas_kernels._several_stacks import gemm_of_stacks, syrk_of_stacks
+from pallas_kernels import gemm_of_stacks, syrk_of_stacks
+from pallas_kernels._mosaic_gpu.products import gemm_of_stacks as mosaic_gemm_of_stacks
+from pallas_kernels._mosaic_gpu.products import syrk_of_stacks as mosaic_syrk_of_stacks
 
 SHAPES = ((2, 64, 192), (1, 64, 128), (2, 64, 64))
 
@@ -22,8 +24,9 @@ def integers(seed, *shape):
 
 
 def interpreted(function):
+    kernel = mosaic_syrk_of_stacks if function is syrk_of_stacks else mosaic_gemm_of_stacks
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    return functools.partial(function, num_programs=2, interpret=interpret)
+    return functools.partial(kernel, num_programs=2, interpret=interpret)
 
 
 def as_it_is(function):
@@ -58,6 +61,27 @@ def test_applications_to_all_stacks_are_exact(run, out_dtype):
         exact = np.asarray(q[begin : begin + len(x)], np.float64) @ np.asarray(x, np.float64)
         assert result.dtype == (out_dtype or jnp.float16)
         np.testing.assert_array_equal(np.asarray(result, np.float64), exact)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "a", "message"),
+    [
+        ([(2, 64, 64), (1, 128, 64)], (3, 64, 64), r"one m .* got float16\[2, 64, 64\], float16"),
+        ([(2, 64, 100)], (2, 64, 64), r"multiples of 64, got float16\[2, 64, 100\]: pad them"),
+        ([(64, 64)], (64, 64), r"stacks must be \(batch, m, n\)"),
+        ([(2, 64, 128)], (3, 64, 64), r"a_matrix must be float16\[2, m, 64\].*\[3, 64, 64\]"),
+    ],
+)
+def test_wrong_stacks_are_refused(shapes, a, message):
+    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float16)
+    with helpers.described_gpu("H200"), pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda a, *b: gemm_of_stacks(a, b), operand(a), *map(operand, shapes))
+
+
+def test_stacks_need_a_hopper_gpu():
+    stack = jax.ShapeDtypeStruct((2, 64, 64), jnp.float16)
+    with helpers.described_gpu("A100"), pytest.raises(NotImplementedError, match="A100"):
+        jax.eval_shape(lambda x: syrk_of_stacks([x]), stack)
 
 
 def gradients():

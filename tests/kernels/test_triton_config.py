@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import syrk
-from pallas_kernels._triton.config import TritonSyrkxConfig, default_triton_syrkx_config
+from pallas_kernels._triton import TritonSyrkxConfig, default_triton_syrkx_config
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,8 @@ def cache_key() -> Hashable:
 
 
 def _current() -> Any:
-    """Returns the `AbstractDevice` of the abstract mesh, or else the default `Device`."""
     return _abstract() or backend.get_default_device()
 
 
 def _abstract() -> Any:
-    """Returns the `AbstractDevice` of the abstract mesh, or None."""
     return jax.sharding.get_abstract_mesh().abstract_device

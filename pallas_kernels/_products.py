@@ -1,0 +1,452 @@
+"""The public products: they check operands, choose an implementation, and run it."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._selection import (
+    IMPLEMENTATIONS,
+    fastest_gemm,
+    gemm_unsupported_reason,
+    select_implementation,
+    unsupported_reason,
+)
+from pallas_kernels.arguments import (
+    check_array,
+    check_flag,
+    check_name,
+    check_supported,
+    is_real,
+    shown,
+    standard_promotion,
+)
+
+type Coefficient = float | jax.Array
+type Addends = jax.Array | tuple[jax.Array, ...]
+type Coefficients = Coefficient | tuple[Coefficient, ...]
+
+
+def syrk(
+    a_matrix: jax.Array,
+    c_matrix: Addends | None = None,
+    *,
+    alpha: Coefficient = 1,
+    beta: Coefficients = 0,
+    diagonal: Coefficient = 0,
+    symmetrize_output: bool = True,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Symmetric rank-n update: alpha·A·Aᵀ + beta·C + diagonal·I.
+
+    This is `syrkx` with B = A. See `syrkx` for arguments and errors.
+    """
+    (out,) = _symmetric_product(
+        a_matrix, None, c_matrix, alpha, beta, diagonal, symmetrize_output, implementation
+    )
+    return out
+
+
+def syrk_with_residual(
+    a_matrix: jax.Array,
+    c_matrix: Addends | None = None,
+    *,
+    alpha: Coefficient = 1,
+    beta: Coefficients = 0,
+    diagonal: Coefficient = 0,
+    symmetrize_output: bool = True,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """P = alpha·A·Aᵀ + beta·C + diagonal·I, rounded, and the residual P - rounded, also rounded.
+
+    Together both results hold P with twice the digits. See `syrkx` for arguments and errors.
+
+    Returns:
+        Two symmetric matrices of shape `(..., m, m)` and the operand's dtype.
+    """
+    high, low = _symmetric_product(
+        a_matrix, None, c_matrix, alpha, beta, diagonal, symmetrize_output, implementation, True
+    )
+    return high, low
+
+
+def syrkx(
+    a_matrix: jax.Array,
+    b_matrix: jax.Array,
+    c_matrix: Addends | None = None,
+    *,
+    alpha: Coefficient = 1,
+    beta: Coefficients = 0,
+    diagonal: Coefficient = 0,
+    symmetrize_output: bool = True,
+    implementation: str | None = None,
+) -> jax.Array:
+    """A product known to be symmetric: alpha·A·Bᵀ + beta·C + diagonal·I.
+
+    The caller knows that A·Bᵀ is symmetric, so half of it is computed. The result is full, and
+    exactly equal to its transpose. Products accumulate in float32. The sum is rounded once, to the
+    operands' dtype. Leading dimensions are a batch, which takes one launch, also under `jax.vmap`.
+
+    `"xla"` also takes float64 and complex operands, and can be differentiated. Those operands
+    accumulate in their own precision. For complex operands the product is A·Bᴴ, which is Hermitian.
+    Two implementations are kernels without derivatives: `"triton"` (NVIDIA GPUs since Ampere) and
+    `"mosaic_gpu"` (Hopper GPUs; bfloat16 and float16).
+
+    Args:
+        a_matrix: shape `(..., m, n)`, m, n ≥ 1; bfloat16, float16 or float32.
+        b_matrix: shape and dtype of `a_matrix`.
+        c_matrix: symmetric, shape `(..., m, m)`, or `(m, m)` for all matrices of the batch, and
+            dtype of `a_matrix`. Pass None for no such term, or a short tuple of matrices to add
+            beta₁·C₁ + beta₂·C₂ + ….
+        alpha, beta, diagonal: real coefficients, which may be traced. Each is a scalar, or has
+            shape `(...)` with one value for each matrix. Where `c_matrix` is a tuple, `beta` is a
+            tuple of the same length.
+        symmetrize_output: pass False to let the two halves differ in rounding, which saves `"xla"`
+            a pass.
+        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"`, or None for the choice of
+            `select_implementation`.
+
+    Returns:
+        The product, of shape `(..., m, m)` and the operands' dtype.
+
+    Raises:
+        TypeError: an operand is no array, a coefficient no real number, or `symmetrize_output` no
+            boolean.
+        ValueError: the operands do not fit together, or `implementation` is no implementation.
+        NotImplementedError: the named implementation cannot run here; `unsupported_reason` says
+            why.
+
+    References:
+        `SYRK <https://www.netlib.org/lapack/explore-html/>`_ of the BLAS, and SYRKX of cuBLAS.
+    """
+    (out,) = _symmetric_product(
+        a_matrix, b_matrix, c_matrix, alpha, beta, diagonal, symmetrize_output, implementation
+    )
+    return out
+
+
+@standard_promotion()
+def gemm(
+    a_matrix: jax.Array,
+    b_matrix: jax.Array,
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """General matrix product: A·B.
+
+    Sums accumulate in float32. The kernels round the sums once, to `out_dtype`. `"xla"` converts
+    between formats of 16 bits in a pass of its own. Leading dimensions are a batch, which takes one
+    launch, also under `jax.vmap`.
+
+    Two implementations are kernels: `"mosaic_gpu"` (Hopper GPUs; bfloat16 and float16) and
+    `"triton"` (NVIDIA GPUs since Ampere). A kernel's result for a matrix is the same in any stack,
+    bit for bit. XLA's libraries choose among kernels by the size of the stack.
+
+    Pass None as `implementation` for the one expected to be the fastest:
+
+    - `"triton"` for 16-bit operands where it can run, all sizes are multiples of 8, k is at most
+      512 and batch·m·k·n at most 2²⁸;
+    - else `"mosaic_gpu"` where it can run, the result has 16 bits, all sizes are multiples of 64,
+      and one of two holds. With `out_dtype` as the operands': k ≥ 3072, and the tiles divide evenly
+      among the multiprocessors. With another: all results together have at least 64 tiles of
+      128×128;
+    - else `"xla"`.
+
+    Args:
+        a_matrix: shape `(..., m, k)`.
+        b_matrix: shape `(..., k, n)` and dtype of `a_matrix`.
+        out_dtype: float dtype of the product, or None for the operands'. The kernels take bfloat16,
+            float16 and float32.
+        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"` or None.
+
+    Returns:
+        The product, of shape `(..., m, n)` and dtype `out_dtype`.
+
+    Raises:
+        TypeError: an operand is no array.
+        ValueError: the operands do not fit together, `out_dtype` is no float dtype, or
+            `implementation` is no implementation.
+        NotImplementedError: the named implementation cannot run here.
+
+    References:
+        `GEMM <https://www.netlib.org/lapack/explore-html/>`_ of the BLAS.
+    """
+    check_name("implementation", implementation, sorted(IMPLEMENTATIONS), or_none=True)
+    *batch, _, k = _checked_shape(a_matrix, "(..., m, k)")
+    check_array("b_matrix", b_matrix)
+    if (b_matrix.shape[:-1], b_matrix.dtype) != ((*batch, k), a_matrix.dtype):
+        raise ValueError(
+            f"b_matrix must be {a_matrix.dtype}{[*batch, k]} and n columns to fit a_matrix,"
+            f" {_type_of(a_matrix)}; got {_type_of(b_matrix)}"
+        )
+    dtype = _checked_out_dtype(a_matrix.dtype if out_dtype is None else out_dtype)
+    if implementation is None:
+        implementation = fastest_gemm(a_matrix, b_matrix, dtype)
+    elif implementation != "xla":
+        reason = gemm_unsupported_reason(implementation, a_matrix, b_matrix, dtype)
+        check_supported(implementation, reason)
+    return _module(implementation).gemm(a_matrix, b_matrix, out_dtype=dtype)
+
+
+class Link(NamedTuple):
+    """One product of a chain, Sⱼ = alpha·Sⱼ₋₁² + Σ beta·C + diagonal·I.
+
+    Attributes:
+        alpha, diagonal: real coefficients, each a scalar, or one for each matrix.
+        addends: pairs of beta and the number of C. Numbers count the inputs, then the results and
+            residuals in the order in which they are made.
+        residual: whether a later product reads the residual, what the rounding of Sⱼ left.
+    """
+
+    alpha: Coefficient
+    addends: tuple[tuple[Coefficient, int], ...]
+    diagonal: Coefficient
+    residual: bool = False
+
+
+def syrk_chain(
+    inputs: Sequence[jax.Array],
+    links: Sequence[Link],
+    *,
+    symmetrize_output: bool = True,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The last of a chain of symmetric products, each a square of the one before with addends.
+
+    `"mosaic_gpu"` runs the chain in one launch where that is faster. Its result is the same as that
+    of a launch for each product, bit for bit.
+
+    Args:
+        inputs: S₀, symmetric, of shape `(..., m, m)`; then other addends, of shape `(..., m, m)` or
+            `(m, m)`, and the dtype of S₀.
+        links: the products.
+        symmetrize_output, implementation: as for `syrk`.
+
+    Returns:
+        The last product, of the shape and dtype of S₀.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `syrkx`.
+    """
+    *batch, m, _ = inputs[0].shape
+    structure = tuple((tuple(c for _, c in link.addends), link.residual) for link in links)
+    rows = tuple((link.alpha, link.diagonal, *(b for b, _ in link.addends)) for link in links)
+    supported = len(links) > 1 and not unsupported_reason("mosaic_gpu", inputs[0])
+    if supported and m % 64 == 0 and implementation in (None, "mosaic_gpu"):
+        from pallas_kernels._mosaic_gpu import chain
+
+        fits = chain.fits_shared_memory(m, structure, len(inputs))
+        chosen = implementation or "mosaic_gpu" * fits
+        chosen = (
+            chosen
+            or select_implementation(
+                inputs[0], addend=True, symmetrize_output=symmetrize_output
+            ).implementation
+        )
+        is_faster = fits or chain.fastest_chain_config(math.prod(batch), m)
+        if chosen == "mosaic_gpu" and is_faster:
+            return chain.syrk_chain(inputs, structure, rows)
+    terms, result = [*inputs], inputs[0]
+    for (addends, residual), (alpha, diagonal, *betas) in zip(structure, rows, strict=True):
+        cs = tuple(terms[c] for c in addends)
+        options = alpha, tuple(betas), diagonal, symmetrize_output, implementation, residual
+        result, *_ = made = _symmetric_product(result, None, cs, *options)
+        terms += made
+    return result
+
+
+def syrk_of_stacks(
+    stacks: Sequence[jax.Array], *, alpha: Coefficient = 1.0, residual: bool = False
+) -> tuple[jax.Array, ...]:
+    """alpha·A·Aᵀ of the matrices of several stacks, of one m and several n, in one launch.
+
+    `"mosaic_gpu"` runs it. Each result is that of `syrk` for its stack alone, bit for bit. Under
+    `vmap` each stack has a launch of its own.
+
+    Args:
+        stacks: shapes `(batchᵢ, m, nᵢ)`, of sizes that are multiples of 64, the largest n first;
+            all bfloat16 or all float16.
+        alpha: a coefficient, or one for each matrix.
+        residual: whether to return the residual, too, as `syrk_with_residual`.
+
+    Returns:
+        The products `(Σ batchᵢ, m, m)`, followed by their residuals if wanted.
+
+    Raises:
+        TypeError: a stack is no array.
+        ValueError: the stacks do not fit together.
+        NotImplementedError: `"mosaic_gpu"` cannot run here.
+    """
+    _check_stacks(stacks)
+    return _module("mosaic_gpu").syrk_of_stacks(stacks, alpha, residual=residual)
+
+
+def gemm_of_stacks(
+    a_matrix: jax.Array, stacks: Sequence[jax.Array], *, out_dtype: jnp.dtype | None = None
+) -> tuple[jax.Array, ...]:
+    """A·B of a stack of A with the matrices B of several stacks, of several n, in one launch.
+
+    `"mosaic_gpu"` runs it. Each result is that of `gemm` for its stack alone, bit for bit. Under
+    `vmap` each stack has a launch of its own.
+
+    Args:
+        a_matrix: shape `(Σ batchᵢ, m, k)`, of sizes that are multiples of 64; bfloat16 or float16.
+        stacks: shapes `(batchᵢ, k, nᵢ)`, of sizes that are multiples of 64, and dtype of
+            `a_matrix`.
+        out_dtype: dtype of the results, or None for the operands'.
+
+    Returns:
+        The products `(batchᵢ, m, nᵢ)`.
+
+    Raises:
+        TypeError: an operand is no array.
+        ValueError: the operands do not fit together, or `out_dtype` is no float dtype.
+        NotImplementedError: `"mosaic_gpu"` cannot run here.
+    """
+    _check_stacks(stacks)
+    num_matrices, k = sum(map(len, stacks)), stacks[0].shape[1]
+    shape = _checked_shape(a_matrix, "(..., m, k)")
+    if (*shape[:-2], shape[-2] % 64, shape[-1]) != (num_matrices, 0, k):
+        raise ValueError(
+            f"a_matrix must be {stacks[0].dtype}[{num_matrices}, m, {k}] to fit the stacks, with m"
+            f" a multiple of 64, got {_type_of(a_matrix)}: pad it with zeros"
+        )
+    dtype = _checked_out_dtype(a_matrix.dtype if out_dtype is None else out_dtype)
+    return _module("mosaic_gpu").gemm_of_stacks(a_matrix, stacks, out_dtype=dtype)
+
+
+@standard_promotion()
+def _symmetric_product(
+    a_matrix: jax.Array,
+    b_matrix: jax.Array | None,
+    c_matrix: Addends | None,
+    alpha: Coefficient,
+    beta: Coefficients,
+    diagonal: Coefficient,
+    symmetrize_output: bool,
+    implementation: str | None,
+    residual: bool = False,
+) -> tuple[jax.Array, ...]:
+    """The product that `syrkx` documents, with B = A for None, and its residual if wanted."""
+    check_name("implementation", implementation, sorted(IMPLEMENTATIONS), or_none=True)
+    check_flag("symmetrize_output", symmetrize_output)
+    c_matrices, betas = _addends_and_betas(c_matrix, beta)
+    *batch, m, _ = _checked_shape(a_matrix, "(..., m, n)")
+    expected = [("b_matrix", b_matrix, [a_matrix.shape])] if b_matrix is not None else []
+    expected += [("c_matrix", c, [(*batch, m, m), (m, m)]) for c in c_matrices]
+    for name, operand, shapes in expected:
+        check_array(name, operand)
+        if operand.shape not in shapes or operand.dtype != a_matrix.dtype:
+            raise ValueError(
+                f"{name} must be {a_matrix.dtype}{list(shapes[0])} to fit a_matrix,"
+                f" {_type_of(a_matrix)}; got {_type_of(operand)}"
+            )
+    if implementation is None:
+        implementation, _ = select_implementation(
+            a_matrix, addend=bool(c_matrices), symmetrize_output=symmetrize_output
+        )
+    else:
+        check_supported(implementation, unsupported_reason(implementation, a_matrix))
+    return _module(implementation).syrkx(
+        a_matrix,
+        b_matrix,
+        tuple(jnp.expand_dims(c, range(a_matrix.ndim - c.ndim)) for c in c_matrices),
+        _checked_coefficients(a_matrix, alpha, diagonal, betas),
+        symmetrize_output=symmetrize_output,
+        residual=residual,
+    )
+
+
+def _module(implementation: str) -> Any:
+    """Returns the module of an implementation, whose import takes a third of a second."""
+    match implementation:
+        case "triton":
+            from pallas_kernels import _triton as module
+        case "mosaic_gpu":
+            from pallas_kernels._mosaic_gpu import products as module
+        case _:
+            from pallas_kernels import _reference as module
+    return module
+
+
+def _type_of(x: jax.Array) -> str:
+    return f"{x.dtype}{list(x.shape)}"
+
+
+def _checked_shape(a_matrix: jax.Array, wanted: str) -> tuple[int, ...]:
+    check_array("a_matrix", a_matrix)
+    if a_matrix.ndim < 2 or not jnp.issubdtype(a_matrix.dtype, jnp.inexact):
+        raise ValueError(
+            f"a_matrix must have a float dtype and shape {wanted}, got {_type_of(a_matrix)}"
+        )
+    return a_matrix.shape
+
+
+def _check_stacks(stacks: Sequence[jax.Array]) -> None:
+    for stack in stacks:
+        check_array("each stack", stack)
+        first = stacks[0]
+        fits = stack.ndim == 3 and (stack.shape[1], stack.dtype) == (first.shape[1], first.dtype)
+        if not fits or stack.shape[1] % 64 or stack.shape[2] % 64:
+            raise ValueError(
+                "stacks must be (batch, m, n) with one m and one dtype, and m and n multiples of"
+                f" 64, got {', '.join(map(_type_of, stacks))}: pad them with zeros"
+            )
+        check_supported("mosaic_gpu", unsupported_reason("mosaic_gpu", stack))
+
+
+def _checked_out_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or not jnp.issubdtype(known, jnp.inexact):
+        raise ValueError(
+            f"out_dtype must be a float dtype, got {known or shown(dtype)}: pass None for that of"
+            " the operands"
+        )
+    return known
+
+
+def _addends_and_betas(
+    c_matrix: Addends | None, beta: Coefficients
+) -> tuple[tuple[jax.Array, ...], tuple[Coefficient, ...]]:
+    """Returns the tuples of all C and all β."""
+    if c_matrix is None:
+        if not (isinstance(beta, int | float) and beta == 0):
+            raise ValueError(
+                f"beta={beta} multiplies c_matrix, which is None: pass both or neither"
+            )
+        return (), ()
+    if not isinstance(c_matrix, tuple):
+        return (c_matrix,), (beta,)  # pyright: ignore[reportReturnType] (a tuple is taken as an array)
+    if not isinstance(beta, tuple) or len(beta) != len(c_matrix):
+        raise ValueError(
+            f"c_matrix is a tuple of {len(c_matrix)} matrices: beta must be one of as many"
+            f" coefficients, got {beta}"
+        )
+    return c_matrix, beta
+
+
+def _checked_coefficients(
+    a_matrix: jax.Array, alpha: Coefficient, diagonal: Coefficient, betas: tuple[Coefficient, ...]
+) -> tuple[jax.Array, ...]:
+    """Returns (alpha, diagonal, *betas) in the dtype in which products of A accumulate."""
+    batch = a_matrix.shape[:-2]
+    accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
+    given = [("alpha", alpha), ("diagonal", diagonal), *(("beta", beta) for beta in betas)]
+    for name, value in given:
+        if not is_real(value):
+            raise TypeError(
+                f"{name} must be a real number, or an array of one for each matrix, got"
+                f" {shown(value)}: pass {name}=1.0, for example"
+            )
+        if jnp.shape(value) not in ((), batch):
+            raise ValueError(
+                f"{name} must be a scalar or have the batch shape {batch} of a_matrix, got shape"
+                f" {jnp.shape(value)}"
+            )
+    return tuple(jnp.asarray(value, accumulator) for _, value in given)

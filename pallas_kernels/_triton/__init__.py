@@ -1,1 +1,0 @@
-"""The kernels lowered through Triton, for NVIDIA GPUs since Ampere."""
