@@ -51,8 +51,9 @@ class Value(NamedTuple):
             looked up in parameter i.
         is_data: whether it depends on the inputs.
         is_scalar: whether it is one number, or made of single numbers alone.
-        is_one_hot: whether it is a comparison, as of a one-hot encoding.
-        is_looked_up: whether it is a weight of which the data chose rows or matrices.
+        is_one_hot: whether it is a one-hot encoding, scaled and with rows of zeros at most.
+        is_captured: whether it is an array of the function's closure.
+        is_looked_up: whether it is a weight of which indices chose rows or matrices.
         repeats: the axes that a broadcast has just made.
         marks: what happened on the way from a product, or from a parameter, to here:
             ("linear", product): linear operations alone;
@@ -62,7 +63,8 @@ class Value(NamedTuple):
             pieces cannot show;
             ("modulated", parameter): data changed it entry by entry, and vary along some of its
             axes alone, so that the result may be a matrix;
-            ("masked", parameter): inputs of its own shape changed it.
+            ("masked", parameter): inputs of its own shape changed it;
+            ("pending", fact): a fact of parameters alone, to note if they meet data in an array.
     """
 
     pieces: frozenset[Piece] = frozenset()
@@ -71,6 +73,7 @@ class Value(NamedTuple):
     is_data: bool = False
     is_scalar: bool = False
     is_one_hot: bool = False
+    is_captured: bool = False
     is_looked_up: bool = False
     repeats: frozenset[int] = frozenset()
     marks: Marks = frozenset()
@@ -158,7 +161,8 @@ class Follower:
     def __init__(self, captures_are_data: bool) -> None:
         self.products: list[Product] = []
         self.facts: defaultdict[str, set[Any]] = defaultdict(set)
-        self._captured = Value(is_data=captures_are_data)
+        self._captured = Value(is_data=captures_are_data, is_captured=True)
+        self._depth = 0
         self._index_of: dict[Product, int] = {}
 
     def run(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
@@ -168,10 +172,13 @@ class Follower:
         values |= dict(zip(jaxpr.invars, args, strict=True))
 
         def read(variable: Any) -> Value:
-            is_literal = isinstance(variable, core.Literal)
-            return Value(is_scalar=True) if is_literal else values.get(variable, Value())
+            is_number = math.prod(_shape(variable)) == 1
+            if isinstance(variable, core.Literal):
+                return Value(is_scalar=True) if is_number else self._captured
+            value = values.get(variable, Value())
+            return value._replace(is_scalar=True) if is_number else value
 
-        for equation in jaxpr.eqns:
+        for equation in _with_effect(jaxpr):
             outputs = self._equation(equation, [*map(read, equation.invars)])
             values |= zip(equation.outvars, outputs, strict=True)
         return [*map(read, jaxpr.outvars)]
@@ -233,14 +240,29 @@ class Follower:
             return sum(len(_shape(v)) == len(_shape(w)) for v, w in zip(outer, inner, strict=True))
 
         n, carried = of_body(equation.invars, body.invars), of_body(equation.outvars, body.outvars)
-        one = (x.with_pieces(p._replace(axes=p.axes[1:]) for p in x.pieces) for x in xs[n:])
-        outputs = self._loop(body, [*xs[:n], *one], n - carried, carried)
-        steps = of_no_source(equation.params["length"])
+        self._depth = depth = self._depth + 1
+
+        def step_of(piece: Piece) -> Piece:
+            return piece._replace(
+                axes=piece.axes[1:], steps=(*piece.steps, (depth, piece.axes[0]))
+            )
+
+        def all_of(piece: Piece) -> Piece:
+            own = dict(piece.steps).get(depth)
+            kept = tuple(step for step in piece.steps if step[0] != depth)
+            axis = own or of_no_source(equation.params["length"])
+            return with_axis(piece._replace(steps=kept), 0, axis)
+
+        one = (x.with_pieces(map(step_of, x.pieces)) for x in xs[n:])
+        outputs = self._loop(body, [*xs[:n], *one], n - carried, carried, depth)
+        self._depth -= 1
         return outputs[:carried] + [
-            y.with_pieces(with_axis(p, 0, steps) for p in y.pieces) for y in outputs[carried:]
+            y.with_pieces(map(all_of, y.pieces)) for y in outputs[carried:]
         ]
 
-    def _loop(self, body: Any, args: list[Value], first: int, n: int) -> list[Value]:
+    def _loop(
+        self, body: Any, args: list[Value], first: int, n: int, depth: int = 0
+    ) -> list[Value]:
         """The outputs of a loop with n carries, of which args[first] is the first.
 
         Facts count from the last pass alone, where the carries do not change any more.
@@ -248,12 +270,14 @@ class Follower:
         facts, self.facts = self.facts, defaultdict(set)
         for _ in range(6):
             before = args[first : first + n]
-            carries = [*map(self._joined, zip(before, self.run(body, args)[:n], strict=True))]
+            after = (_without_steps(y, depth) for y in self.run(body, args)[:n])
+            carries = [*map(self._joined, zip(before, after, strict=True))]
             args = [*args[:first], *carries, *args[first + n :]]
             if carries == before:
                 break
         self.facts = facts
-        return self.run(body, args)
+        outputs = self.run(body, args)
+        return [_without_steps(y, depth) for y in outputs[:n]] + outputs[n:]
 
     def _joined(self, xs: Sequence[Value]) -> Value:
         """The value that is one of several."""
@@ -271,7 +295,7 @@ class Follower:
         return activation([x.as_activation() for x in xs])
 
     def _entrywise(self, op: Operation, xs: list[Value]) -> Value:
-        name, params, shapes, out, _ = op
+        name, params, shapes, out, *_ = op
         is_indexing = name in ("gather", "dynamic_slice")
         is_chosen = any(x.is_data or x.frontier or not x.is_scalar for x in xs[1:])
         if is_indexing and xs[0].is_weight and is_chosen:
@@ -392,7 +416,7 @@ class Follower:
             own = [varies[k] for k in range(n) if piece.atoms((k,))]
             if op.name not in ("add", "sub") and any(own) and not all(own):
                 found.add(("modulated", piece.source))
-            elif size_of(piece.atoms()) == math.prod(op.out) and len(own) > 1:
+            elif size_of(piece.atoms(range(n))) == math.prod(op.out) and len(own) > 1:
                 found |= {("masked", piece.source) for x, _ in data if not x.frontier}
         return frozenset(found)
 
@@ -440,7 +464,7 @@ class Follower:
 
     def _convolution(self, op: Operation, xs: list[Value]) -> Value:
         """A product with the channels of both operands, and of the output, cut into groups."""
-        _, params, shapes, out, _ = op
+        _, params, shapes, out, *_ = op
         numbers, groups = params["dimension_numbers"], params["feature_group_count"]
         of_out, of_in, *window = numbers.rhs_spec
         in_lhs, in_out = numbers.lhs_spec[1], numbers.out_spec[1]
@@ -564,7 +588,7 @@ class Follower:
             is_used = contracted and left and (other.x.is_data or other.x.frontier)
             if is_used and is_all and not batched and piece.source not in other.x.frontier:
                 self._note("use", leaf, "makes weights")
-            lost = piece.atoms(own.contract) + piece.picked()  # both are taken now
+            lost = piece.atoms(own.contract) + piece.picks  # both are taken now
             found.add(without(own.in_output(piece), lost))
         return found
 
@@ -587,12 +611,13 @@ class Follower:
         entries = defaultdict(set)
         for piece in own.x.pieces:
             product = self.products[piece.source]
-            # One index of an axis is taken, whichever axis of the operand its atom has come to.
-            consumed = piece.atoms((*own.contract, *own.batch)) + piece.picked()
+            # An index that no axis of the operand has is taken with the entries of all of them.
+            consumed = piece.atoms((*own.contract, *own.batch)) + piece.elsewhere()
             for axis in _axes(product.kept) & _axes(consumed):
                 dims = [k for k in range(len(piece.axes)) if axis in _axes(piece.atoms((k,)))]
-                atoms = tuple(a for a in piece.atoms(dims) if a.axis == axis)
-                box = tuple((k, piece.axes[k].at, size_of(piece.axes[k].atoms)) for k in dims)
+                atoms = tuple(a for a in piece.atoms() if a.axis == axis)
+                placed_at = dims or own.contract
+                box = tuple((k, piece.axes[k].at, size_of(piece.axes[k].atoms)) for k in placed_at)
                 room = (a for k in dims for a in piece.axes[k].atoms if a.axis in (axis, None))
                 entries[product.leaf, axis].add((atoms, box, size_of(room)))
         for axis, found in entries.items():
@@ -624,6 +649,25 @@ def activation(xs: Sequence[Value], pieces: frozenset[Piece] | None = None) -> V
         is_data=any(x.is_data for x in xs),
         marks=frozenset(mark for mark in _marks(xs) if mark[0] != "linear"),
     )
+
+
+def _with_effect(jaxpr: Any) -> list[Any]:
+    """The equations that outputs depend on, or that write to a reference."""
+    found, needed = [], {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
+    for equation in reversed(jaxpr.eqns):
+        writes = any(hasattr(v.aval, "inner_aval") for v in equation.invars)
+        if writes or not needed.isdisjoint(equation.outvars):
+            needed |= {v for v in equation.invars if not isinstance(v, core.Literal)}
+            found.append(equation)
+    return found[::-1]
+
+
+def _without_steps(x: Value, depth: int) -> Value:
+    """A carry of a loop, which comes from any step."""
+    after = [piece.without_steps(depth) for piece in x.pieces]
+    lost = _hidden("", [x], [frozenset(after)])
+    marks = frozenset() if x.is_weight else frozenset(("hidden", axis) for axis in lost)
+    return x.with_pieces(after)._replace(marks=x.marks | marks)
 
 
 def _fitting(x: Value, shape: Shape) -> Value:
