@@ -20,6 +20,7 @@ from muon_jax._by_use.pieces import (
     Piece,
     Shape,
     fused,
+    joined,
     moved,
     of_no_source,
     placed,
@@ -225,7 +226,7 @@ class Follower:
                     args = map(_fitting, xs, map(_shape, inner.invars))
                     return [*map(_fitting, self.run(inner, [*args]), outs)]
         if name in _OPAQUE or any(hasattr(v.aval, "inner_aval") for v in equation.invars):
-            return [self._mixed(xs, f"opaque {name}")] * len(outs)
+            return self._opaque(op, xs, outs)
         if name.startswith(("random_", "threefry")):
             return [Value()] * len(outs)
         each = enumerate(outs)
@@ -289,21 +290,51 @@ class Follower:
 
     def _mixed(self, xs: Sequence[Value], use: str | None = None) -> Value:
         """An activation of operands: weights among them are vectors, tables or latents."""
+        self._note_pending(xs)
         for x in xs:
             has_data = any(other.is_data for other in xs if other is not x)
             self._note_use(x, use or ("with data" if has_data else "vector"))
         return activation([x.as_activation() for x in xs])
 
+    def _opaque(self, op: Operation, xs: Sequence[Value], outs: Sequence[Shape]) -> list[Value]:
+        """The outputs of an operation that does not show what it takes.
+
+        Those of the shape of an operand are taken for its entries, such as those of attention; from
+        an operand of another width, as of gate and up, it may take parts.
+        """
+        found, use = [], f"opaque {op.name}"
+        xs = [x.as_activation() if x.is_looked_up else x for x in xs]
+        y = self._mixed(xs, use) if _meet_data(xs) else _pending(xs, use)
+        for out in outs:
+            marks, pieces = y.marks, [y.pieces]
+            for x, shape in zip(xs, op.shapes, strict=True):
+                if shape != out and not x.is_weight:
+                    pieces.append(pieces[-1] - x.pieces)
+                    if len(shape) != len(out) or shape[-1:] != out[-1:]:
+                        marks |= {("hidden", a) for a in _hidden("", [x], [frozenset()])}
+            found.append(y._replace(pieces=pieces[-1], marks=marks))
+        return found
+
+    def _note_pending(self, xs: Sequence[Value]) -> None:
+        """Notes what parameters do with each other, once data meet it."""
+        for x in xs if _meet_data(xs) else ():
+            for fact in x.marked("pending") if not x.is_scalar else ():
+                self._note(*fact)
+
     def _entrywise(self, op: Operation, xs: list[Value]) -> Value:
         name, params, shapes, out, *_ = op
+        self._note_pending(xs)
         is_indexing = name in ("gather", "dynamic_slice")
-        is_chosen = any(x.is_data or x.frontier or not x.is_scalar for x in xs[1:])
-        if is_indexing and xs[0].is_weight and is_chosen:
+        is_chosen = _meet_data(xs[1:])
+        if is_indexing and xs[0].is_weight and (is_chosen or not all(x.is_scalar for x in xs[1:])):
             self._note_use(xs[0], "lookup")
-            xs = [xs[0]._replace(is_looked_up=True, is_data=True, marks=_marks(xs))]
+            marks = _marks(xs) if is_chosen else xs[0].marks
+            xs = [xs[0]._replace(is_looked_up=True, is_data=is_chosen, marks=marks), *xs[1:]]
+        op = op._replace(is_fixed=name == "gather" and not is_chosen)
         flags: dict[str, Any] = {
             "is_scalar": math.prod(out) == 1 or bool(xs) and all(x.is_scalar for x in xs),
-            "is_one_hot": name == "eq" or name in RELAYOUTS and xs[0].is_one_hot,
+            "is_one_hot": _is_one_hot(name, xs),
+            "is_captured": name in RELAYOUTS and xs[0].is_captured,
             "repeats": frozenset(),
         }
         if name == "broadcast_in_dim":
@@ -322,30 +353,55 @@ class Follower:
         for k in weights:
             is_lost = not is_sum and not is_indexing and _hidden(name, [xs[k]], [pieces[k]])
             if name not in ELEMENTWISE and not is_sum or is_lost:
-                self._note_use(xs[k], f"opaque {name}")
-        if len(xs) == 1:
+                return self._opaque(op, xs, [out])[0]._replace(**flags)
+        if len(xs) == 1 or is_indexing:
             return xs[0]._replace(pieces=pieces[0], **flags)
-        is_learned = all(x.is_weight or x.is_scalar or not x.is_data for x in xs)
-        if is_learned and not any(x.is_looked_up for x in xs):
-            # A weight made of weights, and of what does not depend on data: the largest counts.
-            main = _union(pieces[k] for k in weights)
-            if name not in ("concatenate", "stack"):
+        # A weight made of weights, and of what does not depend on data, or is one number for all
+        # entries of a weight: the largest counts.
+        main = _union(pieces[k] for k in weights)
+        dims = {k for piece in main for k in range(len(out)) if piece.atoms((k,))}
+
+        def is_number(x: Value, shape: Shape) -> bool:
+            of_data = not x.frontier or name == "select_n"
+            return of_data and all(shape[k] == 1 or k in x.repeats for k in dims if k < len(shape))
+
+        is_learned = all(
+            x.is_weight or x.is_scalar or not _meet_data([x]) or is_number(x, shape)
+            for x, shape in zip(xs, shapes, strict=True)
+        )
+        if is_learned and not any(x.is_looked_up and x.is_data for x in xs):
+            marks = frozenset(mark for mark in _marks(xs) if mark[0] == "pending")
+            if name in ("concatenate", "stack"):
+                main = joined(main, params["dimension" if name == "concatenate" else "axis"])
+            else:
                 most = max((size_of(piece.atoms()) for piece in main), default=0)
                 main = frozenset(p for p in main if size_of(p.atoms()) == most)
+                shown = {k for piece in main for k in range(len(out)) if piece.atoms((k,))}
+                if name == "mul" and dims - shown:  # as in a Kronecker product
+                    return self._factors(xs)
             for k in weights:
-                if not pieces[k] & main:
+                if pieces[k].isdisjoint(main) and name not in ("concatenate", "stack"):
                     self._note_use(xs[k], "vector")
-            return Value(main, is_weight=True, **flags)
+            return Value(main, is_weight=True, marks=marks, **flags)
         each = zip(xs, pieces, strict=True)
         found = self._mixed([x if x.is_weight else x._replace(pieces=own) for x, own in each])
         marks = self._modulated(op, xs, pieces) if name in _ARITHMETIC else frozenset()
         return found._replace(marks=found.marks | marks, **flags)
+
+    def _factors(self, xs: Sequence[Value]) -> Value:
+        """What is made of several parameters, and is no layer of one of them."""
+        own = sorted({i for x in xs if x.is_weight for i in x.sources})
+        pairs = {("pending", ("factors", i, j)) for i in own for j in own if i < j or len(own) == 1}
+        return Value(marks=_marks(xs) | pairs, is_data=any(x.is_data for x in xs))
 
     def _of_activations(
         self, op: Operation, xs: list[Value], pieces: list[frozenset[Piece]]
     ) -> Value:
         left = frozenset(p for p in _union(pieces) if p.atoms())
         name, found = op.name, activation(xs, left)
+        if math.prod(op.out) == 1:  # a term of a loss, say
+            is_pending = lambda mark: mark[0] == "pending"  # noqa: E731
+            found = found._replace(marks=frozenset(itertools.filterfalse(is_pending, found.marks)))
         chosen = self._chosen(op, xs)
         marks = found.marks | chosen
         if name == "concatenate" and any(x.is_data and not x.frontier for x in xs):
@@ -455,7 +511,7 @@ class Follower:
             own = Operand(xs[i], op.shapes[i], contract[i], batch[i], free, places, op.out)
             operands.append(own)
             other = xs[1 - i]
-            is_one_hot = other.is_one_hot and not other.is_weight
+            is_one_hot = other.is_one_hot and other.is_data and not other.is_weight
             if own.x.is_weight and is_one_hot and len(own.contract) == 1 and not own.batch:
                 self._note_use(own.x, "lookup")
                 rows = own.x._replace(is_data=True, is_looked_up=True, marks=other.marks)
@@ -499,8 +555,13 @@ class Follower:
         left, right = self._weights_among(operands)
         is_data = left.x.is_data or right.x.is_data
         is_product = left.x.is_weight or right.x.is_weight
-        if left.x.is_weight and right.x.is_weight and left.x.sources == right.x.sources:
-            return Value()  # a regularizer that multiplies W and Wᵀ, say
+        self._note_pending([left.x, right.x])
+        pending = left.x.marked("pending") | right.x.marked("pending")
+        if left.x.is_weight and right.x.is_weight or pending and is_product and not is_data:
+            return self._factors([left.x, right.x])
+        for _, i, _ in pending if is_data else ():
+            for j in left.x.frontier | right.x.frontier:
+                self._note("followed", j, i, False)
         self._note_met("contracted", left, right)
         if not is_product:
             self._note_modulated([left.x, right.x], "modulated", "masked")
@@ -529,10 +590,6 @@ class Follower:
                     own._replace(x=self._latents(own.x, other.x.is_data)) if is_latent else own
                     for own, is_latent, other in each
                 ]
-        left, right = (own.x for own in operands)
-        if left.is_weight and right.is_weight and left.sources != right.sources:
-            for pair in itertools.product(left.sources, right.sources):
-                self._note("factors", *pair)
         return operands
 
     def _latents(self, x: Value, is_data: bool) -> Value:
@@ -649,6 +706,35 @@ def activation(xs: Sequence[Value], pieces: frozenset[Piece] | None = None) -> V
         is_data=any(x.is_data for x in xs),
         marks=frozenset(mark for mark in _marks(xs) if mark[0] != "linear"),
     )
+
+
+def _meet_data(xs: Iterable[Value]) -> bool:
+    return any(x.is_data or x.frontier for x in xs)
+
+
+def _pending(xs: Sequence[Value], use: str) -> Value:
+    """What is made of parameters alone: what is done with them counts if data meet it."""
+    uses = {("pending", ("use", i, use)) for x in xs if x.is_weight for i in x.sources}
+    return Value(marks=_marks(xs) | uses)
+
+
+def _is_one_hot(name: str, xs: Sequence[Value]) -> bool:
+    """Whether an output has one entry at most in each row that is not zero."""
+    match name:
+        case "eq":  # of indices and an enumeration, that is no number
+            return not any(x.is_scalar for x in xs)
+        case "select_n":  # or nothing, where it chooses zeros
+            chosen = xs if xs[0].is_one_hot else xs[1:]
+            return any(x.is_one_hot for x in chosen) and all(
+                x.is_one_hot or x.is_scalar for x in chosen
+            )
+        case "mul":
+            return any(x.is_one_hot and x.is_data for x in xs)
+        case "scatter":
+            return xs[0].is_scalar and xs[1].is_data and xs[2].is_scalar
+        case _:
+            is_relayout = name in RELAYOUTS or name in ("gather", "dynamic_slice", "pad")
+            return is_relayout and xs[0].is_one_hot
 
 
 def _with_effect(jaxpr: Any) -> list[Any]:

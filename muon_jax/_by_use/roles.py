@@ -1,6 +1,6 @@
 """The role of each parameter, from what products and other operations do with it."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -51,9 +51,12 @@ class Roles:
         self,
         follower: Follower,
         outputs: Sequence[Value],
-        paths: Sequence[str],
-        shapes: Sequence[Shape],
+        paths: Sequence[str] = (),
+        shapes: Sequence[Shape] = (),
     ) -> None:
+        for path, n in Counter(paths).items():
+            if n > 1:
+                raise ValueError(f"two parameters have the path {path!r}: rename a key")
         self._facts, self._paths, self._shapes = follower.facts, paths, shapes
         self._products = follower.products
         self._uses = _by_first(self._facts["use"])
@@ -202,7 +205,7 @@ class Roles:
                 (atom.stride, atom.size): side
                 for side, atoms in sides.items()
                 for atom in atoms
-                if atom.axis == axis and atom.size > 1
+                if atom.axis == axis and (atom.size > 1 or atom.stride)
             }
             if (i, axis) in self._experts or not own:
                 found.append((Digit(n, "B"),))
