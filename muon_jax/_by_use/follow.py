@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.extend import core
 
 from muon_jax._by_use.pieces import (
@@ -24,6 +25,7 @@ from muon_jax._by_use.pieces import (
     moved,
     of_no_source,
     placed,
+    placed_mixed,
     reshaped,
     size_of,
     sliced,
@@ -162,20 +164,21 @@ class Follower:
     def __init__(self, captures_are_data: bool) -> None:
         self.products: list[Product] = []
         self.facts: defaultdict[str, set[Any]] = defaultdict(set)
-        self._captured = Value(is_data=captures_are_data, is_captured=True)
+        self._captured = Value(is_data=captures_are_data)
         self._depth = 0
+        self._resizes = False
         self._index_of: dict[Product, int] = {}
 
     def run(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
         """Returns the values of a jaxpr's outputs."""
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        values = dict.fromkeys(jaxpr.constvars, self._captured)
+        values = {v: self._capture(v) for v in jaxpr.constvars}
         values |= dict(zip(jaxpr.invars, args, strict=True))
 
         def read(variable: Any) -> Value:
             is_number = math.prod(_shape(variable)) == 1
             if isinstance(variable, core.Literal):
-                return Value(is_scalar=True) if is_number else self._captured
+                return Value(is_scalar=True) if is_number else self._capture(variable)
             value = values.get(variable, Value())
             return value._replace(is_scalar=True) if is_number else value
 
@@ -183,6 +186,10 @@ class Follower:
             outputs = self._equation(equation, [*map(read, equation.invars)])
             values |= zip(equation.outvars, outputs, strict=True)
         return [*map(read, jaxpr.outvars)]
+
+    def _capture(self, variable: Any) -> Value:
+        is_float = jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+        return self._captured._replace(is_captured=is_float and not self._captured.is_data)
 
     def _note(self, kind: str, *fact: Any) -> None:
         self.facts[kind].add(fact)
@@ -223,8 +230,11 @@ class Follower:
                 inner = getattr(inner, "jaxpr", inner)
                 ranks = [len(_shape(v)) for v in inner.invars]
                 if ranks == [*map(len, shapes)] and len(inner.outvars) == len(outs):
-                    args = map(_fitting, xs, map(_shape, inner.invars))
-                    return [*map(_fitting, self.run(inner, [*args]), outs)]
+                    args = [*map(_fitting, xs, map(_shape, inner.invars))]
+                    before, self._resizes = self._resizes, params.get("name") == "_resize"
+                    outputs = self.run(inner, args)
+                    self._resizes = before
+                    return [*map(_fitting, outputs, outs)]
         if name in _OPAQUE or any(hasattr(v.aval, "inner_aval") for v in equation.invars):
             return self._opaque(op, xs, outs)
         if name.startswith(("random_", "threefry")):
@@ -366,7 +376,7 @@ class Follower:
             return of_data and all(shape[k] == 1 or k in x.repeats for k in dims if k < len(shape))
 
         is_learned = all(
-            x.is_weight or x.is_scalar or not _meet_data([x]) or is_number(x, shape)
+            x.is_weight or x.is_scalar or not x.is_data or is_number(x, shape)
             for x, shape in zip(xs, shapes, strict=True)
         )
         if is_learned and not any(x.is_looked_up and x.is_data for x in xs):
@@ -424,6 +434,8 @@ class Follower:
             for x, shape in zip(xs, op.shapes, strict=True):
                 if x.repeats or shape != op.out:
                     self._note_experts(x, [y for y in xs if y is not x])
+                    for k in range(len(op.out)):
+                        self._note("contracted", *self._met_at(zip(xs, [k] * len(xs), strict=True)))
         return found._replace(marks=marks)
 
     def _chosen(self, op: Operation, xs: list[Value]) -> Marks:
@@ -493,8 +505,8 @@ class Follower:
     def _note_experts(self, x: Value, others: Sequence[Value]) -> None:
         """Notes products whose choices in `x` meet outputs of other products."""
         met = {j for other in others for j in other.frontier if j >= 0}
-        for j in x.marked("chosen"):
-            if met - {j}:
+        for j in x.marked("chosen") | {p.source for p in x.pieces if not p.atoms(range(len(p.axes)))}:
+            if met - {j} and not x.is_weight:
                 self._note("output", j, "experts")
 
     # Products.
@@ -559,12 +571,21 @@ class Follower:
         pending = left.x.marked("pending") | right.x.marked("pending")
         if left.x.is_weight and right.x.is_weight or pending and is_product and not is_data:
             return self._factors([left.x, right.x])
+        if self._resizes and is_product and not is_data:  # jax.image.resize
+            own, other = (left, right) if left.x.is_weight else (right, left)
+            ((_, n),), (k,) = [place for place in other.places if place[0] in other.free], own.contract
+            rest = (own.shape, own.out, own.places, k, n)
+            return own.x.with_pieces(placed_mixed(piece, *rest) for piece in own.x.pieces)
         for _, i, _ in pending if is_data else ():
             for j in left.x.frontier | right.x.frontier:
                 self._note("followed", j, i, False)
         self._note_met("contracted", left, right)
         if not is_product:
             self._note_modulated([left.x, right.x], "modulated", "masked")
+            for own, other in ((left, right), (right, left)):
+                if other.x.is_captured and other.contract and math.prod(other.shape[k] for k in other.free) > 1:
+                    for j in own.x.frontier:
+                        self._note("output", j, "frozen")
             found = self._beside_activation(left, right) | self._beside_activation(right, left)
             return activation([left.x, right.x], frozenset(p for p in found if p.atoms()))
         self._note_met("batched", left, right)
@@ -618,7 +639,11 @@ class Follower:
                 self._note("output", k, "experts")
         if own.x.is_looked_up:
             self._note("use", piece.source, "matrices chosen by data")
-        self._note("product", j, other.x.is_data and not before, math.prod(other.shape))
+        is_constant = not before and not other.x.is_data
+        if is_constant and not other.x.is_scalar:
+            self._note("constant", j)
+        is_first = None if is_constant else not before
+        self._note("product", j, is_first, math.prod(other.shape))
         return j
 
     def _beside_activation(self, own: Operand, other: Operand) -> set[Piece]:
@@ -640,6 +665,8 @@ class Follower:
                     begin = sum(a.start for a in piece.atoms() if a.axis == atom.axis)
                     if atom.size > 1:
                         self._note("head", leaf, atom.axis, begin, atom.stride)
+            if contracted and not batched and (piece.source,) in self.facts["constant"]:
+                self._note("use", leaf, "times a constant")
             # Axes of positions or a batch would be free, or a batch of heads, in attention.
             is_all = all(kept & _axes(piece.atoms((k,))) for k in own.free)
             is_used = contracted and left and (other.x.is_data or other.x.frontier)
@@ -653,13 +680,19 @@ class Follower:
         """Notes axes of parameters that a product contracts, or batches, with each other."""
         dims = [own.contract if kind == "contracted" else own.batch for own in (left, right)]
         for pair in zip(*dims, strict=False):
-            met = set()
-            for own, k in zip((left, right), pair, strict=True):
-                leaf_of = {
-                    j: j if own.x.is_weight else self.products[j].leaf for j in own.x.sources
-                }
-                met |= {(leaf_of[p.source], *a[::3]) for p in own.x.pieces if (a := p.only(k))}
-            self._note(kind, *met)
+            self._note(kind, *self._met_at(zip((left.x, right.x), pair, strict=True)))
+
+    def _met_at(self, each: Iterable[tuple[Value, int]]) -> set[tuple[int, int | None, int]]:
+        """The axes of parameters, and their sizes, that are these axes of values."""
+        met = set()
+        for x, k in each:
+            leaf_of = {j: j if x.is_weight else self.products[j].leaf for j in x.sources}
+            met |= {
+                (leaf_of[p.source], a.axis, a.size)
+                for p in x.pieces
+                if k < len(p.axes) and (a := p.only(k))
+            }
+        return met
 
     def _note_taken(self, own: Operand) -> None:
         """Notes which indices of the axes of weights an operand of a product has."""
@@ -729,7 +762,8 @@ def _is_one_hot(name: str, xs: Sequence[Value]) -> bool:
                 x.is_one_hot or x.is_scalar for x in chosen
             )
         case "mul":
-            return any(x.is_one_hot and x.is_data for x in xs)
+            (one, other) = xs if xs[0].is_one_hot else xs[::-1]
+            return one.is_one_hot and one.is_data and bool(other.is_scalar or other.repeats)
         case "scatter":
             return xs[0].is_scalar and xs[1].is_data and xs[2].is_scalar
         case _:

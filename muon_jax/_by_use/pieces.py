@@ -161,6 +161,15 @@ def placed(piece: Piece, shape: Shape, out: Shape, pairs: Iterable[tuple[int, in
     return without(piece._replace(axes=tuple(axes)), piece.atoms(lost))
 
 
+def placed_mixed(
+    piece: Piece, shape: Shape, out: Shape, pairs: Iterable[tuple[int, int]], k: int, n: int
+) -> Piece:
+    """Returns the same, with entries of axis k as axis n in an order that is not known."""
+    own = Axis(0, mixed(piece.axes[k].atoms, out[n]))
+    piece = piece._replace(axes=(*piece.axes[:k], own, *piece.axes[k + 1 :]))
+    return placed(piece, (*shape[:k], out[n], *shape[k + 1 :]), out, [*pairs, (k, n)])
+
+
 def with_axis(piece: Piece, n: int, axis: Axis) -> Piece:
     """Returns the piece with one more axis, before axis n."""
     return piece._replace(axes=(*piece.axes[:n], axis, *piece.axes[n:]))
@@ -402,11 +411,7 @@ def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | Non
             rest = {*batch} - {n for _, n in pairs}
             indexed = [k for k in numbers.start_index_map if k in gone]
             if op.is_fixed and len(rest) == len(indexed) == 1:
-                (n,), (k,) = rest, indexed
-                own = Axis(0, mixed(piece.axes[k].atoms, out[n]))
-                piece = piece._replace(axes=(*piece.axes[:k], own, *piece.axes[k + 1 :]))
-                shape = (*shape[:k], out[n], *shape[k + 1 :])
-                pairs.append((k, n))
+                return placed_mixed(piece, shape, out, pairs, *indexed, *rest)
         case _ if name.startswith(REDUCTIONS) and "axes" in params:
             kept = (k for k in range(len(shape)) if k not in params["axes"])
             pairs = ((k, n) for n, k in enumerate(kept))

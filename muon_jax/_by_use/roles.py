@@ -79,7 +79,18 @@ class Roles:
         self._experts = self._axes_of_experts()
 
     def _is_softmax_router(self, j: int) -> bool:
-        return "softmax" in self._outputs[j] and not self._heads[self._products[j].leaf]
+        """Whether a softmax of outputs weighs experts: one by one, or along an axis of them."""
+        product, how = self._products[j], self._outputs[j]
+        own = {(product.leaf, atom.axis, atom.size) for atom in product.kept}
+        others = (axis for each in self._facts["contracted"] if own & {*each} for axis in each)
+        weighs = "experts" in how or any(
+            leaf != product.leaf and self._kept(leaf) - {axis} for leaf, axis, _ in others
+        )
+        return "softmax" in how and weighs
+
+    def _kept(self, leaf: int) -> set[int | None]:
+        """The axes of a parameter that products keep."""
+        return {atom.axis for j in self._products_of[leaf] for atom in self._products[j].kept}
 
     def _low_rank_pairs(self) -> Iterator[frozenset[int]]:
         """Parameters of which one takes the outputs of the other alone, as in LoRA beside a kernel.
@@ -88,8 +99,8 @@ class Roles:
         most half of what it could be.
         """
         for j, leaf, is_linear in self._facts["followed"]:
-            product, is_only = self._products[j], len(self._followers[j]) == 1
-            if is_linear and is_only and leaf != product.leaf:
+            is_only = j >= 0 and len(self._followers[j]) == 1
+            if is_linear and is_only and leaf != (product := self._products[j]).leaf:
                 kept = [size_of(self._products[k].kept) for k in self._products_of[leaf]]
                 if kept and 2 * size_of(product.kept) <= min(size_of(product.contracted), *kept):
                     yield frozenset((product.leaf, leaf))
@@ -118,7 +129,9 @@ class Roles:
                 for leaf, axis, n in each
                 if n in chosen and leaf not in self._routers and self._contracts_besides(leaf, axis)
             }
-        return {(leaf, axis) for leaf, axis, n in met if n == self._shapes[leaf][axis]}
+        found = {(leaf, axis) for leaf, axis, n in met if n == self._shapes[leaf][axis]}
+        # An axis of experts leaves one that is kept.
+        return {(i, axis) for i, axis in found if self._kept(i) - {a for j, a in found if j == i}}
 
     def _contracts_besides(self, leaf: int, axis: int) -> bool:
         """Whether products contract another axis of a parameter than this one."""
@@ -147,12 +160,19 @@ class Roles:
             return "unclear", f"{_in_words(names)} takes it, and does not show what for"
         if "modulated" in uses:
             return "unclear", "data change it, entry by entry, before a product takes it"
+        if "times a constant" in uses:
+            return "unclear", "a constant multiplies it, and data multiply what comes out"
+        if any("frozen" in self._outputs[j] for j in own & self._last):
+            return "unclear", (
+                "its outputs meet a constant matrix of the function: if that is a frozen parameter,"
+                " pass by_use all parameters"
+            )
         if "makes weights" in uses:
             return "unclear", "what its product makes is used as weights"
         if len({min(way, _swapped(way), key=str) for way in ways}) > 1:
             return "unclear", f"one product {_said(ways[0])}, another {_said(ways[1])}"
         others = [j for j in own if not self._products[j].is_own] or own
-        first = all(is_first for j in others for is_first, _ in self._seen[j])
+        firsts = {is_first for j in others for is_first, _ in self._seen[j]} - {None}
         found = {
             "embedding": "lookup" in uses and "matrices chosen by data" not in uses,
             "latents": i in self._latents,
@@ -171,7 +191,7 @@ class Roles:
                 f"its outputs, joined with the inputs, feed {network}: if it is an output head,"
                 " pass by_use the forward pass of each network by itself"
             )
-        return "input" if first else "hidden", ""
+        return "input" if firsts == {True} else "hidden", ""
 
     def _network_after(self, i: int) -> str | None:
         """The one other module at the top that outputs go into, joined with the inputs.
