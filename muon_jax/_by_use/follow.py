@@ -12,6 +12,7 @@ from jax.extend import core
 
 from muon_jax._by_use.pieces import (
     ELEMENTWISE,
+    MOVES,
     REDUCTIONS,
     RELAYOUTS,
     Atom,
@@ -36,7 +37,7 @@ from muon_jax._by_use.pieces import (
 type Dims = Sequence[int]
 type Marks = frozenset[tuple[str, Any]]
 
-_MOST_PIECES = 24  # of an activation: those of the latest products are kept
+_MOST_PIECES = 24  # of an activation
 _OPAQUE = frozenset(
     "cudnn_dot_product_attention_fwd custom_partitioning ffi_call io_callback pallas_call"
     " pure_callback run_state triton_kernel_call xla_ffi_call".split()
@@ -153,9 +154,10 @@ class Follower:
             operations alone are between;
             "taken": an axis of a parameter, and the sets of indices that a later product takes;
             "hidden": an axis of a parameter of which a product takes entries that pieces hide;
-            "gated": an axis of a parameter of which parts are multiplied with each other;
-            "head": a parameter, an axis, where it begins that attention takes it head by head, and
-            the width of a head;
+            "gated": an axis of a parameter, and two sets of indices that are multiplied with each
+            other;
+            "head": a parameter, an axis, where it begins that attention takes it head by head, the
+            stride of a head, and how many there are;
             "contracted", "batched": axes of parameters, and their sizes, that a product contracts
             with each other, or batches where one of them is of a weight;
             "factors": parameters that are multiplied with each other.
@@ -167,6 +169,7 @@ class Follower:
         self._captured = Value(is_data=captures_are_data)
         self._depth = 0
         self._resizes = False
+        self._seen: set[tuple[int, frozenset[Atom]]] = set()  # what products have taken
         self._index_of: dict[Product, int] = {}
 
     def run(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
@@ -345,7 +348,7 @@ class Follower:
             "is_scalar": math.prod(out) == 1 or bool(xs) and all(x.is_scalar for x in xs),
             "is_one_hot": _is_one_hot(name, xs),
             "is_captured": name in RELAYOUTS and xs[0].is_captured,
-            "repeats": frozenset(),
+            "repeats": xs[0].repeats if shapes == [out] and name not in MOVES else frozenset(),
         }
         if name == "broadcast_in_dim":
             of = {n: k for k, n in enumerate(params["broadcast_dimensions"])}
@@ -408,12 +411,19 @@ class Follower:
         self, op: Operation, xs: list[Value], pieces: list[frozenset[Piece]]
     ) -> Value:
         left = frozenset(p for p in _union(pieces) if p.atoms())
+        lost: set[tuple[int, int | None]] = set()
+        if len(left) > _MOST_PIECES:  # those that no product has taken are kept, and the latest
+            ordered = sorted(left, key=lambda p: (self._is_seen(p), -p.source))
+            left, others = frozenset(ordered[:_MOST_PIECES]), ordered[_MOST_PIECES:]
+            lost = {
+                (p.source, a.axis) for p in others if not self._is_seen(p) for a in p.atoms()
+            }
         name, found = op.name, activation(xs, left)
         if math.prod(op.out) == 1:  # a term of a loss, say
             is_pending = lambda mark: mark[0] == "pending"  # noqa: E731
             found = found._replace(marks=frozenset(itertools.filterfalse(is_pending, found.marks)))
         chosen = self._chosen(op, xs)
-        marks = found.marks | chosen
+        marks = found.marks | chosen | {("hidden", axis) for axis in lost}
         if name == "concatenate" and any(x.is_data and not x.frontier for x in xs):
             marks |= {("beside inputs", j) for j in found.frontier}
         if not chosen and not name.startswith(REDUCTIONS):  # they look at all entries
@@ -437,6 +447,9 @@ class Follower:
                     for k in range(len(op.out)):
                         self._note("contracted", *self._met_at(zip(xs, [k] * len(xs), strict=True)))
         return found._replace(marks=marks)
+
+    def _is_seen(self, piece: Piece) -> bool:
+        return (piece.source, frozenset(piece.atoms())) in self._seen
 
     def _chosen(self, op: Operation, xs: list[Value]) -> Marks:
         """Marks of products whose outputs choose among entries of an axis that they keep."""
@@ -494,18 +507,26 @@ class Follower:
                 self._note("use", leaf, "modulated")
 
     def _note_gated(self, left: frozenset[Piece], right: frozenset[Piece]) -> None:
+        """Notes parts of an axis that are multiplied with each other."""
+        found = set()
         for p, q in itertools.product(left, right):
             is_same_place = [axis.at for axis in p.axes] == [axis.at for axis in q.axes]
             if p.source == q.source and p != q and is_same_place:
                 for axis in _axes(self.products[p.source].kept):
                     one, other = ([a for a in x.atoms() if a.axis == axis] for x in (p, q))
                     if one != other and [a.size for a in one] == [a.size for a in other]:
-                        self._note("gated", self.products[p.source].leaf, axis)
+                        found.add((p.source, axis))
+        for source, axis in found:
+            sides = (
+                frozenset(_entries(p, axis, range(len(p.axes))) for p in side if p.source == source)
+                for side in (left, right)
+            )
+            self._note("gated", (self.products[source].leaf, axis), tuple(sides))
 
     def _note_experts(self, x: Value, others: Sequence[Value]) -> None:
         """Notes products whose choices in `x` meet outputs of other products."""
         met = {j for other in others for j in other.frontier if j >= 0}
-        for j in x.marked("chosen") | {p.source for p in x.pieces if not p.atoms(range(len(p.axes)))}:
+        for j in x.marked("chosen") | {p.source for p in x.pieces if p.picks and not p.atoms(range(len(p.axes)))}:
             if met - {j} and not x.is_weight:
                 self._note("output", j, "experts")
 
@@ -664,7 +685,7 @@ class Follower:
                 for atom in batched + (left if contracted else []):
                     begin = sum(a.start for a in piece.atoms() if a.axis == atom.axis)
                     if atom.size > 1:
-                        self._note("head", leaf, atom.axis, begin, atom.stride)
+                        self._note("head", leaf, atom.axis, begin, atom.stride, atom.size)
             if contracted and not batched and (piece.source,) in self.facts["constant"]:
                 self._note("use", leaf, "times a constant")
             # Axes of positions or a batch would be free, or a batch of heads, in attention.
@@ -704,14 +725,19 @@ class Follower:
             # An index that no axis of the operand has is taken with the entries of all of them.
             consumed = piece.atoms((*own.contract, *own.batch)) + piece.elsewhere()
             for axis in _axes(product.kept) & _axes(consumed):
-                dims = [k for k in range(len(piece.axes)) if axis in _axes(piece.atoms((k,)))]
-                atoms = tuple(a for a in piece.atoms() if a.axis == axis)
-                placed_at = dims or own.contract
-                box = tuple((k, piece.axes[k].at, size_of(piece.axes[k].atoms)) for k in placed_at)
-                room = (a for k in dims for a in piece.axes[k].atoms if a.axis in (axis, None))
-                entries[product.leaf, axis].add((atoms, box, size_of(room)))
+                entry = _entries(piece, axis, own.contract)
+                entries[product.leaf, axis].add(entry)
+                self._seen.add((piece.source, frozenset(piece.atoms())))
         for axis, found in entries.items():
             self._note("taken", axis, frozenset(found))
+
+
+def _entries(piece: Piece, axis: int | None, otherwise: Dims) -> tuple[Atoms, Any, int]:
+    """The indices of an axis that a piece has, the box where they are, and its room for them."""
+    dims = [k for k in range(len(piece.axes)) if axis in _axes(piece.atoms((k,)))]
+    box = tuple((k, piece.axes[k].at, size_of(piece.axes[k].atoms)) for k in dims or otherwise)
+    room = (a for k in dims for a in piece.axes[k].atoms if a.axis in (axis, None))
+    return tuple(a for a in piece.atoms() if a.axis == axis), box, size_of(room)
 
 
 def _is_no_matrix(own: Operand) -> bool:
@@ -730,9 +756,6 @@ def activation(xs: Sequence[Value], pieces: frozenset[Piece] | None = None) -> V
     """Returns an activation that comes from these, not by linear operations alone."""
     if pieces is None:
         pieces = _union(x.pieces for x in xs)
-    if len(pieces) > _MOST_PIECES:
-        latest = sorted(pieces, key=lambda piece: piece.source)
-        pieces = frozenset(latest[-_MOST_PIECES:])
     return Value(
         pieces,
         frontier=_union(x.frontier for x in xs),

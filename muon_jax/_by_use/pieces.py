@@ -23,7 +23,7 @@ RELAYOUTS = _CASTS | frozenset(
     "all_gather broadcast_in_dim expand_dims reshape rev slice split squeeze stack transpose"
     " unstack".split()
 )
-_MOVES = RELAYOUTS - _CASTS | frozenset("concatenate dynamic_slice gather pad".split())
+MOVES = RELAYOUTS - _CASTS | frozenset("concatenate dynamic_slice gather pad".split())
 # Entry by entry. A weight may go through these and is a weight after them.
 ELEMENTWISE = RELAYOUTS | frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex concatenate"
@@ -165,6 +165,8 @@ def placed_mixed(
     piece: Piece, shape: Shape, out: Shape, pairs: Iterable[tuple[int, int]], k: int, n: int
 ) -> Piece:
     """Returns the same, with entries of axis k as axis n in an order that is not known."""
+    if out[n] == 1:
+        return placed(piece, shape, out, pairs)
     own = Axis(0, mixed(piece.axes[k].atoms, out[n]))
     piece = piece._replace(axes=(*piece.axes[:k], own, *piece.axes[k + 1 :]))
     return placed(piece, (*shape[:k], out[n], *shape[k + 1 :]), out, [*pairs, (k, n)])
@@ -344,7 +346,7 @@ def moved(op: Operation, pieces: Iterable[frozenset[Piece]]) -> list[frozenset[P
     for i, (own, shape) in enumerate(zip(pieces, op.shapes, strict=False)):
         if i and op.name in ("gather", "dynamic_slice"):
             own = frozenset()  # indices
-        if own and (shape != op.out or op.name in _MOVES):
+        if own and (shape != op.out or op.name in MOVES):
             own = frozenset(p for piece in own if (p := _moved(op, piece, shape, begin)))
         found.append(own)
         if is_joined:

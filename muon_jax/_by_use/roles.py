@@ -54,6 +54,8 @@ class Roles:
         paths: Sequence[str] = (),
         shapes: Sequence[Shape] = (),
     ) -> None:
+        if not outputs:
+            raise ValueError("fn returns nothing: return its outputs, or a loss")
         for path, n in Counter(paths).items():
             if n > 1:
                 raise ValueError(f"two parameters have the path {path!r}: rename a key")
@@ -64,6 +66,7 @@ class Roles:
         self._followers = _by_first(fact[:2] for fact in self._facts["followed"])
         self._heads = _by_first((leaf, (*head,)) for leaf, *head in self._facts["head"])
         self._taken = _by_first(self._facts["taken"])
+        self._gated = _by_first(self._facts["gated"])
         self._seen = _by_first((j, (*seen,)) for j, *seen in self._facts["product"])
         self._products_of = _by_first((self._products[j].leaf, j) for j in self._seen)
         reached = frozenset().union(*(x.as_activation().frontier for x in outputs))
@@ -84,7 +87,10 @@ class Roles:
         own = {(product.leaf, atom.axis, atom.size) for atom in product.kept}
         others = (axis for each in self._facts["contracted"] if own & {*each} for axis in each)
         weighs = "experts" in how or any(
-            leaf != product.leaf and self._kept(leaf) - {axis} for leaf, axis, _ in others
+            leaf != product.leaf
+            and self._kept(leaf) - {axis}
+            and self._contracts_besides(leaf, axis)
+            for leaf, axis, _ in others
         )
         return "softmax" in how and weighs
 
@@ -251,13 +257,15 @@ class Roles:
         labels: dict[int, list[int]] = {}
         for axis in filter(is_kept, range(len(shape))):
             key = (i, axis)
-            are_gated, are_hidden = key in facts["gated"], key in facts["hidden"]
-            if found := labels_of_parts(self._taken[key], shape[axis], are_gated, are_hidden):
+            are_hidden = key in facts["hidden"]
+            if found := labels_of_parts(
+                self._taken[key], self._gated[key], shape[axis], are_hidden
+            ):
                 labels[axis] = found
-        heads: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        for axis, begin, width in self._heads[i]:
+        heads: defaultdict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+        for axis, begin, *head in self._heads[i]:
             if is_kept(axis):
-                heads[axis][begin] = min(width, heads[axis].get(begin, width))
+                heads[axis][begin] = min((*head,), heads[axis].get(begin, (*head,)))
         reason = _said(way)
         for axis, of_axis in sorted(labels.items()):
             cuts = [k for k in range(1, shape[axis]) if of_axis[k] != of_axis[k - 1]]
