@@ -142,14 +142,16 @@ class Follower:
     Attributes:
         products: all products, in the order in which they were found.
         facts: tuples of each kind:
-            "product": its index, whether its other operand comes from inputs alone, and the number
-            of entries of that operand;
+            "product": its index, whether its other operand comes from inputs alone, None for one of
+            constants, and the number of entries of that operand;
             "use": a parameter, and what else is done with it: "lookup", "matrices chosen by data",
-            "vector", "with data", "depthwise", "modulated", "opaque …", or "makes weights" where
-            outputs of its products are used as weights;
+            "vector", "latents", "with data", "depthwise", "modulated", "opaque …", "times a
+            constant", or "makes weights" where outputs of its products are used as weights;
             "output": a product, and what is done with its outputs: "contracted" with another
-            activation, "beside inputs" of a product, or a choice: "argmax", "maximum", "softmax",
-            "sort", and "experts" if what was sorted meets axes or outputs of experts;
+            activation, "frozen" where a matrix of the closure takes them, "beside inputs" of a
+            product, or a choice: "argmax", "maximum", "softmax", "sort", and "experts" if what was
+            sorted, or one by one, meets axes or outputs of experts;
+            "constant": a product whose other operand is a constant;
             "followed": a product, a parameter whose product takes its outputs, and whether linear
             operations alone are between;
             "taken": an axis of a parameter, and the sets of indices that a later product takes;
@@ -257,9 +259,7 @@ class Follower:
         self._depth = depth = self._depth + 1
 
         def step_of(piece: Piece) -> Piece:
-            return piece._replace(
-                axes=piece.axes[1:], steps=(*piece.steps, (depth, piece.axes[0]))
-            )
+            return piece._replace(axes=piece.axes[1:], steps=(*piece.steps, (depth, piece.axes[0])))
 
         def all_of(piece: Piece) -> Piece:
             own = dict(piece.steps).get(depth)
@@ -270,9 +270,7 @@ class Follower:
         one = (x.with_pieces(map(step_of, x.pieces)) for x in xs[n:])
         outputs = self._loop(body, [*xs[:n], *one], n - carried, carried, depth)
         self._depth -= 1
-        return outputs[:carried] + [
-            y.with_pieces(map(all_of, y.pieces)) for y in outputs[carried:]
-        ]
+        return outputs[:carried] + [y.with_pieces(map(all_of, y.pieces)) for y in outputs[carried:]]
 
     def _loop(
         self, body: Any, args: list[Value], first: int, n: int, depth: int = 0
@@ -342,7 +340,8 @@ class Follower:
         if is_indexing and xs[0].is_weight and (is_chosen or not all(x.is_scalar for x in xs[1:])):
             self._note_use(xs[0], "lookup")
             marks = _marks(xs) if is_chosen else xs[0].marks
-            xs = [xs[0]._replace(is_looked_up=True, is_data=is_chosen, marks=marks), *xs[1:]]
+            is_data = xs[0].is_data or is_chosen
+            xs = [xs[0]._replace(is_looked_up=True, is_data=is_data, marks=marks), *xs[1:]]
         op = op._replace(is_fixed=name == "gather" and not is_chosen)
         flags: dict[str, Any] = {
             "is_scalar": math.prod(out) == 1 or bool(xs) and all(x.is_scalar for x in xs),
@@ -415,9 +414,7 @@ class Follower:
         if len(left) > _MOST_PIECES:  # those that no product has taken are kept, and the latest
             ordered = sorted(left, key=lambda p: (self._is_seen(p), -p.source))
             left, others = frozenset(ordered[:_MOST_PIECES]), ordered[_MOST_PIECES:]
-            lost = {
-                (p.source, a.axis) for p in others if not self._is_seen(p) for a in p.atoms()
-            }
+            lost = {(p.source, a.axis) for p in others if not self._is_seen(p) for a in p.atoms()}
         name, found = op.name, activation(xs, left)
         if math.prod(op.out) == 1:  # a term of a loss, say
             is_pending = lambda mark: mark[0] == "pending"  # noqa: E731
@@ -526,7 +523,9 @@ class Follower:
     def _note_experts(self, x: Value, others: Sequence[Value]) -> None:
         """Notes products whose choices in `x` meet outputs of other products."""
         met = {j for other in others for j in other.frontier if j >= 0}
-        for j in x.marked("chosen") | {p.source for p in x.pieces if p.picks and not p.atoms(range(len(p.axes)))}:
+        for j in x.marked("chosen") | {
+            p.source for p in x.pieces if p.picks and not p.atoms(range(len(p.axes)))
+        }:
             if met - {j} and not x.is_weight:
                 self._note("output", j, "experts")
 
@@ -594,7 +593,10 @@ class Follower:
             return self._factors([left.x, right.x])
         if self._resizes and is_product and not is_data:  # jax.image.resize
             own, other = (left, right) if left.x.is_weight else (right, left)
-            ((_, n),), (k,) = [place for place in other.places if place[0] in other.free], own.contract
+            ((_, n),), (k,) = (
+                [place for place in other.places if place[0] in other.free],
+                own.contract,
+            )
             rest = (own.shape, own.out, own.places, k, n)
             return own.x.with_pieces(placed_mixed(piece, *rest) for piece in own.x.pieces)
         for _, i, _ in pending if is_data else ():
@@ -604,7 +606,11 @@ class Follower:
         if not is_product:
             self._note_modulated([left.x, right.x], "modulated", "masked")
             for own, other in ((left, right), (right, left)):
-                if other.x.is_captured and other.contract and math.prod(other.shape[k] for k in other.free) > 1:
+                if (
+                    other.x.is_captured
+                    and other.contract
+                    and math.prod(other.shape[k] for k in other.free) > 1
+                ):
                     for j in own.x.frontier:
                         self._note("output", j, "frozen")
             found = self._beside_activation(left, right) | self._beside_activation(right, left)
@@ -636,7 +642,7 @@ class Follower:
 
     def _latents(self, x: Value, is_data: bool) -> Value:
         """A parameter in the place of an activation."""
-        self._note_use(x, "with data" if is_data else "vector")
+        self._note_use(x, "with data" if is_data else "latents")
         return x.as_activation(is_latents=True)
 
     def _product(self, piece: Piece, own: Operand, other: Operand) -> int:

@@ -181,7 +181,7 @@ class Roles:
         firsts = {is_first for j in others for is_first, _ in self._seen[j]} - {None}
         found = {
             "embedding": "lookup" in uses and "matrices chosen by data" not in uses,
-            "latents": i in self._latents,
+            "latents": i in self._latents or "latents" in uses and not (ways or is_vector),
             "factor": i in self._factors,
             "depthwise": not ways and "depthwise" in uses,
             "unused": not ways and not uses,

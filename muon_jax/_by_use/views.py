@@ -52,7 +52,7 @@ def labels_of_parts(
     sets = [
         indices
         for entries in taken
-        for indices in _sets(entries)
+        for indices in ([_indices(e[0]) for e in entries] if sides else _sets(entries))
         if not any(indices < factor for factor in factors)
     ]
     if any(len(indices) == n for indices in sets):
@@ -73,10 +73,19 @@ def labels_of_parts(
 
 def _sets(entries: Entries) -> list[frozenset[int]]:
     """The sets of indices of an operand: one, or one for each part where parts share a box."""
-    room = sum({box: n for _, box, n in entries}.values())
+    boxes = {(box, n) for _, box, n in entries}
+    room = sum(n for box, n in boxes if not any(o != box and _is_inside(box, o) for o, _ in boxes))
     if len(_union(entries)) > room:
         return [_indices(atoms) for atoms, *_ in entries]
     return [_union(entries)]
+
+
+def _is_inside(box: Any, outer: Any) -> bool:
+    """Whether a box, of an axis, a begin and a size for each axis, is in another."""
+    return len(box) == len(outer) and all(
+        k == n and begin <= at and at + size <= begin + most
+        for (k, at, size), (n, begin, most) in zip(box, outer, strict=True)
+    )
 
 
 def _union(entries: Entries) -> frozenset[int]:

@@ -568,7 +568,7 @@ def heads_that_alternate():
     return of_heads(
         lambda p, x: [(x @ p[c]).reshape(2, 9, K, H).swapaxes(-1, -2) for c in "qkv"],
         {c: f32(D, H * K) for c in "qkv"},
-        {"[qkv]": hidden(Unfold(1, (K, H), Dims(0, 1)))},
+        {"[qkv]": hidden(Unfold(1, (-1, H), Dims(0, 1)))},
     )
 
 
