@@ -100,7 +100,9 @@ class Value(NamedTuple):
         if not self.is_weight:
             return self
         own = self.sources if is_latents or self.is_looked_up else ()
-        return Value(frontier=self.frontier | {-1 - i for i in own}, is_data=self.is_data)
+        frontier = self.frontier | {-1 - i for i in own}
+        marks = frozenset(mark for mark in self.marks if mark[0] == "pending")
+        return Value(frontier=frontier, is_data=self.is_data, marks=marks)
 
 
 class Operand(NamedTuple):
@@ -305,7 +307,7 @@ class Follower:
         for x in xs:
             has_data = any(other.is_data for other in xs if other is not x)
             self._note_use(x, use or ("with data" if has_data else "vector"))
-        return activation([x.as_activation() for x in xs])
+        return activation([x.as_activation(is_latents=bool(use)) for x in xs])
 
     def _opaque(self, op: Operation, xs: Sequence[Value], outs: Sequence[Shape]) -> list[Value]:
         """The outputs of an operation that does not show what it takes.
@@ -328,7 +330,7 @@ class Follower:
 
     def _note_pending(self, xs: Sequence[Value]) -> None:
         """Notes what parameters do with each other, once data meet it."""
-        for x in xs if _meet_data(xs) else ():
+        for x in xs if any(x.is_data for x in xs) else ():
             for fact in x.marked("pending") if not x.is_scalar else ():
                 self._note(*fact)
 
@@ -338,7 +340,7 @@ class Follower:
         is_indexing = name in ("gather", "dynamic_slice")
         is_chosen = _meet_data(xs[1:])
         if is_indexing and xs[0].is_weight and (is_chosen or not all(x.is_scalar for x in xs[1:])):
-            self._note_use(xs[0], "lookup")
+            self._note_use(xs[0], "lookup" if is_chosen else "lookup by constants")
             marks = _marks(xs) if is_chosen else xs[0].marks
             is_data = xs[0].is_data or is_chosen
             xs = [xs[0]._replace(is_looked_up=True, is_data=is_data, marks=marks), *xs[1:]]
@@ -374,8 +376,8 @@ class Follower:
         dims = {k for piece in main for k in range(len(out)) if piece.atoms((k,))}
 
         def is_number(x: Value, shape: Shape) -> bool:
-            of_data = not x.frontier or name == "select_n"
-            return of_data and all(shape[k] == 1 or k in x.repeats for k in dims if k < len(shape))
+            is_matrix = sum(out[k] > 1 for k in dims) > 1 and name not in ("add", "sub")
+            return is_matrix and all(shape[k] == 1 or k in x.repeats for k in dims)
 
         is_learned = all(
             x.is_weight or x.is_scalar or not x.is_data or is_number(x, shape)
@@ -589,8 +591,16 @@ class Follower:
         is_product = left.x.is_weight or right.x.is_weight
         self._note_pending([left.x, right.x])
         pending = left.x.marked("pending") | right.x.marked("pending")
-        if left.x.is_weight and right.x.is_weight or pending and is_product and not is_data:
+        are_weights = left.x.is_weight and right.x.is_weight
+        if are_weights and left.x.sources == right.x.sources:
             return self._factors([left.x, right.x])
+        if (are_weights or pending and is_product) and not is_data:  # it counts once data meet it
+            facts, self.facts = self.facts, defaultdict(set)
+            y = self._product_of_weights(left, right)
+            kinds, self.facts = self.facts, facts
+            found = {("pending", (kind, *fact)) for kind in kinds for fact in kinds[kind]}
+            marks = _marks([left.x, right.x, self._factors([left.x, right.x]), y])
+            return y._replace(marks=frozenset(found) | marks)
         if self._resizes and is_product and not is_data:  # jax.image.resize
             own, other = (left, right) if left.x.is_weight else (right, left)
             ((_, n),), (k,) = (
@@ -599,8 +609,8 @@ class Follower:
             )
             rest = (own.shape, own.out, own.places, k, n)
             return own.x.with_pieces(placed_mixed(piece, *rest) for piece in own.x.pieces)
-        for _, i, _ in pending if is_data else ():
-            for j in left.x.frontier | right.x.frontier:
+        for kind, i, *_ in pending if is_data else ():
+            for j in left.x.frontier | right.x.frontier if kind == "factors" else ():
                 self._note("followed", j, i, False)
         self._note_met("contracted", left, right)
         if not is_product:
@@ -615,11 +625,17 @@ class Follower:
                         self._note("output", j, "frozen")
             found = self._beside_activation(left, right) | self._beside_activation(right, left)
             return activation([left.x, right.x], frozenset(p for p in found if p.atoms()))
+        return self._product_of_weights(left, right)
+
+    def _product_of_weights(self, left: Operand, right: Operand) -> Value:
+        """Notes the products of a weight, or of two."""
         self._note_met("batched", left, right)
+        is_data = left.x.is_data or right.x.is_data
         found: set[Piece] = set()
         for own, other in ((left, right), (right, left)):
             if own.x.is_weight:
-                other = other._replace(x=other.x.as_activation())
+                is_scalar = other.x.is_scalar or other.x.is_weight  # and no constant
+                other = other._replace(x=other.x.as_activation()._replace(is_scalar=is_scalar))
                 self._note_taken(other)
                 for piece in own.x.pieces:
                     j = self._product(piece, own, other)
@@ -664,7 +680,7 @@ class Follower:
             kept = size_of(self.products[k].kept)
             if own.x.is_looked_up or any(n > 1 and kept % n == 0 for n in batch):
                 self._note("output", k, "experts")
-        if own.x.is_looked_up:
+        if own.x.is_looked_up and own.x.is_data:
             self._note("use", piece.source, "matrices chosen by data")
         is_constant = not before and not other.x.is_data
         if is_constant and not other.x.is_scalar:
@@ -834,10 +850,15 @@ def _hidden(
     if name in ("slice", "split", "unstack") or all(map(operator.is_, before, pieces)):
         return set()
 
-    def axes_of(each: Iterable[frozenset[Piece]]) -> set[tuple[int, int | None]]:
-        return {(p.source, a.axis) for own in each for p in own for a in p.atoms() if a.stride}
-
-    return axes_of(before) - axes_of(pieces)
+    shown = {(p.source, a.axis) for own in pieces for p in own for a in p.atoms()}
+    axes = {
+        (p.source, a.axis)
+        for own in before
+        for p in own
+        for a in p.atoms(range(len(p.axes)))
+        if a.size > 1 or a.stride
+    }
+    return axes - shown
 
 
 def _axes(atoms: Iterable[Atom]) -> set[int | None]:

@@ -238,11 +238,12 @@ def reshaped(piece: Piece, shape: Shape, new: Shape) -> Piece | None:
                 atoms += of_no_source(repeats).atoms
             atoms += own
         own = tuple(atom for atom in fused(atoms) if atom.size == 1)
+        held = own if first is not None and size_of(piece.axes[first].atoms) == 1 else ()
         if first is None or longest is None:
             axes += [Axis(0, own if k == new_axes[0] else ()) for k in new_axes]
             picks += () if new_axes else own
             continue
-        picks += own
+        picks += () if held else own
         tail = math.prod(new[k] for k in new_axes if k > longest)
         begin = piece.axes[first].at * math.prod(shape[k] for k in old_axes if k > first)
         size = size_of(atoms)
@@ -252,7 +253,7 @@ def reshaped(piece: Piece, shape: Shape, new: Shape) -> Piece | None:
         if found is None:
             return None
         axes += [
-            Axis(begin // tail * (k == longest), own)
+            Axis(begin // tail * (k == longest), (*held, *own) if k == longest else own)
             for k, own in zip(new_axes, found, strict=True)
         ]
     return piece._replace(axes=tuple(axes), picks=piece.picks + picks)

@@ -180,7 +180,10 @@ class Roles:
         others = [j for j in own if not self._products[j].is_own] or own
         firsts = {is_first for j in others for is_first, _ in self._seen[j]} - {None}
         found = {
-            "embedding": "lookup" in uses and "matrices chosen by data" not in uses,
+            "embedding": "lookup" in uses
+            and "matrices chosen by data" not in uses
+            or "lookup by constants" in uses
+            and not ways,
             "latents": i in self._latents or "latents" in uses and not (ways or is_vector),
             "factor": i in self._factors,
             "depthwise": not ways and "depthwise" in uses,
