@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.extend import core
 
 from muon_jax._by_use.pieces import (
     ELEMENTWISE,
+    MOVES,
     REDUCTIONS,
     RELAYOUTS,
     Atom,
@@ -20,9 +22,11 @@ from muon_jax._by_use.pieces import (
     Piece,
     Shape,
     fused,
+    joined,
     moved,
     of_no_source,
     placed,
+    placed_mixed,
     reshaped,
     size_of,
     sliced,
@@ -33,7 +37,7 @@ from muon_jax._by_use.pieces import (
 type Dims = Sequence[int]
 type Marks = frozenset[tuple[str, Any]]
 
-_MOST_PIECES = 24  # of an activation: those of the latest products are kept
+_MOST_PIECES = 24  # of an activation
 _OPAQUE = frozenset(
     "cudnn_dot_product_attention_fwd custom_partitioning ffi_call io_callback pallas_call"
     " pure_callback run_state triton_kernel_call xla_ffi_call".split()
@@ -51,8 +55,9 @@ class Value(NamedTuple):
             looked up in parameter i.
         is_data: whether it depends on the inputs.
         is_scalar: whether it is one number, or made of single numbers alone.
-        is_one_hot: whether it is a comparison, as of a one-hot encoding.
-        is_looked_up: whether it is a weight of which the data chose rows or matrices.
+        is_one_hot: whether it is a one-hot encoding, scaled and with rows of zeros at most.
+        is_captured: whether it is an array of the function's closure.
+        is_looked_up: whether it is a weight of which indices chose rows or matrices.
         repeats: the axes that a broadcast has just made.
         marks: what happened on the way from a product, or from a parameter, to here:
             ("linear", product): linear operations alone;
@@ -62,7 +67,8 @@ class Value(NamedTuple):
             pieces cannot show;
             ("modulated", parameter): data changed it entry by entry, and vary along some of its
             axes alone, so that the result may be a matrix;
-            ("masked", parameter): inputs of its own shape changed it.
+            ("masked", parameter): inputs of its own shape changed it;
+            ("pending", fact): a fact of parameters alone, to note if they meet data in an array.
     """
 
     pieces: frozenset[Piece] = frozenset()
@@ -71,6 +77,7 @@ class Value(NamedTuple):
     is_data: bool = False
     is_scalar: bool = False
     is_one_hot: bool = False
+    is_captured: bool = False
     is_looked_up: bool = False
     repeats: frozenset[int] = frozenset()
     marks: Marks = frozenset()
@@ -93,7 +100,9 @@ class Value(NamedTuple):
         if not self.is_weight:
             return self
         own = self.sources if is_latents or self.is_looked_up else ()
-        return Value(frontier=self.frontier | {-1 - i for i in own}, is_data=self.is_data)
+        frontier = self.frontier | {-1 - i for i in own}
+        marks = frozenset(mark for mark in self.marks if mark[0] == "pending")
+        return Value(frontier=frontier, is_data=self.is_data, marks=marks)
 
 
 class Operand(NamedTuple):
@@ -135,21 +144,24 @@ class Follower:
     Attributes:
         products: all products, in the order in which they were found.
         facts: tuples of each kind:
-            "product": its index, whether its other operand comes from inputs alone, and the number
-            of entries of that operand;
+            "product": its index, whether its other operand comes from inputs alone, None for one of
+            constants, and the number of entries of that operand;
             "use": a parameter, and what else is done with it: "lookup", "matrices chosen by data",
-            "vector", "with data", "depthwise", "modulated", "opaque …", or "makes weights" where
-            outputs of its products are used as weights;
+            "vector", "latents", "with data", "depthwise", "modulated", "opaque …", "times a
+            constant", or "makes weights" where outputs of its products are used as weights;
             "output": a product, and what is done with its outputs: "contracted" with another
-            activation, "beside inputs" of a product, or a choice: "argmax", "maximum", "softmax",
-            "sort", and "experts" if what was sorted meets axes or outputs of experts;
+            activation, "frozen" where a matrix of the closure takes them, "beside inputs" of a
+            product, or a choice: "argmax", "maximum", "softmax", "sort", and "experts" if what was
+            sorted, or one by one, meets axes or outputs of experts;
+            "constant": a product whose other operand is a constant;
             "followed": a product, a parameter whose product takes its outputs, and whether linear
             operations alone are between;
             "taken": an axis of a parameter, and the sets of indices that a later product takes;
             "hidden": an axis of a parameter of which a product takes entries that pieces hide;
-            "gated": an axis of a parameter of which parts are multiplied with each other;
-            "head": a parameter, an axis, where it begins that attention takes it head by head, and
-            the width of a head;
+            "gated": an axis of a parameter, and two sets of indices that are multiplied with each
+            other;
+            "head": a parameter, an axis, where it begins that attention takes it head by head, the
+            stride of a head, and how many there are;
             "contracted", "batched": axes of parameters, and their sizes, that a product contracts
             with each other, or batches where one of them is of a weight;
             "factors": parameters that are multiplied with each other.
@@ -159,22 +171,32 @@ class Follower:
         self.products: list[Product] = []
         self.facts: defaultdict[str, set[Any]] = defaultdict(set)
         self._captured = Value(is_data=captures_are_data)
+        self._depth = 0
+        self._resizes = False
+        self._seen: set[tuple[int, frozenset[Atom]]] = set()  # what products have taken
         self._index_of: dict[Product, int] = {}
 
     def run(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
         """Returns the values of a jaxpr's outputs."""
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        values = dict.fromkeys(jaxpr.constvars, self._captured)
+        values = {v: self._capture(v) for v in jaxpr.constvars}
         values |= dict(zip(jaxpr.invars, args, strict=True))
 
         def read(variable: Any) -> Value:
-            is_literal = isinstance(variable, core.Literal)
-            return Value(is_scalar=True) if is_literal else values.get(variable, Value())
+            is_number = math.prod(_shape(variable)) == 1
+            if isinstance(variable, core.Literal):
+                return Value(is_scalar=True) if is_number else self._capture(variable)
+            value = values.get(variable, Value())
+            return value._replace(is_scalar=True) if is_number else value
 
-        for equation in jaxpr.eqns:
+        for equation in _with_effect(jaxpr):
             outputs = self._equation(equation, [*map(read, equation.invars)])
             values |= zip(equation.outvars, outputs, strict=True)
         return [*map(read, jaxpr.outvars)]
+
+    def _capture(self, variable: Any) -> Value:
+        is_float = jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+        return self._captured._replace(is_captured=is_float and not self._captured.is_data)
 
     def _note(self, kind: str, *fact: Any) -> None:
         self.facts[kind].add(fact)
@@ -215,10 +237,13 @@ class Follower:
                 inner = getattr(inner, "jaxpr", inner)
                 ranks = [len(_shape(v)) for v in inner.invars]
                 if ranks == [*map(len, shapes)] and len(inner.outvars) == len(outs):
-                    args = map(_fitting, xs, map(_shape, inner.invars))
-                    return [*map(_fitting, self.run(inner, [*args]), outs)]
+                    args = [*map(_fitting, xs, map(_shape, inner.invars))]
+                    before, self._resizes = self._resizes, params.get("name") == "_resize"
+                    outputs = self.run(inner, args)
+                    self._resizes = before
+                    return [*map(_fitting, outputs, outs)]
         if name in _OPAQUE or any(hasattr(v.aval, "inner_aval") for v in equation.invars):
-            return [self._mixed(xs, f"opaque {name}")] * len(outs)
+            return self._opaque(op, xs, outs)
         if name.startswith(("random_", "threefry")):
             return [Value()] * len(outs)
         each = enumerate(outs)
@@ -233,14 +258,25 @@ class Follower:
             return sum(len(_shape(v)) == len(_shape(w)) for v, w in zip(outer, inner, strict=True))
 
         n, carried = of_body(equation.invars, body.invars), of_body(equation.outvars, body.outvars)
-        one = (x.with_pieces(p._replace(axes=p.axes[1:]) for p in x.pieces) for x in xs[n:])
-        outputs = self._loop(body, [*xs[:n], *one], n - carried, carried)
-        steps = of_no_source(equation.params["length"])
-        return outputs[:carried] + [
-            y.with_pieces(with_axis(p, 0, steps) for p in y.pieces) for y in outputs[carried:]
-        ]
+        self._depth = depth = self._depth + 1
 
-    def _loop(self, body: Any, args: list[Value], first: int, n: int) -> list[Value]:
+        def step_of(piece: Piece) -> Piece:
+            return piece._replace(axes=piece.axes[1:], steps=(*piece.steps, (depth, piece.axes[0])))
+
+        def all_of(piece: Piece) -> Piece:
+            own = dict(piece.steps).get(depth)
+            kept = tuple(step for step in piece.steps if step[0] != depth)
+            axis = own or of_no_source(equation.params["length"])
+            return with_axis(piece._replace(steps=kept), 0, axis)
+
+        one = (x.with_pieces(map(step_of, x.pieces)) for x in xs[n:])
+        outputs = self._loop(body, [*xs[:n], *one], n - carried, carried, depth)
+        self._depth -= 1
+        return outputs[:carried] + [y.with_pieces(map(all_of, y.pieces)) for y in outputs[carried:]]
+
+    def _loop(
+        self, body: Any, args: list[Value], first: int, n: int, depth: int = 0
+    ) -> list[Value]:
         """The outputs of a loop with n carries, of which args[first] is the first.
 
         Facts count from the last pass alone, where the carries do not change any more.
@@ -248,12 +284,14 @@ class Follower:
         facts, self.facts = self.facts, defaultdict(set)
         for _ in range(6):
             before = args[first : first + n]
-            carries = [*map(self._joined, zip(before, self.run(body, args)[:n], strict=True))]
+            after = (_without_steps(y, depth) for y in self.run(body, args)[:n])
+            carries = [*map(self._joined, zip(before, after, strict=True))]
             args = [*args[:first], *carries, *args[first + n :]]
             if carries == before:
                 break
         self.facts = facts
-        return self.run(body, args)
+        outputs = self.run(body, args)
+        return [_without_steps(y, depth) for y in outputs[:n]] + outputs[n:]
 
     def _joined(self, xs: Sequence[Value]) -> Value:
         """The value that is one of several."""
@@ -265,22 +303,53 @@ class Follower:
 
     def _mixed(self, xs: Sequence[Value], use: str | None = None) -> Value:
         """An activation of operands: weights among them are vectors, tables or latents."""
+        self._note_pending(xs)
         for x in xs:
             has_data = any(other.is_data for other in xs if other is not x)
             self._note_use(x, use or ("with data" if has_data else "vector"))
-        return activation([x.as_activation() for x in xs])
+        return activation([x.as_activation(is_latents=bool(use)) for x in xs])
+
+    def _opaque(self, op: Operation, xs: Sequence[Value], outs: Sequence[Shape]) -> list[Value]:
+        """The outputs of an operation that does not show what it takes.
+
+        Those of the shape of an operand are taken for its entries, such as those of attention; from
+        an operand of another width, as of gate and up, it may take parts.
+        """
+        found, use = [], f"opaque {op.name}"
+        xs = [x.as_activation() if x.is_looked_up else x for x in xs]
+        y = self._mixed(xs, use) if _meet_data(xs) else _pending(xs, use)
+        for out in outs:
+            marks, pieces = y.marks, [y.pieces]
+            for x, shape in zip(xs, op.shapes, strict=True):
+                if shape != out and not x.is_weight:
+                    pieces.append(pieces[-1] - x.pieces)
+                    if len(shape) != len(out) or shape[-1:] != out[-1:]:
+                        marks |= {("hidden", a) for a in _hidden("", [x], [frozenset()])}
+            found.append(y._replace(pieces=pieces[-1], marks=marks))
+        return found
+
+    def _note_pending(self, xs: Sequence[Value]) -> None:
+        """Notes what parameters do with each other, once data meet it."""
+        for x in xs if any(x.is_data for x in xs) else ():
+            for fact in x.marked("pending") if not x.is_scalar else ():
+                self._note(*fact)
 
     def _entrywise(self, op: Operation, xs: list[Value]) -> Value:
-        name, params, shapes, out, _ = op
+        name, params, shapes, out, *_ = op
+        self._note_pending(xs)
         is_indexing = name in ("gather", "dynamic_slice")
-        is_chosen = any(x.is_data or x.frontier or not x.is_scalar for x in xs[1:])
-        if is_indexing and xs[0].is_weight and is_chosen:
-            self._note_use(xs[0], "lookup")
-            xs = [xs[0]._replace(is_looked_up=True, is_data=True, marks=_marks(xs))]
+        is_chosen = _meet_data(xs[1:])
+        if is_indexing and xs[0].is_weight and (is_chosen or not all(x.is_scalar for x in xs[1:])):
+            self._note_use(xs[0], "lookup" if is_chosen else "lookup by constants")
+            marks = _marks(xs) if is_chosen else xs[0].marks
+            is_data = xs[0].is_data or is_chosen
+            xs = [xs[0]._replace(is_looked_up=True, is_data=is_data, marks=marks), *xs[1:]]
+        op = op._replace(is_fixed=name == "gather" and not is_chosen)
         flags: dict[str, Any] = {
             "is_scalar": math.prod(out) == 1 or bool(xs) and all(x.is_scalar for x in xs),
-            "is_one_hot": name == "eq" or name in RELAYOUTS and xs[0].is_one_hot,
-            "repeats": frozenset(),
+            "is_one_hot": _is_one_hot(name, xs),
+            "is_captured": name in RELAYOUTS and xs[0].is_captured,
+            "repeats": xs[0].repeats if shapes == [out] and name not in MOVES else frozenset(),
         }
         if name == "broadcast_in_dim":
             of = {n: k for k, n in enumerate(params["broadcast_dimensions"])}
@@ -298,32 +367,62 @@ class Follower:
         for k in weights:
             is_lost = not is_sum and not is_indexing and _hidden(name, [xs[k]], [pieces[k]])
             if name not in ELEMENTWISE and not is_sum or is_lost:
-                self._note_use(xs[k], f"opaque {name}")
-        if len(xs) == 1:
+                return self._opaque(op, xs, [out])[0]._replace(**flags)
+        if len(xs) == 1 or is_indexing:
             return xs[0]._replace(pieces=pieces[0], **flags)
-        is_learned = all(x.is_weight or x.is_scalar or not x.is_data for x in xs)
-        if is_learned and not any(x.is_looked_up for x in xs):
-            # A weight made of weights, and of what does not depend on data: the largest counts.
-            main = _union(pieces[k] for k in weights)
-            if name not in ("concatenate", "stack"):
+        # A weight made of weights, and of what does not depend on data, or is one number for all
+        # entries of a weight: the largest counts.
+        main = _union(pieces[k] for k in weights)
+        dims = {k for piece in main for k in range(len(out)) if piece.atoms((k,))}
+
+        def is_number(x: Value, shape: Shape) -> bool:
+            is_matrix = sum(out[k] > 1 for k in dims) > 1 and name not in ("add", "sub")
+            return is_matrix and all(shape[k] == 1 or k in x.repeats for k in dims)
+
+        is_learned = all(
+            x.is_weight or x.is_scalar or not x.is_data or is_number(x, shape)
+            for x, shape in zip(xs, shapes, strict=True)
+        )
+        if is_learned and not any(x.is_looked_up and x.is_data for x in xs):
+            marks = frozenset(mark for mark in _marks(xs) if mark[0] == "pending")
+            if name in ("concatenate", "stack"):
+                main = joined(main, params["dimension" if name == "concatenate" else "axis"])
+            else:
                 most = max((size_of(piece.atoms()) for piece in main), default=0)
                 main = frozenset(p for p in main if size_of(p.atoms()) == most)
+                shown = {k for piece in main for k in range(len(out)) if piece.atoms((k,))}
+                if name == "mul" and dims - shown:  # as in a Kronecker product
+                    return self._factors(xs)
             for k in weights:
-                if not pieces[k] & main:
+                if pieces[k].isdisjoint(main) and name not in ("concatenate", "stack"):
                     self._note_use(xs[k], "vector")
-            return Value(main, is_weight=True, **flags)
+            return Value(main, is_weight=True, marks=marks, **flags)
         each = zip(xs, pieces, strict=True)
         found = self._mixed([x if x.is_weight else x._replace(pieces=own) for x, own in each])
         marks = self._modulated(op, xs, pieces) if name in _ARITHMETIC else frozenset()
         return found._replace(marks=found.marks | marks, **flags)
 
+    def _factors(self, xs: Sequence[Value]) -> Value:
+        """What is made of several parameters, and is no layer of one of them."""
+        own = sorted({i for x in xs if x.is_weight for i in x.sources})
+        pairs = {("pending", ("factors", i, j)) for i in own for j in own if i < j or len(own) == 1}
+        return Value(marks=_marks(xs) | pairs, is_data=any(x.is_data for x in xs))
+
     def _of_activations(
         self, op: Operation, xs: list[Value], pieces: list[frozenset[Piece]]
     ) -> Value:
         left = frozenset(p for p in _union(pieces) if p.atoms())
+        lost: set[tuple[int, int | None]] = set()
+        if len(left) > _MOST_PIECES:  # those that no product has taken are kept, and the latest
+            ordered = sorted(left, key=lambda p: (self._is_seen(p), -p.source))
+            left, others = frozenset(ordered[:_MOST_PIECES]), ordered[_MOST_PIECES:]
+            lost = {(p.source, a.axis) for p in others if not self._is_seen(p) for a in p.atoms()}
         name, found = op.name, activation(xs, left)
+        if math.prod(op.out) == 1:  # a term of a loss, say
+            is_pending = lambda mark: mark[0] == "pending"  # noqa: E731
+            found = found._replace(marks=frozenset(itertools.filterfalse(is_pending, found.marks)))
         chosen = self._chosen(op, xs)
-        marks = found.marks | chosen
+        marks = found.marks | chosen | {("hidden", axis) for axis in lost}
         if name == "concatenate" and any(x.is_data and not x.frontier for x in xs):
             marks |= {("beside inputs", j) for j in found.frontier}
         if not chosen and not name.startswith(REDUCTIONS):  # they look at all entries
@@ -344,7 +443,12 @@ class Follower:
             for x, shape in zip(xs, op.shapes, strict=True):
                 if x.repeats or shape != op.out:
                     self._note_experts(x, [y for y in xs if y is not x])
+                    for k in range(len(op.out)):
+                        self._note("contracted", *self._met_at(zip(xs, [k] * len(xs), strict=True)))
         return found._replace(marks=marks)
+
+    def _is_seen(self, piece: Piece) -> bool:
+        return (piece.source, frozenset(piece.atoms())) in self._seen
 
     def _chosen(self, op: Operation, xs: list[Value]) -> Marks:
         """Marks of products whose outputs choose among entries of an axis that they keep."""
@@ -392,7 +496,7 @@ class Follower:
             own = [varies[k] for k in range(n) if piece.atoms((k,))]
             if op.name not in ("add", "sub") and any(own) and not all(own):
                 found.add(("modulated", piece.source))
-            elif size_of(piece.atoms()) == math.prod(op.out) and len(own) > 1:
+            elif size_of(piece.atoms(range(n))) == math.prod(op.out) and len(own) > 1:
                 found |= {("masked", piece.source) for x, _ in data if not x.frontier}
         return frozenset(found)
 
@@ -402,19 +506,29 @@ class Follower:
                 self._note("use", leaf, "modulated")
 
     def _note_gated(self, left: frozenset[Piece], right: frozenset[Piece]) -> None:
+        """Notes parts of an axis that are multiplied with each other."""
+        found = set()
         for p, q in itertools.product(left, right):
             is_same_place = [axis.at for axis in p.axes] == [axis.at for axis in q.axes]
             if p.source == q.source and p != q and is_same_place:
                 for axis in _axes(self.products[p.source].kept):
                     one, other = ([a for a in x.atoms() if a.axis == axis] for x in (p, q))
                     if one != other and [a.size for a in one] == [a.size for a in other]:
-                        self._note("gated", self.products[p.source].leaf, axis)
+                        found.add((p.source, axis))
+        for source, axis in found:
+            sides = (
+                frozenset(_entries(p, axis, range(len(p.axes))) for p in side if p.source == source)
+                for side in (left, right)
+            )
+            self._note("gated", (self.products[source].leaf, axis), tuple(sides))
 
     def _note_experts(self, x: Value, others: Sequence[Value]) -> None:
         """Notes products whose choices in `x` meet outputs of other products."""
         met = {j for other in others for j in other.frontier if j >= 0}
-        for j in x.marked("chosen"):
-            if met - {j}:
+        for j in x.marked("chosen") | {
+            p.source for p in x.pieces if p.picks and not p.atoms(range(len(p.axes)))
+        }:
+            if met - {j} and not x.is_weight:
                 self._note("output", j, "experts")
 
     # Products.
@@ -431,7 +545,7 @@ class Follower:
             own = Operand(xs[i], op.shapes[i], contract[i], batch[i], free, places, op.out)
             operands.append(own)
             other = xs[1 - i]
-            is_one_hot = other.is_one_hot and not other.is_weight
+            is_one_hot = other.is_one_hot and other.is_data and not other.is_weight
             if own.x.is_weight and is_one_hot and len(own.contract) == 1 and not own.batch:
                 self._note_use(own.x, "lookup")
                 rows = own.x._replace(is_data=True, is_looked_up=True, marks=other.marks)
@@ -440,7 +554,7 @@ class Follower:
 
     def _convolution(self, op: Operation, xs: list[Value]) -> Value:
         """A product with the channels of both operands, and of the output, cut into groups."""
-        _, params, shapes, out, _ = op
+        _, params, shapes, out, *_ = op
         numbers, groups = params["dimension_numbers"], params["feature_group_count"]
         of_out, of_in, *window = numbers.rhs_spec
         in_lhs, in_out = numbers.lhs_spec[1], numbers.out_spec[1]
@@ -475,18 +589,53 @@ class Follower:
         left, right = self._weights_among(operands)
         is_data = left.x.is_data or right.x.is_data
         is_product = left.x.is_weight or right.x.is_weight
-        if left.x.is_weight and right.x.is_weight and left.x.sources == right.x.sources:
-            return Value()  # a regularizer that multiplies W and Wᵀ, say
+        self._note_pending([left.x, right.x])
+        pending = left.x.marked("pending") | right.x.marked("pending")
+        are_weights = left.x.is_weight and right.x.is_weight
+        if are_weights and left.x.sources == right.x.sources:
+            return self._factors([left.x, right.x])
+        if (are_weights or pending and is_product) and not is_data:  # it counts once data meet it
+            facts, self.facts = self.facts, defaultdict(set)
+            y = self._product_of_weights(left, right)
+            kinds, self.facts = self.facts, facts
+            found = {("pending", (kind, *fact)) for kind in kinds for fact in kinds[kind]}
+            marks = _marks([left.x, right.x, self._factors([left.x, right.x]), y])
+            return y._replace(marks=frozenset(found) | marks)
+        if self._resizes and is_product and not is_data:  # jax.image.resize
+            own, other = (left, right) if left.x.is_weight else (right, left)
+            ((_, n),), (k,) = (
+                [place for place in other.places if place[0] in other.free],
+                own.contract,
+            )
+            rest = (own.shape, own.out, own.places, k, n)
+            return own.x.with_pieces(placed_mixed(piece, *rest) for piece in own.x.pieces)
+        for kind, i, *_ in pending if is_data else ():
+            for j in left.x.frontier | right.x.frontier if kind == "factors" else ():
+                self._note("followed", j, i, False)
         self._note_met("contracted", left, right)
         if not is_product:
             self._note_modulated([left.x, right.x], "modulated", "masked")
+            for own, other in ((left, right), (right, left)):
+                if (
+                    other.x.is_captured
+                    and other.contract
+                    and math.prod(other.shape[k] for k in other.free) > 1
+                ):
+                    for j in own.x.frontier:
+                        self._note("output", j, "frozen")
             found = self._beside_activation(left, right) | self._beside_activation(right, left)
             return activation([left.x, right.x], frozenset(p for p in found if p.atoms()))
+        return self._product_of_weights(left, right)
+
+    def _product_of_weights(self, left: Operand, right: Operand) -> Value:
+        """Notes the products of a weight, or of two."""
         self._note_met("batched", left, right)
+        is_data = left.x.is_data or right.x.is_data
         found: set[Piece] = set()
         for own, other in ((left, right), (right, left)):
             if own.x.is_weight:
-                other = other._replace(x=other.x.as_activation())
+                is_scalar = other.x.is_scalar or other.x.is_weight  # and no constant
+                other = other._replace(x=other.x.as_activation()._replace(is_scalar=is_scalar))
                 self._note_taken(other)
                 for piece in own.x.pieces:
                     j = self._product(piece, own, other)
@@ -505,15 +654,11 @@ class Follower:
                     own._replace(x=self._latents(own.x, other.x.is_data)) if is_latent else own
                     for own, is_latent, other in each
                 ]
-        left, right = (own.x for own in operands)
-        if left.is_weight and right.is_weight and left.sources != right.sources:
-            for pair in itertools.product(left.sources, right.sources):
-                self._note("factors", *pair)
         return operands
 
     def _latents(self, x: Value, is_data: bool) -> Value:
         """A parameter in the place of an activation."""
-        self._note_use(x, "with data" if is_data else "vector")
+        self._note_use(x, "with data" if is_data else "latents")
         return x.as_activation(is_latents=True)
 
     def _product(self, piece: Piece, own: Operand, other: Operand) -> int:
@@ -535,9 +680,13 @@ class Follower:
             kept = size_of(self.products[k].kept)
             if own.x.is_looked_up or any(n > 1 and kept % n == 0 for n in batch):
                 self._note("output", k, "experts")
-        if own.x.is_looked_up:
+        if own.x.is_looked_up and own.x.is_data:
             self._note("use", piece.source, "matrices chosen by data")
-        self._note("product", j, other.x.is_data and not before, math.prod(other.shape))
+        is_constant = not before and not other.x.is_data
+        if is_constant and not other.x.is_scalar:
+            self._note("constant", j)
+        is_first = None if is_constant else not before
+        self._note("product", j, is_first, math.prod(other.shape))
         return j
 
     def _beside_activation(self, own: Operand, other: Operand) -> set[Piece]:
@@ -558,13 +707,15 @@ class Follower:
                 for atom in batched + (left if contracted else []):
                     begin = sum(a.start for a in piece.atoms() if a.axis == atom.axis)
                     if atom.size > 1:
-                        self._note("head", leaf, atom.axis, begin, atom.stride)
+                        self._note("head", leaf, atom.axis, begin, atom.stride, atom.size)
+            if contracted and not batched and (piece.source,) in self.facts["constant"]:
+                self._note("use", leaf, "times a constant")
             # Axes of positions or a batch would be free, or a batch of heads, in attention.
             is_all = all(kept & _axes(piece.atoms((k,))) for k in own.free)
             is_used = contracted and left and (other.x.is_data or other.x.frontier)
             if is_used and is_all and not batched and piece.source not in other.x.frontier:
                 self._note("use", leaf, "makes weights")
-            lost = piece.atoms(own.contract) + piece.picked()  # both are taken now
+            lost = piece.atoms(own.contract) + piece.picks  # both are taken now
             found.add(without(own.in_output(piece), lost))
         return found
 
@@ -572,13 +723,19 @@ class Follower:
         """Notes axes of parameters that a product contracts, or batches, with each other."""
         dims = [own.contract if kind == "contracted" else own.batch for own in (left, right)]
         for pair in zip(*dims, strict=False):
-            met = set()
-            for own, k in zip((left, right), pair, strict=True):
-                leaf_of = {
-                    j: j if own.x.is_weight else self.products[j].leaf for j in own.x.sources
-                }
-                met |= {(leaf_of[p.source], *a[::3]) for p in own.x.pieces if (a := p.only(k))}
-            self._note(kind, *met)
+            self._note(kind, *self._met_at(zip((left.x, right.x), pair, strict=True)))
+
+    def _met_at(self, each: Iterable[tuple[Value, int]]) -> set[tuple[int, int | None, int]]:
+        """The axes of parameters, and their sizes, that are these axes of values."""
+        met = set()
+        for x, k in each:
+            leaf_of = {j: j if x.is_weight else self.products[j].leaf for j in x.sources}
+            met |= {
+                (leaf_of[p.source], a.axis, a.size)
+                for p in x.pieces
+                if k < len(p.axes) and (a := p.only(k))
+            }
+        return met
 
     def _note_taken(self, own: Operand) -> None:
         """Notes which indices of the axes of weights an operand of a product has."""
@@ -587,16 +744,22 @@ class Follower:
         entries = defaultdict(set)
         for piece in own.x.pieces:
             product = self.products[piece.source]
-            # One index of an axis is taken, whichever axis of the operand its atom has come to.
-            consumed = piece.atoms((*own.contract, *own.batch)) + piece.picked()
+            # An index that no axis of the operand has is taken with the entries of all of them.
+            consumed = piece.atoms((*own.contract, *own.batch)) + piece.elsewhere()
             for axis in _axes(product.kept) & _axes(consumed):
-                dims = [k for k in range(len(piece.axes)) if axis in _axes(piece.atoms((k,)))]
-                atoms = tuple(a for a in piece.atoms(dims) if a.axis == axis)
-                box = tuple((k, piece.axes[k].at, size_of(piece.axes[k].atoms)) for k in dims)
-                room = (a for k in dims for a in piece.axes[k].atoms if a.axis in (axis, None))
-                entries[product.leaf, axis].add((atoms, box, size_of(room)))
+                entry = _entries(piece, axis, own.contract)
+                entries[product.leaf, axis].add(entry)
+                self._seen.add((piece.source, frozenset(piece.atoms())))
         for axis, found in entries.items():
             self._note("taken", axis, frozenset(found))
+
+
+def _entries(piece: Piece, axis: int | None, otherwise: Dims) -> tuple[Atoms, Any, int]:
+    """The indices of an axis that a piece has, the box where they are, and its room for them."""
+    dims = [k for k in range(len(piece.axes)) if axis in _axes(piece.atoms((k,)))]
+    box = tuple((k, piece.axes[k].at, size_of(piece.axes[k].atoms)) for k in dims or otherwise)
+    room = (a for k in dims for a in piece.axes[k].atoms if a.axis in (axis, None))
+    return tuple(a for a in piece.atoms() if a.axis == axis), box, size_of(room)
 
 
 def _is_no_matrix(own: Operand) -> bool:
@@ -615,15 +778,61 @@ def activation(xs: Sequence[Value], pieces: frozenset[Piece] | None = None) -> V
     """Returns an activation that comes from these, not by linear operations alone."""
     if pieces is None:
         pieces = _union(x.pieces for x in xs)
-    if len(pieces) > _MOST_PIECES:
-        latest = sorted(pieces, key=lambda piece: piece.source)
-        pieces = frozenset(latest[-_MOST_PIECES:])
     return Value(
         pieces,
         frontier=_union(x.frontier for x in xs),
         is_data=any(x.is_data for x in xs),
         marks=frozenset(mark for mark in _marks(xs) if mark[0] != "linear"),
     )
+
+
+def _meet_data(xs: Iterable[Value]) -> bool:
+    return any(x.is_data or x.frontier for x in xs)
+
+
+def _pending(xs: Sequence[Value], use: str) -> Value:
+    """What is made of parameters alone: what is done with them counts if data meet it."""
+    uses = {("pending", ("use", i, use)) for x in xs if x.is_weight for i in x.sources}
+    return Value(marks=_marks(xs) | uses)
+
+
+def _is_one_hot(name: str, xs: Sequence[Value]) -> bool:
+    """Whether an output has one entry at most in each row that is not zero."""
+    match name:
+        case "eq":  # of indices and an enumeration, that is no number
+            return not any(x.is_scalar for x in xs)
+        case "select_n":  # or nothing, where it chooses zeros
+            chosen = xs if xs[0].is_one_hot else xs[1:]
+            return any(x.is_one_hot for x in chosen) and all(
+                x.is_one_hot or x.is_scalar for x in chosen
+            )
+        case "mul":
+            (one, other) = xs if xs[0].is_one_hot else xs[::-1]
+            return one.is_one_hot and one.is_data and bool(other.is_scalar or other.repeats)
+        case "scatter":
+            return xs[0].is_scalar and xs[1].is_data and xs[2].is_scalar
+        case _:
+            is_relayout = name in RELAYOUTS or name in ("gather", "dynamic_slice", "pad")
+            return is_relayout and xs[0].is_one_hot
+
+
+def _with_effect(jaxpr: Any) -> list[Any]:
+    """The equations that outputs depend on, or that write to a reference."""
+    found, needed = [], {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
+    for equation in reversed(jaxpr.eqns):
+        writes = any(hasattr(v.aval, "inner_aval") for v in equation.invars)
+        if writes or not needed.isdisjoint(equation.outvars):
+            needed |= {v for v in equation.invars if not isinstance(v, core.Literal)}
+            found.append(equation)
+    return found[::-1]
+
+
+def _without_steps(x: Value, depth: int) -> Value:
+    """A carry of a loop, which comes from any step."""
+    after = [piece.without_steps(depth) for piece in x.pieces]
+    lost = _hidden("", [x], [frozenset(after)])
+    marks = frozenset() if x.is_weight else frozenset(("hidden", axis) for axis in lost)
+    return x.with_pieces(after)._replace(marks=x.marks | marks)
 
 
 def _fitting(x: Value, shape: Shape) -> Value:
@@ -641,10 +850,15 @@ def _hidden(
     if name in ("slice", "split", "unstack") or all(map(operator.is_, before, pieces)):
         return set()
 
-    def axes_of(each: Iterable[frozenset[Piece]]) -> set[tuple[int, int | None]]:
-        return {(p.source, a.axis) for own in each for p in own for a in p.atoms() if a.stride}
-
-    return axes_of(before) - axes_of(pieces)
+    shown = {(p.source, a.axis) for own in pieces for p in own for a in p.atoms()}
+    axes = {
+        (p.source, a.axis)
+        for own in before
+        for p in own
+        for a in p.atoms(range(len(p.axes)))
+        if a.size > 1 or a.stride
+    }
+    return axes - shown
 
 
 def _axes(atoms: Iterable[Atom]) -> set[int | None]:

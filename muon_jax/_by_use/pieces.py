@@ -23,7 +23,7 @@ RELAYOUTS = _CASTS | frozenset(
     "all_gather broadcast_in_dim expand_dims reshape rev slice split squeeze stack transpose"
     " unstack".split()
 )
-_MOVES = RELAYOUTS - _CASTS | frozenset("concatenate dynamic_slice gather pad".split())
+MOVES = RELAYOUTS - _CASTS | frozenset("concatenate dynamic_slice gather pad".split())
 # Entry by entry. A weight may go through these and is a weight after them.
 ELEMENTWISE = RELAYOUTS | frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex concatenate"
@@ -39,7 +39,8 @@ class Atom(NamedTuple):
 
     The index on `axis` of the source is the sum of all atoms of that axis. The axis is None where
     entries are of no axis of the source, such as those of a broadcast. The stride of an axis of
-    size 1 is 0, which tells it from one index of a longer axis.
+    size 1 is 0, which tells it from one index of a longer axis. A stride of 0 and a longer size
+    are entries of an axis in an order that is not known.
     """
 
     axis: int | None
@@ -56,19 +57,33 @@ class Axis(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of an array, and the source of its entries."""
+    """A box of an array, and the source of its entries.
+
+    `picks` are indices of axes of the source that no axis of the box has any more, and `steps` the
+    axes that loops around run over, each with the depth of its loop.
+    """
 
     source: int
     axes: tuple[Axis, ...]
+    picks: Atoms = ()
+    steps: tuple[tuple[int, Axis], ...] = ()
 
     def atoms(self, dims: Iterable[int] | None = None) -> Atoms:
-        """Returns the atoms of these axes, or of all, that are of an axis of the source."""
+        """Returns the atoms of these axes that are of an axis of the source, or of the piece."""
         axes = self.axes if dims is None else [self.axes[k] for k in dims]
-        return tuple([atom for axis in axes for atom in axis.atoms if atom.axis is not None])
+        found = tuple([atom for axis in axes for atom in axis.atoms if atom.axis is not None])
+        return found + self.elsewhere() if dims is None else found
 
-    def picked(self) -> Atoms:
-        """Returns the atoms that are one index of a longer axis of the source."""
-        return tuple(atom for atom in self.atoms() if atom.size == 1 and atom.stride)
+    def elsewhere(self) -> Atoms:
+        """Returns the atoms of axes of the source that are on no axis of the box."""
+        own = (atom for _, axis in self.steps for atom in axis.atoms if atom.axis is not None)
+        return (*self.picks, *own)
+
+    def without_steps(self, depth: int) -> "Piece":
+        """Returns the piece after a loop, of whose steps it comes from one that is not known."""
+        lost = [atom for k, axis in self.steps if k == depth for atom in axis.atoms]
+        kept = tuple((k, axis) for k, axis in self.steps if k != depth)
+        return without(self._replace(steps=kept), (a for a in lost if a.axis is not None))
 
     def only(self, dim: int) -> Atom | None:
         """Returns the atom of an axis that has one."""
@@ -90,6 +105,12 @@ def size_of(atoms: Iterable[Atom]) -> int:
 def of_no_source(n: int) -> Axis:
     """Returns an axis of n entries that are of no axis of a source."""
     return Axis(0, (Atom(None, 0, 0, n),))
+
+
+def mixed(atoms: Atoms, n: int) -> Atoms:
+    """Returns the atoms of n entries of these in an order that is not known."""
+    axes = {atom.axis for atom in atoms}
+    return (Atom(axes.pop() if len(axes) == 1 else None, 0, 0, n),)
 
 
 def fused(atoms: Iterable[Atom]) -> Atoms:
@@ -115,7 +136,11 @@ def without(piece: Piece, lost: Iterable[Atom]) -> Piece:
     def kept(atom: Atom) -> Atom:
         return Atom(None, 0, 0, atom.size) if atom.axis in gone else atom
 
-    return Piece(piece.source, tuple(Axis(at, (*map(kept, own),)) for at, own in piece.axes))
+    return piece._replace(
+        axes=tuple(Axis(at, (*map(kept, own),)) for at, own in piece.axes),
+        picks=tuple(atom for atom in piece.picks if atom.axis not in gone),
+        steps=tuple((k, Axis(at, (*map(kept, own),))) for k, (at, own) in piece.steps),
+    )
 
 
 def placed(piece: Piece, shape: Shape, out: Shape, pairs: Iterable[tuple[int, int]]) -> Piece:
@@ -133,27 +158,40 @@ def placed(piece: Piece, shape: Shape, out: Shape, pairs: Iterable[tuple[int, in
         else:
             continue
         lost.discard(k)
-    return without(Piece(piece.source, tuple(axes)), piece.atoms(lost))
+    return without(piece._replace(axes=tuple(axes)), piece.atoms(lost))
+
+
+def placed_mixed(
+    piece: Piece, shape: Shape, out: Shape, pairs: Iterable[tuple[int, int]], k: int, n: int
+) -> Piece:
+    """Returns the same, with entries of axis k as axis n in an order that is not known."""
+    if out[n] == 1:
+        return placed(piece, shape, out, pairs)
+    own = Axis(0, mixed(piece.axes[k].atoms, out[n]))
+    piece = piece._replace(axes=(*piece.axes[:k], own, *piece.axes[k + 1 :]))
+    return placed(piece, (*shape[:k], out[n], *shape[k + 1 :]), out, [*pairs, (k, n)])
 
 
 def with_axis(piece: Piece, n: int, axis: Axis) -> Piece:
     """Returns the piece with one more axis, before axis n."""
-    return Piece(piece.source, (*piece.axes[:n], axis, *piece.axes[n:]))
+    return piece._replace(axes=(*piece.axes[:n], axis, *piece.axes[n:]))
 
 
 def sliced(
     piece: Piece, starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]
 ) -> Piece | None:
-    """Returns what a slice has of the piece, None for nothing, or for no box of it."""
+    """Returns what a slice has of the piece, None for nothing."""
     axes = []
     for (at, atoms), start, stop, step in zip(piece.axes, starts, stops, steps, strict=True):
         low, high = max(start, at), min(stop, at + size_of(atoms))
         low += -(low - start) % step
-        found = _sliced_atoms(atoms, low - at, high - at, step) if low < high else None
-        if found is None:
+        if low >= high:
             return None
+        found = _sliced_atoms(atoms, low - at, high - at, step)
+        if found is None:
+            found = mixed(atoms, -(-(high - low) // step))
         axes.append(Axis((low - start) // step, found))
-    return Piece(piece.source, tuple(axes))
+    return piece._replace(axes=tuple(axes))
 
 
 def _sliced_atoms(atoms: Atoms, start: int, stop: int, step: int) -> Atoms | None:
@@ -166,6 +204,10 @@ def _sliced_atoms(atoms: Atoms, start: int, stop: int, step: int) -> Atoms | Non
     if start % inner == 0 and stop % inner == 0 and (step == 1 or inner == 1):
         size = -(-(stop - start) // inner // step)
         return (first._replace(start=begin, stride=first.stride * step, size=size), *rest)
+    if step % inner == 0:
+        outer = _sliced_atoms((first,), start // inner, (stop - 1) // inner + 1, step // inner)
+        one = _sliced_atoms(tuple(rest), start % inner, start % inner + 1, 1)
+        return outer and one and outer + one
     if start // inner != (stop - 1) // inner:
         return None
     found = _sliced_atoms(tuple(rest), start % inner, (stop - 1) % inner + 1, step)
@@ -180,6 +222,7 @@ def reshaped(piece: Piece, shape: Shape, new: Shape) -> Piece | None:
     it does not, as if its entries were repeated.
     """
     axes: list[Axis] = []
+    picks: Atoms = ()
     if 0 in shape:
         return None
     for old_axes, new_axes in _runs_of_axes(shape, new):
@@ -194,9 +237,13 @@ def reshaped(piece: Piece, shape: Shape, new: Shape) -> Piece | None:
                     return None
                 atoms += of_no_source(repeats).atoms
             atoms += own
+        own = tuple(atom for atom in fused(atoms) if atom.size == 1)
+        held = own if first is not None and size_of(piece.axes[first].atoms) == 1 else ()
         if first is None or longest is None:
-            axes += [Axis(0, (*atoms,) if k == new_axes[0] else ()) for k in new_axes]
+            axes += [Axis(0, own if k == new_axes[0] else ()) for k in new_axes]
+            picks += () if new_axes else own
             continue
+        picks += () if held else own
         tail = math.prod(new[k] for k in new_axes if k > longest)
         begin = piece.axes[first].at * math.prod(shape[k] for k in old_axes if k > first)
         size = size_of(atoms)
@@ -206,18 +253,18 @@ def reshaped(piece: Piece, shape: Shape, new: Shape) -> Piece | None:
         if found is None:
             return None
         axes += [
-            Axis(begin // tail * (k == longest), own)
+            Axis(begin // tail * (k == longest), (*held, *own) if k == longest else own)
             for k, own in zip(new_axes, found, strict=True)
         ]
-    return Piece(piece.source, tuple(axes))
+    return piece._replace(axes=tuple(axes), picks=piece.picks + picks)
 
 
 def _cut(atoms: Iterable[Atom], sizes: Sequence[int]) -> list[Atoms] | None:
     """The axes of these sizes that one axis is reshaped to, None where an atom is cut."""
-    rest = [*fused(atoms)]
+    rest = [atom for atom in fused(atoms) if atom.size > 1]
     found: list[Atoms] = []
     for size in sizes:
-        own = [rest.pop(0)] if rest and rest[0].size == 1 else []
+        own: list[Atom] = []
         while size > 1:
             if not rest:
                 return None
@@ -233,9 +280,7 @@ def _cut(atoms: Iterable[Atom], sizes: Sequence[int]) -> list[Atoms] | None:
             else:
                 return None
         found.append(tuple(own))
-    if any(atom.size > 1 for atom in rest):
-        return None
-    return [*found[:-1], (*found[-1], *rest)]
+    return None if rest else found
 
 
 def _runs_of_axes(shape: Shape, new: Shape) -> list[tuple[range, range]]:
@@ -254,25 +299,58 @@ def _runs_of_axes(shape: Shape, new: Shape) -> list[tuple[range, range]]:
     return found
 
 
+def joined(pieces: Iterable[Piece], k: int) -> frozenset[Piece]:
+    """Returns the pieces, of which those are one that have index after index side by side."""
+    found: set[Piece] = set()
+    groups: dict[Piece, list[Piece]] = {}
+    for piece in sorted(pieces, key=lambda piece: piece.axes[k].at):
+        own = Axis(0, fused(piece.axes[k].atoms))
+        rest = Piece(piece.source, (*piece.axes[:k], own, *piece.axes[k + 1 :]), (), piece.steps)
+        groups.setdefault(rest, []).append(piece)
+    for rest, own in groups.items():
+        at, inner, n = own[0].axes[k].at, rest.axes[k].atoms, len(own)
+        picks = [piece.picks for piece in own]
+        first, second = (picks[0], picks[1]) if n > 1 else ((), ())
+        step = second[-1].start - first[-1].start if first and second else 0
+        runs = step and all(
+            p.axes[k].at == at + i * size_of(inner)
+            and p.picks == (*first[:-1], first[-1]._replace(start=first[-1].start + i * step))
+            for i, p in enumerate(own)
+        )
+        if runs:
+            axis = Axis(at, (Atom(first[-1].axis, first[-1].start, step, n), *inner))
+            axes = (*rest.axes[:k], axis, *rest.axes[k + 1 :])
+            found.add(rest._replace(axes=axes, picks=first[:-1]))
+        else:
+            found |= {*own}
+    return frozenset(found)
+
+
 class Operation(NamedTuple):
-    """An equation, and which of its outputs is asked for."""
+    """An equation, and which of its outputs is asked for.
+
+    `is_fixed` says whether the indices of a gather are constants.
+    """
 
     name: str
     params: dict[str, Any]
     shapes: Sequence[Shape]
     out: Shape
     output: int
+    is_fixed: bool = False
 
 
 def moved(op: Operation, pieces: Iterable[frozenset[Piece]]) -> list[frozenset[Piece]]:
     """Returns for each operand the pieces that the output has of it."""
-    found, joined = [], op.name in ("concatenate", "stack")
-    begin = 0 if joined else op.output
-    for own, shape in zip(pieces, op.shapes, strict=False):
-        if own and (shape != op.out or op.name in _MOVES):
+    found, is_joined = [], op.name in ("concatenate", "stack")
+    begin = 0 if is_joined else op.output
+    for i, (own, shape) in enumerate(zip(pieces, op.shapes, strict=False)):
+        if i and op.name in ("gather", "dynamic_slice"):
+            own = frozenset()  # indices
+        if own and (shape != op.out or op.name in MOVES):
             own = frozenset(p for piece in own if (p := _moved(op, piece, shape, begin)))
         found.append(own)
-        if joined:
+        if is_joined:
             begin += shape[op.params["dimension"]] if op.name == "concatenate" else 1
     return found
 
@@ -282,7 +360,7 @@ def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | Non
 
     `begin` is where a concatenation has the operand, and the number of the output otherwise.
     """
-    name, params, _, out, _ = op
+    name, params, _, out, *_ = op
     match name:
         case "squeeze" | "expand_dims":
             return reshaped(piece, shape, out)
@@ -316,8 +394,8 @@ def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | Non
             if len(atoms) != 1 or atoms[0].size != shape[axis]:
                 return None
             atoms = (atoms[0]._replace(size=out[axis]),)
-            return Piece(
-                piece.source, (*piece.axes[:axis], Axis(at, atoms), *piece.axes[axis + 1 :])
+            return piece._replace(
+                axes=(*piece.axes[:axis], Axis(at, atoms), *piece.axes[axis + 1 :])
             )
         case "transpose":
             pairs = ((k, n) for n, k in enumerate(params["permutation"]))
@@ -327,7 +405,16 @@ def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | Non
             numbers = params["dimension_numbers"]
             gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
             kept = (k for k in range(len(shape)) if k not in gone)
-            pairs = zip(kept, numbers.offset_dims, strict=True)
+            pairs = [*zip(kept, numbers.offset_dims, strict=True)]
+            batch = [n for n in range(len(out)) if n not in numbers.offset_dims]
+            of_batch = zip(
+                numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+            )
+            pairs += [(k, batch[n]) for k, n in of_batch]
+            rest = {*batch} - {n for _, n in pairs}
+            indexed = [k for k in numbers.start_index_map if k in gone]
+            if op.is_fixed and len(rest) == len(indexed) == 1:
+                return placed_mixed(piece, shape, out, pairs, *indexed, *rest)
         case _ if name.startswith(REDUCTIONS) and "axes" in params:
             kept = (k for k in range(len(shape)) if k not in params["axes"])
             pairs = ((k, n) for n, k in enumerate(kept))
@@ -340,4 +427,4 @@ def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | Non
 
 def _shifted(piece: Piece, by: dict[int, int]) -> Piece:
     axes = (Axis(at + by.get(k, 0), atoms) for k, (at, atoms) in enumerate(piece.axes))
-    return Piece(piece.source, tuple(axes))
+    return piece._replace(axes=tuple(axes))

@@ -1,6 +1,6 @@
 """The role of each parameter, from what products and other operations do with it."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -51,9 +51,14 @@ class Roles:
         self,
         follower: Follower,
         outputs: Sequence[Value],
-        paths: Sequence[str],
-        shapes: Sequence[Shape],
+        paths: Sequence[str] = (),
+        shapes: Sequence[Shape] = (),
     ) -> None:
+        if not outputs:
+            raise ValueError("fn returns nothing: return its outputs, or a loss")
+        for path, n in Counter(paths).items():
+            if n > 1:
+                raise ValueError(f"two parameters have the path {path!r}: rename a key")
         self._facts, self._paths, self._shapes = follower.facts, paths, shapes
         self._products = follower.products
         self._uses = _by_first(self._facts["use"])
@@ -61,6 +66,7 @@ class Roles:
         self._followers = _by_first(fact[:2] for fact in self._facts["followed"])
         self._heads = _by_first((leaf, (*head,)) for leaf, *head in self._facts["head"])
         self._taken = _by_first(self._facts["taken"])
+        self._gated = _by_first(self._facts["gated"])
         self._seen = _by_first((j, (*seen,)) for j, *seen in self._facts["product"])
         self._products_of = _by_first((self._products[j].leaf, j) for j in self._seen)
         reached = frozenset().union(*(x.as_activation().frontier for x in outputs))
@@ -76,7 +82,21 @@ class Roles:
         self._experts = self._axes_of_experts()
 
     def _is_softmax_router(self, j: int) -> bool:
-        return "softmax" in self._outputs[j] and not self._heads[self._products[j].leaf]
+        """Whether a softmax of outputs weighs experts: one by one, or along an axis of them."""
+        product, how = self._products[j], self._outputs[j]
+        own = {(product.leaf, atom.axis, atom.size) for atom in product.kept}
+        others = (axis for each in self._facts["contracted"] if own & {*each} for axis in each)
+        weighs = "experts" in how or any(
+            leaf != product.leaf
+            and self._kept(leaf) - {axis}
+            and self._contracts_besides(leaf, axis)
+            for leaf, axis, _ in others
+        )
+        return "softmax" in how and weighs
+
+    def _kept(self, leaf: int) -> set[int | None]:
+        """The axes of a parameter that products keep."""
+        return {atom.axis for j in self._products_of[leaf] for atom in self._products[j].kept}
 
     def _low_rank_pairs(self) -> Iterator[frozenset[int]]:
         """Parameters of which one takes the outputs of the other alone, as in LoRA beside a kernel.
@@ -85,8 +105,8 @@ class Roles:
         most half of what it could be.
         """
         for j, leaf, is_linear in self._facts["followed"]:
-            product, is_only = self._products[j], len(self._followers[j]) == 1
-            if is_linear and is_only and leaf != product.leaf:
+            is_only = j >= 0 and len(self._followers[j]) == 1
+            if is_linear and is_only and leaf != (product := self._products[j]).leaf:
                 kept = [size_of(self._products[k].kept) for k in self._products_of[leaf]]
                 if kept and 2 * size_of(product.kept) <= min(size_of(product.contracted), *kept):
                     yield frozenset((product.leaf, leaf))
@@ -115,7 +135,9 @@ class Roles:
                 for leaf, axis, n in each
                 if n in chosen and leaf not in self._routers and self._contracts_besides(leaf, axis)
             }
-        return {(leaf, axis) for leaf, axis, n in met if n == self._shapes[leaf][axis]}
+        found = {(leaf, axis) for leaf, axis, n in met if n == self._shapes[leaf][axis]}
+        # An axis of experts leaves one that is kept.
+        return {(i, axis) for i, axis in found if self._kept(i) - {a for j, a in found if j == i}}
 
     def _contracts_besides(self, leaf: int, axis: int) -> bool:
         """Whether products contract another axis of a parameter than this one."""
@@ -144,15 +166,25 @@ class Roles:
             return "unclear", f"{_in_words(names)} takes it, and does not show what for"
         if "modulated" in uses:
             return "unclear", "data change it, entry by entry, before a product takes it"
+        if "times a constant" in uses:
+            return "unclear", "a constant multiplies it, and data multiply what comes out"
+        if any("frozen" in self._outputs[j] for j in own & self._last):
+            return "unclear", (
+                "its outputs meet a constant matrix of the function: if that is a frozen parameter,"
+                " pass by_use all parameters"
+            )
         if "makes weights" in uses:
             return "unclear", "what its product makes is used as weights"
         if len({min(way, _swapped(way), key=str) for way in ways}) > 1:
             return "unclear", f"one product {_said(ways[0])}, another {_said(ways[1])}"
         others = [j for j in own if not self._products[j].is_own] or own
-        first = all(is_first for j in others for is_first, _ in self._seen[j])
+        firsts = {is_first for j in others for is_first, _ in self._seen[j]} - {None}
         found = {
-            "embedding": "lookup" in uses and "matrices chosen by data" not in uses,
-            "latents": i in self._latents,
+            "embedding": "lookup" in uses
+            and "matrices chosen by data" not in uses
+            or "lookup by constants" in uses
+            and not ways,
+            "latents": i in self._latents or "latents" in uses and not (ways or is_vector),
             "factor": i in self._factors,
             "depthwise": not ways and "depthwise" in uses,
             "unused": not ways and not uses,
@@ -168,7 +200,7 @@ class Roles:
                 f"its outputs, joined with the inputs, feed {network}: if it is an output head,"
                 " pass by_use the forward pass of each network by itself"
             )
-        return "input" if first else "hidden", ""
+        return "input" if firsts == {True} else "hidden", ""
 
     def _network_after(self, i: int) -> str | None:
         """The one other module at the top that outputs go into, joined with the inputs.
@@ -202,7 +234,7 @@ class Roles:
                 (atom.stride, atom.size): side
                 for side, atoms in sides.items()
                 for atom in atoms
-                if atom.axis == axis and atom.size > 1
+                if atom.axis == axis and (atom.size > 1 or atom.stride)
             }
             if (i, axis) in self._experts or not own:
                 found.append((Digit(n, "B"),))
@@ -228,13 +260,15 @@ class Roles:
         labels: dict[int, list[int]] = {}
         for axis in filter(is_kept, range(len(shape))):
             key = (i, axis)
-            are_gated, are_hidden = key in facts["gated"], key in facts["hidden"]
-            if found := labels_of_parts(self._taken[key], shape[axis], are_gated, are_hidden):
+            are_hidden = key in facts["hidden"]
+            if found := labels_of_parts(
+                self._taken[key], self._gated[key], shape[axis], are_hidden
+            ):
                 labels[axis] = found
-        heads: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        for axis, begin, width in self._heads[i]:
+        heads: defaultdict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+        for axis, begin, *head in self._heads[i]:
             if is_kept(axis):
-                heads[axis][begin] = min(width, heads[axis].get(begin, width))
+                heads[axis][begin] = min((*head,), heads[axis].get(begin, (*head,)))
         reason = _said(way)
         for axis, of_axis in sorted(labels.items()):
             cuts = [k for k in range(1, shape[axis]) if of_axis[k] != of_axis[k - 1]]

@@ -20,8 +20,14 @@ class Digit(NamedTuple):
     side: Side
 
 
+type Entries = frozenset[tuple[Atoms, Any, int]]
+
+
 def labels_of_parts(
-    taken: Iterable[frozenset[Any]], n: int, is_gated: bool, some_hidden: bool
+    taken: Iterable[Entries],
+    gated: Iterable[tuple[Entries, Entries]],
+    n: int,
+    some_hidden: bool,
 ) -> list[int] | None:
     """Returns the part that each index of an axis is in, None where a product takes all.
 
@@ -32,8 +38,8 @@ def labels_of_parts(
         taken: for each operand of a product the entries that it has: atoms, the box of the operand
             that they fill, and how many indices of this axis the box has room for. Those that share
             a box were added or multiplied, as gate and up are, and are parts each.
+        gated: the entries of two operands that are multiplied with each other.
         n: the size of the axis.
-        is_gated: whether parts are multiplied with each other.
         some_hidden: whether a product takes indices that are not known.
 
     Raises:
@@ -41,25 +47,49 @@ def labels_of_parts(
     """
     if any(size_of(atoms) == n for entries in taken for atoms, *_ in entries):
         return None
-    sets = []
-    for entries in taken:
-        found = [_indices(atoms) for atoms, *_ in entries]
-        union = frozenset().union(*found)
-        room = sum({box: n for _, box, n in entries}.values())
-        sets += found if len(union) > room or is_gated else [union]
-    sets = sorted({indices for indices in sets if indices}, key=min)
+    sides = [side for pair in gated if _union(pair[0]) != _union(pair[1]) for side in pair]
+    factors = [indices for side in sides for indices in _sets(side) if len(indices) < n]
+    sets = [
+        indices
+        for entries in taken
+        for indices in ([_indices(e[0]) for e in entries] if sides else _sets(entries))
+        if not any(indices < factor for factor in factors)
+    ]
     if any(len(indices) == n for indices in sets):
         return None
+    some_hidden |= any(a.size > 1 and not a.stride for each in taken for e in each for a in e[0])
     if some_hidden:
         raise ValueError(
             f"a relayout such as indexing by an array hides which of its {n} outputs later products"
             " take"
         )
+    sets = sorted({indices for indices in sets + factors if indices}, key=min)
     if len(sets) < 2:
         return None
     numbers: dict[tuple[bool, ...], int] = {}
     memberships = (tuple(i in indices for indices in sets) for i in range(n))
     return [numbers.setdefault(membership, len(numbers)) for membership in memberships]
+
+
+def _sets(entries: Entries) -> list[frozenset[int]]:
+    """The sets of indices of an operand: one, or one for each part where parts share a box."""
+    boxes = {(box, n) for _, box, n in entries}
+    room = sum(n for box, n in boxes if not any(o != box and _is_inside(box, o) for o, _ in boxes))
+    if len(_union(entries)) > room:
+        return [_indices(atoms) for atoms, *_ in entries]
+    return [_union(entries)]
+
+
+def _is_inside(box: Any, outer: Any) -> bool:
+    """Whether a box, of an axis, a begin and a size for each axis, is in another."""
+    return len(box) == len(outer) and all(
+        k == n and begin <= at and at + size <= begin + most
+        for (k, at, size), (n, begin, most) in zip(box, outer, strict=True)
+    )
+
+
+def _union(entries: Entries) -> frozenset[int]:
+    return frozenset[int]().union(*(_indices(atoms) for atoms, *_ in entries))
 
 
 def _indices(atoms: Atoms) -> frozenset[int]:
@@ -75,7 +105,7 @@ def view_of_use(
     shape: Shape,
     digits: Sequence[Sequence[Digit]],
     labels: Mapping[int, Sequence[int]],
-    heads: Mapping[int, Mapping[int, int]],
+    heads: Mapping[int, Mapping[int, tuple[int, int]]],
 ) -> View:
     """Returns the view of a parameter.
 
@@ -83,7 +113,8 @@ def view_of_use(
         shape: of the parameter.
         digits: of each axis.
         labels: for axes in parts the part of each index.
-        heads: for axes with heads, the width of a head by the index where the heads begin.
+        heads: for axes with heads, the stride of a head and how many there are, by the index where
+            the heads begin.
 
     Raises:
         ValueError: the parts of an axis do not repeat with a period.
@@ -99,9 +130,10 @@ def view_of_use(
         side = digits[axis][0].side
 
         def of_part(size: int, begin: int) -> View:
-            width = heads.get(axis, {}).get(begin)
-            if width == 1:
-                return of_axes(axis - 1, ("B", *sides))
+            width, n = heads.get(axis, {}).get(begin, (0, 0))
+            if width == 1:  # they alternate
+                inner = of_axes(axis - 1, (*(side,) * (n < size), "B", *sides))
+                return Unfold(axis, (-1, n), inner) if n < size else inner
             if width and width < size and size % width == 0:
                 return Unfold(axis, (-1, width), of_axes(axis - 1, ("B", side, *sides)))
             return of_axes(axis - 1, (side, *sides))
@@ -120,10 +152,14 @@ def view_of_use(
         if period == n:
             shown = f"{sizes[:5]}"[:-1] + ", …]" if len(sizes) > 5 else f"{sizes}"
             raise ValueError(f"later products take parts of axis {axis} of unequal sizes, {shown}")
-        repeats: Side = "B" if heads.get(axis) else side
-        inner = of_axes(axis - 1, (repeats, side, *sides))
-        split = Split(axis + 1, tuple(_lengths_of_runs(own[:period])), inner)
-        return Unfold(axis, (n // period, period), split)
+        width = max((width for width, _ in heads.get(axis, {}).values()), default=0)
+        if width > period:  # a head has several periods
+            counts, before = (n // width, width // period, period), ("B", side)
+        else:
+            counts, before = (n // period, period), ("B" if width else side,)
+        inner = of_axes(axis - 1, (*before, side, *sides))
+        split = Split(axis + len(before), tuple(_lengths_of_runs(own[:period])), inner)
+        return Unfold(axis, counts, split)
 
     return of_axes(len(shape) - 1, ())
 

@@ -306,6 +306,7 @@ def gemma_3n():
             "laurel": "factor",
             "project_per_layer": hidden(halves(1, per_layer)),  # each layer takes its own
             # Each stream goes on by itself after the last layer.
+            "prediction": "unclear",  # its outputs are matrices that mix the streams
             "layers/1/correction": hidden(Split(1, (1,) * n, IN_OUT)),
             "": hidden(),
         },
@@ -1242,7 +1243,7 @@ def point_net():
             "out": f32(34, 5),
         },
         (f32(2, 31, 3),),
-        {"t/0": first(), "^out": "output", "": hidden()},
+        {"t_out": "unclear", "t/0": first(), "^out": "output", "": hidden()},
     )
 
 
@@ -1440,7 +1441,7 @@ def message_passing_by_edge_networks():
             "value": f32(d, 3),
         },
         (f32(nodes, 6), f32(31, 5), i32(31), i32(31)),
-        {"^in|e0": first(), "gate|value": "output", "": hidden()},
+        {"^in|e0": first(), "e1": "unclear", "gate|value": "output", "": hidden()},
     )
 
 

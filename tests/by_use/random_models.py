@@ -77,9 +77,11 @@ class Builder:
         if view != "matrix":
             numbers = view if layout == "in_out" or view is None else transposed(view)
         name = self.add("w", shape, numbers)
-        prepare = self.preparation(name, shape)
+        of_rows = {"out_in": len(shape) - 1}.get(layout, 0)
+        prepare = self.preparation(name, shape, of_rows)
         bias = self.add("b", (cols,), None) if self.pick(True, False) else None
-        further = [form for form in PRODUCTS if form != "cond" or not self.is_vmapped]
+        # A number for each member of an ensemble is unclear, as a gate of each expert would be.
+        further = [form for form in PRODUCTS if form != "number" or not self.is_vmapped]
         form = self.pick("dot", "einsum", "jit", "remat", "vmap", *further)
         self.forms.add(form)
 
@@ -116,17 +118,20 @@ class Builder:
         """x @ W, with W made of two parameters, one above the other."""
         shapes = [(n, cols) for n in (4, rows - 4)]
         names = [self.add("w", shape, Numbers(0, 1)) for shape in shapes]
-        prepare = [self.preparation(*both) for both in zip(names, shapes, strict=True)]
+        prepare = [self.preparation(*both, 0) for both in zip(names, shapes, strict=True)]
         return lambda p, x: x @ jnp.concatenate([make(p).astype(x.dtype) for make in prepare])
 
-    def preparation(self, name: str, shape: tuple[int, ...]) -> Callable[[Any], Any]:
-        """What a model does to a weight before its product."""
+    def preparation(self, name: str, shape: tuple[int, ...], of_rows: int) -> Callable[[Any], Any]:
+        """What a model does to a weight before its product, which contracts axis `of_rows`."""
         kind = self.pick(
             *("plain", "plain", "plain", "cast", "scaled", "normed", "fake_quantized"),
-            *("constrained", "sharded", "dropped", "centered", "turned"),
+            *("constrained", "sharded", "dropped", "centered", "turned", "rolled", "permuted"),
+            *("gained", "stacked_rows"),
         )
         self.forms.add(kind)
-        gain = self.add("g", shape[-1:], None) if kind == "normed" else None
+        gains = {"normed": shape[-1:], "gained": ()}
+        gain = self.add("g", gains[kind], None) if kind in gains else None
+        order = self.rng.permutation(shape[of_rows])
 
         def prepared(p: Any) -> Any:
             w = p[name]
@@ -148,6 +153,14 @@ class Builder:
                 return w - w.mean(0, keepdims=True)
             if kind == "turned":
                 return jnp.flip(w.swapaxes(0, -1), 0).swapaxes(0, -1)[..., ::-1]
+            if kind == "rolled":
+                return jnp.roll(w, 3, of_rows)
+            if kind == "permuted":
+                return jnp.take(w, order, of_rows)
+            if kind == "gained":
+                return w * p[gain]
+            if kind == "stacked_rows":
+                return jnp.stack([w[i] for i in range(len(w))])
             return w
 
         return prepared
@@ -200,6 +213,8 @@ PRODUCTS: dict[str, Callable[[Any, Any], Any]] = {
     "map": lambda x, w: jnp.moveaxis(
         jax.lax.map(lambda one: one @ w, jnp.moveaxis(x, -2, 0)), 0, -2
     ),
+    "map_0": lambda x, w: jax.lax.map(lambda one: one @ w, x),
+    "number": lambda x, w: x @ (w * jax.nn.sigmoid(x.mean()) / (1 + x[..., 0].max())),
     "shard_map": lambda x, w: jax.shard_map(
         jnp.matmul, mesh=on_one_device().mesh, in_specs=(P("d"), P(None, None)), out_specs=P("d")
     )(x, w),
@@ -595,8 +610,13 @@ def branches(b: Builder) -> Callable[[Any, Any], Any]:
 def reordered(b: Builder) -> Callable[[Any, Any], Any]:
     """A layer on positions in another order."""
     layer, order = b.pick(mlp, attention, recurrent)(b), b.rng.permutation(TIME)
+    by_data = b.pick(True, False)
 
     def apply(p: Any, x: Any) -> Any:
+        if by_data:
+            sorted_by = jnp.argsort(x.sum(-1), 1)[..., None]
+            y = layer(p, jnp.take_along_axis(x, sorted_by, 1))
+            return jnp.take_along_axis(y, jnp.argsort(sorted_by, 1), 1)
         y = layer(p, x[:, order])
         return jnp.take_along_axis(y, jnp.argsort(order)[None, :, None], 1)
 
@@ -699,7 +719,7 @@ def random_model(
     returns = b.pick("logits", "loss", "both")
     wraps = {
         "grad": {"while", "kernel"},
-        "vmap": {"cond", "ragged"},
+        "vmap": {"ragged"},
         "shard_map": {"shard_map", "sharded"},
     }
     wraps = [wrap for wrap, forms in wraps.items() if not forms & b.forms]

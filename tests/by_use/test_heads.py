@@ -13,7 +13,7 @@ TOKENS = i32(2, 16)
 
 
 def per_head(name):
-    fn, params, inputs, _ = MODELS[name]()
+    fn, params, inputs, *_ = MODELS[name]()
     return by_use(fn, params, *inputs, per_head=True)
 
 

@@ -23,14 +23,15 @@ class Model(NamedTuple):
     """A function, its parameters and inputs, and the answer.
 
     `expected` has for each regular expression of paths a role, and a view where Muon has it; None
-    is any role that AdamW has. Each parameter of two axes or more is matched by one, of which the
-    first decides.
+    is any role that AdamW has, and "unclear" what `by_use` asks for. Each parameter of two axes or
+    more is matched by one, of which the first decides. Without a dictionary `by_use` raises.
     """
 
     fn: Callable[..., Any]
     params: Any
     inputs: tuple[Any, ...]
-    expected: dict[str, Any]
+    expected: dict[str, Any] | None
+    per_head: bool = False
 
 
 def model(make: Callable[[], tuple[Any, ...]]) -> Callable[[], Model]:
