@@ -91,6 +91,11 @@ def _check_transform(name: str, value: Any) -> None:
         )
 
 
+def _check_mu_dtype(name: str, value: Any) -> None:
+    if not (hasattr(value, "load") and hasattr(value, "save")):  # no `Storage`
+        FloatDType(least_bits=16, or_int8=True)(name, value)
+
+
 def _check_group_bytes(name: str, value: Any) -> None:
     check_static(name, value)
     Number("[0, inf)", 2**30, is_whole=True)(name, value)
@@ -193,7 +198,7 @@ _DECLARED: dict[str, Check] = {
     "bandwidth": _ByMeshAxis(Number("(0, inf)", 50e9)),
     "latency": _ByMeshAxis(Number("[0, inf)", 2e-5)),
     "dtype": FloatDType(or_auto=True),
-    "mu_dtype": FloatDType(least_bits=16, or_int8=True),
+    "mu_dtype": _check_mu_dtype,
     "implementation": _check_implementation,
     "x": check_array,
     "weight_decay_mask": _check_mask,

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from muon_jax._foreign.names import CONTRIB
 from muon_jax._foreign.ways import (
     BY_NAME,
     arguments_of_way,
@@ -167,6 +168,9 @@ def _advice(
             others += [row.note] if row.note and row.ways else []
         elif row.chained and function.startswith("scale_by"):
             elsewhere.append(f"chain {function} with {row.chained.format(written(value))}")
+        elif row.taker.startswith(CONTRIB):
+            way = way_of(row, value, None)
+            elsewhere.append(f"use {row.taker}({f'..., {way}' if way else '...'})")
         elif way := way_of(row, value, None):
             elsewhere.append(f"{row.taker} takes {way}")
         elif row.note:

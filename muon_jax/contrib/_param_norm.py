@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax._checks import checks_arguments
-from muon_jax._distributed.reductions import Matrices, matrices_of_tree
 from muon_jax._distributed.sharding import Shardings, check_shardings
 from muon_jax._matrices.shape_factors import ShapeScale
 from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, wide
 from muon_jax._transforms.skipping import settled_views, skip_missing
+from muon_jax.contrib._reductions import Matrices, matrices_of_tree
 from pallas_kernels._promotion import standard_promotion
 
 
@@ -93,12 +93,12 @@ def keep_param_norm(
 
 
 def check_no_scale(consistent_rms: float | jax.Array | None, shape_scale: ShapeScale) -> None:
-    """Raises ValueError where `muon` has a scale by shapes, which `fixed_norms` gives no effect."""
+    """Raises ValueError where `muon` has a scale by shapes, which `muonh` gives no effect."""
     scales = [f"consistent_rms={consistent_rms}"] if consistent_rms is not None else []
     scales += [f"shape_scale={shape_scale!r}"] if shape_scale == "ratio" else []
     if scales:
         raise ValueError(
-            "fixed_norms=True makes steps relative to the norms of matrices, whatever their scale:"
+            "contrib.muonh makes steps relative to the norms of matrices, whatever their scale:"
             f" leave out {' and '.join(scales)}"
         )
 

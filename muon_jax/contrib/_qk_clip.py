@@ -11,9 +11,9 @@ import optax
 from muon_jax._checks import checks_arguments
 from muon_jax._matrices.views import Split
 from muon_jax._numerics import wide
-from muon_jax._transforms.attention_heads import KeyHeads, QueryHeads, head_factors
 from muon_jax._transforms.skipping import skip_missing
 from muon_jax._trees import errors_naming, path_name, unboxed
+from muon_jax.contrib._attention_heads import KeyHeads, QueryHeads, head_factors
 from pallas_kernels._promotion import standard_promotion
 
 

@@ -13,7 +13,6 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._checks import checks_arguments
-from muon_jax._distributed.reductions import Matrices, matrices_of_tree, stack
 from muon_jax._distributed.sharding import (
     Placed,
     Shardings,
@@ -25,16 +24,17 @@ from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import norm_of_any_size, wide
 from muon_jax._transforms.momentum import MuonState
-from muon_jax._transforms.quantized import dequantize, map_momenta, with_quantized
 from muon_jax._transforms.skipping import Present
-from muon_jax._transforms.spectra import (
+from muon_jax._tree_checks import check_state
+from muon_jax._trees import fill_missing, is_placeholder
+from muon_jax.contrib._quantized import QUANTIZED
+from muon_jax.contrib._reductions import Matrices, matrices_of_tree, stack
+from muon_jax.contrib._spectra import (
     grams_of,
     orthogonality_residual,
     stable_rank,
     unreached_share,
 )
-from muon_jax._tree_checks import check_state
-from muon_jax._trees import fill_missing, is_placeholder
 from pallas_kernels._promotion import standard_promotion
 
 
@@ -163,7 +163,7 @@ def _measure_update(
             f"with_metrics must wrap one MuonState, got {len(found)} in the state of its"
             " transformation: wrap one scale_by_muon, or one chain or muon that holds it"
         )
-    mu = map_momenta(dequantize, with_quantized(found[0].mu))
+    mu = QUANTIZED.map(QUANTIZED.load, QUANTIZED.unpack(found[0].mu))
     filled = fill_missing(gradients, mu)
     mu = Present(gradients, mu).mask(mu)
     gradients, updates = (_masked_like(mu, tree) for tree in (filled, updates))

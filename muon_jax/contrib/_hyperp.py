@@ -16,7 +16,7 @@ def hyperp_learning_rate(
     tokens: float,
     base_tokens: float,
 ) -> float:
-    """Transfers a learning rate of `preset="muonh"` to a model of another size.
+    """Transfers a learning rate of `muonh` to a model of another size.
 
     With the rate η₀ that is best for depth d₀ and T₀ tokens, the rate for depth d and T tokens is
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax._checks import checks_arguments
-from muon_jax._distributed.reductions import Matrices, matrices_of_tree
 from muon_jax._distributed.sharding import Shardings, check_shardings
 from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
@@ -16,6 +15,7 @@ from muon_jax._numerics import over, root, wide
 from muon_jax._transforms.skipping import settled_views, skip_missing
 from muon_jax._tree_checks import check_params
 from muon_jax._trees import in_box_of, is_box, with_arrays
+from muon_jax.contrib._reductions import Matrices, matrices_of_tree
 from pallas_kernels._promotion import standard_promotion
 
 type Averaged = Literal["fan_in", "shorter"]
