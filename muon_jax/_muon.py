@@ -115,6 +115,7 @@ def muon(
         eps: added to the norm that divides the momentum, and to AdamW's denominator.
         weight_decay: λ of matrices, a number or a schedule; None is 0.
         weight_decay_mask: which matrices decay: a tree of booleans, or a callable that makes one.
+            All of AdamW's parameters have `adam_weight_decay`.
         mu_dtype: dtype of the momentum and of AdamW's first moment. None keeps that of the
             parameters. `"int8"` takes 8 bits (AdamW: bfloat16), and `contrib.on_host(dtype)` keeps
             large moments on the host.
@@ -132,8 +133,8 @@ def muon(
             embeddings and output heads too. Write a callable that decides leaf by leaf: it gets
             parameters in `init` and gradients in `update`, where some may be masked.
         consistent_rms: a number r for s = r·√max(fan_in, fan_out); None for `shape_scale`. With
-            0.2, updates are about as large as AdamW's: try a third, one and three times AdamW's
-            learning rate.
+            0.2, updates are about as large as AdamW's: pass what `by_use` returns, and try a third,
+            one and three times AdamW's learning rate; if three is best, go on to ten.
         preset: another Muon, by its name in `muon_jax.PRESETS`. It sets the arguments that you
             leave out, but no learning rate: keller, torch, moonlight, optax, dion, gram, levanter,
             turbo, fused_muon, moe_fp16, megatron, kimi_k3 or glm5.

@@ -38,13 +38,13 @@ GPUS = {
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 
-def any_muon(*args: Any, preset: str | None = None, **arguments: Any):
+def any_muon(*args: Any, preset: Any = None, **arguments: Any):
     """`muon`, or the optimizer of contrib that has this name or these arguments."""
-    if preset in ("nanogpt", "muonh"):
+    if isinstance(preset, str) and preset in ("nanogpt", "muonh"):
         return getattr(contrib, preset)(*args, **arguments)
     make = contrib.muonh if "adamh" in arguments else muon
     make = contrib.normuon if "normuon_b2" in arguments else make
-    return make(*args, preset=preset, **arguments) if preset else make(*args, **arguments)
+    return make(*args, **arguments, **({} if preset is None else {"preset": preset}))
 
 
 def arguments_of_functions():

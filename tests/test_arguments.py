@@ -57,7 +57,7 @@ def updated(gradients, params=PARAMS, optimizer=None, given=True):
 
 
 def of_muon(**given):
-    return lambda: muon(**{"learning_rate": 0.1, **given})
+    return lambda: helpers.any_muon(**{"learning_rate": 0.1, **given})
 
 
 def initialized(params=PARAMS, **given):

@@ -424,9 +424,10 @@ def test_ways_of_the_table_name_arguments():
 WRONG = [object(), "???", -1.0, float("nan"), 1j, jnp.ones(2), {"(": 1}, [None], True, 10**9]
 INNER = {
     name
-    for function in (contrib.muonh, contrib.normuon, scale_by_muon, newton_schulz, scale_by_normuon)
+    for function in (scale_by_muon, newton_schulz, scale_by_normuon)
     for name in inspect.signature(function).parameters
 } - {*inspect.signature(muon).parameters}
+OF_CONTRIB = {"adamh", "normuon_b2", "normuon_averaged"}
 # Pairs that contradict each other, or one that contradicts what a preset sets.
 PAIRS = [
     {"consistent_rms": 0.2},
@@ -496,7 +497,7 @@ def origin_of(preset):
 def foreign_to_the_call(message, passed, preset):
     """Arguments that a message blames, and that neither the call nor the preset has."""
     blamed = re.split(r": (?:pass|leave|set|name|give|use)\b|\bPass\b", message)[0]
-    names = {*inspect.signature(muon).parameters} | INNER
+    names = {*inspect.signature(muon).parameters} | INNER | OF_CONTRIB
     named = {n for n in names if re.search(rf"(?<![\w.]){n}(?==| must\b| compares| sums)", blamed)}
     by_preset = {*SYSTEMS[preset]} if f"{origin_of(preset)} sets" in message else set()
     fields = attributes_in(SYSTEMS.get(preset, {})) | attributes_in(passed)

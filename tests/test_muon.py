@@ -496,7 +496,7 @@ def test_wrong_calls_say_what_was_wrong(call, message):
 @pytest.mark.parametrize("name", ["beta", "eps", "normuon_b2", "consistent_rms"])
 def test_schedules_other_than_those_of_optax_are_to_be_injected(name):
     with pytest.raises(TypeError, match=f"{name} must be a number.*inject_"):
-        muon(0.1, **{name: optax.constant_schedule(0.5)})
+        helpers.any_muon(0.1, **{name: optax.constant_schedule(0.5)})
 
 
 def test_without_parameters_arrays_of_numpy_are_gradients_and_none_is_refused():

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import json
 import math
 import pickle
 
@@ -267,7 +266,6 @@ COPIES = {
     "or": lambda x: x | {},
     "ror": lambda x: {} | x,
     "unpacked": lambda x: {**x},
-    "json": lambda x: json.loads(json.dumps(x)),
 }
 
 

@@ -157,6 +157,7 @@ def _advice(
 ) -> str:
     """What to write for names, of those given, that the function does not have."""
     passed, elsewhere, others, near = [], [], [], []
+    moved: dict[str, list[str]] = {}
     for name, value in unknown.items():
         row, known = row_of(name, parameters)
         if row is None and known:
@@ -169,8 +170,7 @@ def _advice(
         elif row.chained and function.startswith("scale_by"):
             elsewhere.append(f"chain {function} with {row.chained.format(written(value))}")
         elif row.taker.startswith(CONTRIB):
-            way = way_of(row, value, None)
-            elsewhere.append(f"use {row.taker}({f'..., {way}' if way else '...'})")
+            moved.setdefault(row.taker, ["..."]).append(way_of(row, value, None) or "")
         elif way := way_of(row, value, None):
             elsewhere.append(f"{row.taker} takes {way}")
         elif row.note:
@@ -184,6 +184,7 @@ def _advice(
             f"shape_scale has no factor: multiply learning_rate by {factor} and divide weight_decay"
             " by it"
         )
+    found += [f"use {f}({', '.join(filter(None, ways))})" for f, ways in moved.items()]
     found += dict.fromkeys(elsewhere + others + [text for text in near if text])
     return f": {'; '.join(found)}" if found else ""
 

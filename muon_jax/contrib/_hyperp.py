@@ -1,9 +1,12 @@
 """HyperP: a learning rate of MuonH that is found once, for other widths, depths and tokens."""
 
 import math
+from typing import Annotated
 
+from muon_jax._argument_kinds import Number
 from muon_jax._checks import checks_arguments
 
+Size = Annotated[float, Number("(0, inf)", 12)]
 TOKENS_EXPONENT = -0.32
 
 
@@ -11,10 +14,10 @@ TOKENS_EXPONENT = -0.32
 def hyperp_learning_rate(
     learning_rate: float,
     *,
-    depth: float,
-    base_depth: float,
-    tokens: float,
-    base_tokens: float,
+    depth: Size,
+    base_depth: Size,
+    tokens: Size,
+    base_tokens: Size,
 ) -> float:
     """Transfers a learning rate of `muonh` to a model of another size.
 

@@ -5,7 +5,7 @@ import functools
 import itertools
 import re
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from muon_jax.contrib._spectra import (
     stable_rank,
     unreached_share,
 )
+from pallas_kernels._checks import shown
 from pallas_kernels._promotion import standard_promotion
 
 
@@ -50,9 +51,17 @@ class MetricsState(NamedTuple):
     metrics: dict[str, jax.Array]
 
 
+def _check_transform(name: str, value: Any) -> None:
+    if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
+        raise TypeError(
+            f"{name} must be a transformation with init and update, got {shown(value)}: pass"
+            " scale_by_muon(), for example"
+        )
+
+
 @checks_arguments
 def with_metrics(
-    transform: optax.GradientTransformation,
+    transform: Annotated[optax.GradientTransformation, _check_transform],
     weight_dimension_numbers: Views = None,
     shardings: Shardings = None,
 ) -> optax.GradientTransformationExtraArgs:

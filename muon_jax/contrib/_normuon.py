@@ -1,13 +1,13 @@
 """NorMuon: the orthogonalized update of each neuron, divided by its running root mean square."""
 
 import itertools
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._checks import checks_arguments
+from muon_jax._checks import BETA, checks_arguments
 from muon_jax._distributed.sharding import Shardings, check_shardings
 from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
@@ -37,7 +37,7 @@ class NorMuonState(NamedTuple):
 
 @checks_arguments
 def scale_by_normuon(
-    b2: float | jax.Array = 0.95,
+    b2: Annotated[float | jax.Array, BETA] = 0.95,
     eps: float | jax.Array = 1e-8,
     weight_dimension_numbers: Views = None,
     averaged: Averaged = "fan_in",

@@ -4,13 +4,13 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 import optax
 
-from muon_jax._checks import checks_arguments
+from muon_jax._checks import BETA, check_pattern, checks_arguments
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._muon import Additions, build, muon
 from muon_jax._presets import PRESETS, takes_preset, with_defaults
@@ -77,7 +77,7 @@ def _with_arguments_of_muon[R](*left_out: str) -> Callable[[Callable[..., R]], C
 @_with_arguments_of_muon()
 def normuon(
     *,
-    normuon_b2: float | jax.Array = 0.95,
+    normuon_b2: Annotated[float | jax.Array, BETA] = 0.95,
     normuon_averaged: Averaged = "fan_in",
     **arguments: Any,
 ) -> optax.GradientTransformation:
@@ -107,7 +107,7 @@ def normuon(
 @_with_arguments_of_muon("preset")
 def nanogpt(
     *,
-    normuon_b2: float | jax.Array = 0.95,
+    normuon_b2: Annotated[float | jax.Array, BETA] = 0.95,
     normuon_averaged: Averaged = "fan_in",
     **arguments: Any,
 ) -> optax.GradientTransformation:
@@ -145,7 +145,9 @@ def _normuon(
 @checks_arguments
 @with_defaults("muonh", MUONH)
 @_with_arguments_of_muon("preset")
-def muonh(*, adamh: str | None = None, **arguments: Any) -> optax.GradientTransformation:
+def muonh(
+    *, adamh: Annotated[str | None, check_pattern] = None, **arguments: Any
+) -> optax.GradientTransformation:
     """MuonH: matrices keep their norms, and steps are relative to these.
 
         contrib.muonh(0.02, muon_weight_dimension_numbers=routes)
