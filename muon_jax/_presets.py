@@ -185,7 +185,7 @@ def arguments_of(preset: str | None) -> dict[str, Any]:
     """
     if preset is None:
         return {}
-    if preset in MOVED_PRESETS:
+    if isinstance(preset, str) and preset in MOVED_PRESETS:
         raise ValueError(f"preset={preset!r} is a function now: use {MOVED_PRESETS[preset]}")
     check_name("preset", preset, sorted(_ARGUMENTS))
     return _ARGUMENTS[preset]

@@ -22,19 +22,20 @@ from muon_jax._distributed.sharding import (
 )
 from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
-from muon_jax._numerics import norm_of_any_size, wide
+from muon_jax._numerics import wide
 from muon_jax._transforms.momentum import MuonState
 from muon_jax._transforms.skipping import Present
 from muon_jax._tree_checks import check_state
-from muon_jax._trees import fill_missing, is_placeholder
+from muon_jax._trees import fill_missing
 from muon_jax.contrib._quantized import QUANTIZED
-from muon_jax.contrib._reductions import Matrices, matrices_of_tree, stack
+from muon_jax.contrib._reductions import Matrices, matrices_of_tree, norm_of_any_size, stack
 from muon_jax.contrib._spectra import (
     grams_of,
     orthogonality_residual,
     stable_rank,
     unreached_share,
 )
+from muon_jax.contrib._trees import is_placeholder
 from pallas_kernels._checks import shown
 from pallas_kernels._promotion import standard_promotion
 

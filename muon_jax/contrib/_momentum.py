@@ -51,28 +51,17 @@ def convert_momentum(
             " constant beta, or start from a new state, optimizer.init(params)"
         )
     exponent = (target != "heavy_ball") - (source != "heavy_ball")
-    found = []
+    factor = (1 - beta) ** exponent
 
-    def convert_node(node: Any) -> Any:
-        if not isinstance(node, MuonState):
-            return node
-        found.append(node)
-        factor = (1 - beta) ** exponent
+    def scale(m: Any) -> Any:
+        return QUANTIZED.save(QUANTIZED.load(m) * factor, m, None)
 
-        def scale(m: Any) -> Any:
-            return QUANTIZED.save(QUANTIZED.load(m) * factor, m, None)
-
+    def convert(node: MuonState) -> MuonState:
         scale_there = functools.partial(map_where_it_is, scale)
         mu = QUANTIZED.map(scale_there, QUANTIZED.unpack(node.mu))
         return node._replace(mu=boxed_momenta(mu))
 
-    state = jax.tree.map(convert_node, state, is_leaf=lambda node: isinstance(node, MuonState))
-    if not found:
-        raise ValueError(
-            f"state must have a MuonState in it, got {type(state).__name__} with none: pass the"
-            " state of muon or scale_by_muon"
-        )
-    return state
+    return _with_nodes(convert, state, (MuonState,), "a MuonState")
 
 
 @checks_arguments
@@ -94,13 +83,8 @@ def cast_momentum(
     storage = storage_of(mu_dtype)
     if storage.dtype is None:
         raise ValueError("mu_dtype must be a dtype, got None: pass mu_dtype='float32', for example")
-    nodes = MuonState, optax.ScaleByAdamState
-    found = []
 
-    def cast_node(node: Any) -> Any:
-        if not isinstance(node, nodes):
-            return node
-        found.append(node)
+    def cast(node: Any) -> Any:
         mu = QUANTIZED.unpack(node.mu)
         shapes = QUANTIZED.map(QUANTIZED.shape_of, mu)
         check_mu_dtype(shapes, storage.dtype)
@@ -109,10 +93,25 @@ def cast_momentum(
         mu = cast_mu(mu, own.dtype, whole_tree(shapes, shardings))
         return own.memory.place(node._replace(mu=boxed_momenta(mu)))
 
-    state = jax.tree.map(cast_node, state, is_leaf=lambda node: isinstance(node, nodes))
+    return _with_nodes(cast, state, (MuonState, optax.ScaleByAdamState), "momenta")
+
+
+def _with_nodes(
+    convert: Callable[[Any], Any], state: Any, types: tuple[type, ...], what: str
+) -> Any:
+    """Returns the state with its nodes of these types converted. It must have one."""
+    found = []
+
+    def convert_node(node: Any) -> Any:
+        if not isinstance(node, types):
+            return node
+        found.append(node)
+        return convert(node)
+
+    state = jax.tree.map(convert_node, state, is_leaf=lambda node: isinstance(node, types))
     if not found:
         raise ValueError(
-            f"state must have momenta in it, got {type(state).__name__} with none: pass the state"
+            f"state must have {what} in it, got {type(state).__name__} with none: pass the state"
             " of muon or scale_by_muon"
         )
     return state

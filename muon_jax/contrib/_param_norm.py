@@ -45,11 +45,8 @@ def scale_to_param_norm(
     Raises:
         ValueError: `update` got no `params`, a parameter is no matrix, or `shardings` is missing or
             does not fit.
-        NotImplementedError: one of
-
-            *   on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an axis apart
-                where its sharding does not;
-            *   the shard_map is over only some axes of a mesh.
+        NotImplementedError: on explicit axes or in a shard_map, a view takes an axis apart where
+            its sharding does not; or a shard_map is over only some axes of a mesh.
 
     References:
         MuonH in `levanter <https://github.com/marin-community/marin>`_.
@@ -78,11 +75,8 @@ def keep_param_norm(
     Raises:
         ValueError: `update` got no `params`, a parameter is no matrix, or `shardings` is missing or
             does not fit.
-        NotImplementedError: one of
-
-            *   on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an axis apart
-                where its sharding does not;
-            *   the shard_map is over only some axes of a mesh.
+        NotImplementedError: on explicit axes or in a shard_map, a view takes an axis apart where
+            its sharding does not; or a shard_map is over only some axes of a mesh.
     """
 
     def back_to_norm(matrices: Matrices, u: jax.Array, p: jax.Array) -> jax.Array:

@@ -21,8 +21,9 @@ from muon_jax._matrices.views import Views, assigned_views
 from muon_jax._numerics import over
 from muon_jax._transforms.rounding import Rounding, cast_like
 from muon_jax._transforms.storage import Storage
-from muon_jax._trees import in_box_of, is_box
+from muon_jax._trees import is_box
 from muon_jax.contrib._on_host import map_where_it_is, to_device
+from muon_jax.contrib._trees import in_box_of
 
 LARGEST_CODE = 127
 # The code k stands for k·(|k| + OFFSET): steps between small entries of a block are finer.
@@ -151,12 +152,31 @@ class Int8(Storage):
         return quantize(x, axes, counts, key, None if key is None else dequantize(like))
 
     def unpack(self, mu: Any) -> Any:
-        """See `with_quantized`."""
-        return with_quantized(mu)
+        """Returns momenta with `Quantized` in the place of mappings that have its fields.
+
+        `nnx.Optimizer` makes an `nnx.State` of each in its updates, and restored trees may have
+        dicts. A `Quantized` of Flax's boxes becomes a box with a `Quantized` in it, as the
+        gradients have.
+        """
+
+        def convert(node: Any) -> Any:
+            node = Quantized(**node) if _has_fields(node) else node
+            if not _is_quantized(node) or not is_box(node.codes):
+                return node
+            arrays: Any = node._make(jax.tree.leaves(x)[0] for x in node)
+            return in_box_of(node.codes, arrays, range(arrays.codes.ndim))
+
+        return jax.tree.map(convert, mu, is_leaf=_stands_for_momentum)
 
     def pack(self, mu: Any, given: Any) -> Any:
-        """See `in_form_of`."""
-        return in_form_of(mu, given)
+        """The inverse of `unpack`: mappings are where they are in `given`."""
+
+        def convert(node: Any, m: Any) -> Any:
+            if _has_fields(node):
+                return type(node)(m._asdict())
+            return boxed_momenta(m) if _is_quantized(node) else m
+
+        return jax.tree.map(convert, given, mu, is_leaf=_stands_for_momentum)
 
     def check(self, mu: Any, gradients: Any, shardings: Shardings, rounding: Rounding) -> None:
         """Raises ValueError where a large momentum is an array, or is as in version 0.2.0."""
@@ -280,36 +300,6 @@ def dequantize(m: Any) -> Any:
     return x * _of_entries(_power(m.columns.astype(jnp.int32)), axes.rows, shape)
 
 
-def with_quantized(mu: Any) -> Any:
-    """Returns momenta with `Quantized` in the place of mappings that have its fields.
-
-    `nnx.Optimizer` makes an `nnx.State` of each in its updates, and restored trees may have dicts.
-    A `Quantized` of Flax's boxes becomes a box with a `Quantized` in it, as the gradients have.
-    """
-
-    def convert(node: Any) -> Any:
-        node = Quantized(**node) if _has_fields(node) else node
-        if not _is_quantized(node) or not is_box(node.codes):
-            return node
-        arrays: Any = node._make(jax.tree.leaves(x)[0] for x in node)
-        return in_box_of(node.codes, arrays, range(arrays.codes.ndim))
-
-    return jax.tree.map(convert, mu, is_leaf=lambda node: _has_fields(node) or _is_quantized(node))
-
-
-def in_form_of(mu: Any, given: Any) -> Any:
-    """The inverse of `with_quantized`: mappings are where they are in `given`."""
-
-    def convert(node: Any, m: Any) -> Any:
-        if _has_fields(node):
-            return type(node)(m._asdict())
-        return boxed_momenta(m) if _is_quantized(node) else m
-
-    return jax.tree.map(
-        convert, given, mu, is_leaf=lambda node: _has_fields(node) or _is_quantized(node)
-    )
-
-
 def boxed_momenta(mu: Any) -> Any:
     """Returns momenta with a `Quantized` of Flax's boxes in place of a box around a `Quantized`.
 
@@ -401,6 +391,10 @@ def _has_fields(node: Any) -> bool:
         *Quantized._fields
     }
     return is_mapping and getattr(node["codes"], "dtype", None) == jnp.int8
+
+
+def _stands_for_momentum(node: Any) -> bool:
+    return _has_fields(node) or _is_quantized(node)
 
 
 def _is_quantized(node: Any) -> bool:

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 from muon_jax import NewtonSchulz, scale_by_muon
-from muon_jax._numerics import norm_of_any_size
 from muon_jax.contrib import (
     keep_param_norm,
     normuon,
@@ -18,6 +17,7 @@ from muon_jax.contrib import (
     scale_to_param_norm,
     with_metrics,
 )
+from muon_jax.contrib._reductions import norm_of_any_size
 
 ORTHOGONAL = functools.partial(scale_by_muon, ns_steps=2, ns_coeffs=NewtonSchulz(dtype=None))
 OPTIMIZERS = {
