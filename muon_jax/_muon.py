@@ -104,7 +104,7 @@ def muon(
 
     With the learning rate η and the weight decay λ, a matrix W changes by -η(s·O + λW). O is the
     output of `scale_by_muon`, and s depends on the shape of W alone. The defaults are those of
-    optax.
+    optax. A parameter whose gradient is None is skipped.
 
     Args:
         learning_rate: η, a number or a schedule.
@@ -160,7 +160,8 @@ def muon(
         TypeError: unknown argument, wrong type, or a schedule where a number is required.
         ValueError: a value out of range, two arguments that contradict each other, views or
             gradients that do not fit the parameters, coefficients that are unsafe in their dtype,
-            or shardings that are missing or wrong. Schedules are checked outside of `jit`, too.
+            or shardings that are missing or wrong. Under `optax.inject_hyperparams`, a preset; or
+            parameters of 16 bits without `hyperparam_dtype=jnp.float32`.
         NotImplementedError: the named implementation cannot run here.
 
     References:
