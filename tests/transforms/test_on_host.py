@@ -207,6 +207,14 @@ def test_converted_states_stay_on_the_host():
     assert kinds(found) == ({HOST}, {DEVICE})
 
 
+def test_cast_momentum_moves_a_state_to_the_host():
+    params, optimizer = drawn(0), ON_HOST("bfloat16")
+    state = cast_momentum(MUON().init(params), on_host("bfloat16"))
+    assert kinds(state) == ({HOST}, {DEVICE})
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, optimizer.init(params))
+    jax.eval_shape(optimizer.update, params, state, params)
+
+
 def test_a_checkpoint_is_restored_to_the_host(tmp_path):
     optimizer = ON_HOST()
     blank = optimizer.init(drawn(0))
