@@ -45,7 +45,7 @@ from gpt_model import (
     shardings_of,
 )
 from gpt_report import Metrics, plot, read, table
-from muon_jax import Routes, by_use, muon
+from muon_jax import Routes, by_use, contrib, muon
 
 # What decides the numbers of a run; a checkpoint goes on only under the same.
 RECORDED = (
@@ -99,7 +99,10 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
         if keeps_norms(options):
             scale = {"adam_learning_rate": lambda step: 3 / 13 * schedule(step)}
             scale |= {"adamh": "^head/kernel$"}
-        optimizer = (muon if options.optimizer == "muon" else optax.contrib.muon)(
+        make = muon if options.optimizer == "muon" else optax.contrib.muon
+        if options.preset in ("muonh", "nanogpt"):
+            make = getattr(contrib, chosen.pop("preset"))
+        optimizer = make(
             schedule,
             adam_b2=0.95,
             adam_weight_decay=0.0,

@@ -29,20 +29,9 @@ from muon_jax._matrices.shape_factors import ScaleOfBlocks
 from muon_jax._matrices.view_checks import check_views, check_views_fit
 from muon_jax._matrices.views import Views
 from muon_jax._transforms.momentum import Momentum, MuonState, accumulation
-from muon_jax._transforms.on_host import MemoryKind, check_memory, map_leaf_by_leaf, place_state
-from muon_jax._transforms.quantized import (
-    check_stored,
-    dequantize,
-    in_form_of,
-    is_int8,
-    map_momenta,
-    shapes_of_momenta,
-    store,
-    with_quantized,
-    zero_momenta,
-)
-from muon_jax._transforms.rounding import Rounding, check_rounding, random_keys, widen
+from muon_jax._transforms.rounding import Rounding, random_keys, widen
 from muon_jax._transforms.skipping import settled_views, skip_missing
+from muon_jax._transforms.storage import Storage, storage_of
 from muon_jax._tree_checks import (
     check_floats,
     check_gradients,
@@ -58,7 +47,7 @@ def scale_by_muon(
     ns_steps: int | jax.Array = 5,
     beta: float | jax.Array = 0.95,
     eps: float | jax.Array = 1e-8,
-    mu_dtype: jax.typing.DTypeLike | None = None,
+    mu_dtype: jax.typing.DTypeLike | Storage | None = None,
     *,
     nesterov: bool = True,
     adaptive: bool = False,
@@ -73,7 +62,6 @@ def scale_by_muon(
     outside: Outside = ("faster", "raise"),
     bandwidth: Mapping[str, float] | None = None,
     latency: Mapping[str, float] | None = None,
-    state_memory_kind: MemoryKind = "device",
     scale_of_blocks: ScaleOfBlocks = "none",
     block_period: int | None = None,
     block_gain: optax.ScalarOrSchedule = 1.0,
@@ -111,8 +99,9 @@ def scale_by_muon(
             `"heavy_ball"` grows to 1/(1 - β) times the gradients. In float16 it overflows where
             gradients exceed 65504·(1 - β), 3275 for β = 0.95. Later updates are then NaN: pass
             `"bfloat16"` there, or another form of `momentum`. `"int8"` keeps momenta of 4096 or
-            more entries as `Quantized`, in 8 bits with scales for rows and columns, and others in
-            float32. Updates compute in float32.
+            more entries as `contrib.Quantized`, in 8 bits with scales for rows and columns, and
+            others in float32. Updates compute in float32. `contrib.on_host(dtype)` keeps large
+            momenta in the memory of the host.
         nesterov: whether to use Nesterov momentum.
         adaptive: whether to multiply the update o of a parameter by its dual norm ⟨u, o⟩
             (`Bernstein and Newhouse <https://arxiv.org/abs/2409.20325>`_). The dual norm of a stack
@@ -177,10 +166,6 @@ def scale_by_muon(
             `distributed_gram=None` and `outside="faster"` choose. It changes results by that choice
             alone. An axis that is left out has what was measured on NVLink, on any platform.
         latency: seconds that a collective over a mesh axis takes besides, by its name.
-        state_memory_kind: `"device"`, or `"pinned_host"` to keep momenta of 65,536 or more entries
-            in the memory of the host, and AdamW's moments in that of `muon`. Updates stream them:
-            each comes to the device when its gradient is there, is updated, and goes back. The
-            results are the same. On each device 256 MiB are under way at once, or one momentum.
         scale_of_blocks: the scale by the shape of a matrix that a later transformation, such as
             `scale_by_shape`, multiplies updates by. The update of a block is multiplied by the
             scale of the block over the scale of its matrix, so that it has in the end its own:
@@ -226,43 +211,41 @@ def scale_by_muon(
     links = Links.of_arguments(bandwidth, latency)
     limits = Limits(distributed_gram, exchanged, scale_of_blocks, links)
     seen = SeenShardings()
-    rounding = mu_rounding or ("stochastic" if is_int8(mu_dtype) else "nearest")
+    storage = storage_of(mu_dtype)
+    rounding = mu_rounding or storage.rounding
 
     def init_fn(params: optax.Params) -> MuonState:
         check_params(params)
         check_floats(params)
-        check_mu_dtype(params, mu_dtype)
+        check_mu_dtype(params, storage.dtype)
         if not is_in_shard_map():  # where arrays are shards
             check_views_fit(weight_dimension_numbers, params)
             iterations_of(params)  # raises where coefficients do not fit
         warn_of_other_shardings(params, shardings)
         seen.see(params)
-        mu = zero_momenta(params, mu_dtype, shardings, weight_dimension_numbers)
-        return place_state(MuonState(jnp.zeros([], jnp.int32), mu), state_memory_kind)
+        mu = storage.init(params, weight_dimension_numbers, shardings)
+        return storage.memory.place(MuonState(jnp.zeros([], jnp.int32), mu))
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None, whole: optax.Updates
     ) -> tuple[optax.Updates, MuonState]:
         del params
-        given, state = state.mu, state._replace(mu=with_quantized(state.mu))
-        shapes = shapes_of_momenta(state.mu)
-        check_gradients(updates, shapes if is_int8(mu_dtype) else state.mu, "the state")
-        check_memory(state, state_memory_kind)
-        if is_int8(mu_dtype):
-            check_stored(state.mu, whole_tree(updates, shardings))
-        elif rounding == "stochastic":
-            check_rounding(updates, state.mu)
+        given, state = state.mu, state._replace(mu=storage.unpack(state.mu))
+        shapes = storage.map(storage.shape_of, state.mu)
+        check_gradients(updates, shapes, "the state")
+        storage.memory.check(state)
+        storage.check(state.mu, updates, shardings, rounding)
         count = jnp.asarray(optax.safe_increment(state.count))
         accumulate = accumulation(momentum, beta, count, nesterov)
 
         def update_leaf(m: Any, g: jax.Array, key: jax.Array | None) -> tuple[Any, Any]:
-            u, new = accumulate(*widen(g, dequantize(m), rounding))
-            return u, store(new, m, key)
+            u, new = accumulate(*widen(g, storage.load(m), rounding))
+            return u, storage.save(new, m, key)
 
         keys: list[Any] = [None] * len(jax.tree.leaves(updates))
         if rounding == "stochastic":
             keys = random_keys(updates, count, shardings)
-        u, mu = map_leaf_by_leaf(update_leaf, state.mu, updates, keys, are_read_again=True)
+        u, mu = storage.update_leaves(update_leaf, state.mu, updates, keys, are_read_again=True)
         every = u if whole is updates else whole
         seen.see(every)
         known = seen.known(every, shardings)
@@ -278,9 +261,7 @@ def scale_by_muon(
             return o.astype(jnp.result_type(g.dtype, m.dtype, beta, eps))  # as in optax
 
         orthogonal = jax.tree.map(cast, orthogonal, updates, shapes)
-        return orthogonal, MuonState(count, in_form_of(mu, given))
+        return orthogonal, MuonState(count, storage.pack(mu, given))
 
-    update = standard_promotion()(
-        skip_missing(update_fn, "mu", lambda s: map_momenta(dequantize, with_quantized(s.mu)))
-    )
+    update = standard_promotion()(skip_missing(update_fn, "mu", storage, has_momenta=True))
     return optax.GradientTransformation(init_fn, update)

@@ -9,12 +9,14 @@ Both processes run at once.
 A configuration's digest is the SHA-256 of all arrays that it returns: paths, dtypes, shapes, and
 the bytes of every shard. The script exits with status 1 when a digest differs, when a configuration
 raises an error of another type, or when only one of the trees has it. It uses public names alone,
-so it runs on any version (`iteration` spells what moved).
+so it runs on any version (`iteration`, `optimizer` and `contrib`
+spell what moved).
 """
 
 import argparse
 import functools
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -356,6 +358,32 @@ def iteration(coeffs: Any = "standard", **attributes: Any) -> dict[str, Any]:
     return {"ns_coeffs": coeffs, **{old.get(name, name): x for name, x in attributes.items()}}
 
 
+def contrib() -> Any:
+    """The module that has what few users need: in older trees, the package itself."""
+    try:
+        return importlib.import_module("muon_jax.contrib")
+    except ImportError:
+        return importlib.import_module("muon_jax")
+
+
+def optimizer(*args: Any, **arguments: Any) -> Any:
+    """`muon` with these arguments, of which some made functions of contrib later."""
+    import muon_jax
+
+    place, preset = contrib(), arguments.get("preset")
+    if place is muon_jax:
+        if arguments.pop("on_host", False):
+            arguments["state_memory_kind"] = "pinned_host"
+        return muon_jax.muon(*args, **arguments)
+    if arguments.pop("on_host", False):
+        arguments["mu_dtype"] = place.on_host(arguments.get("mu_dtype"))
+    if preset in ("nanogpt", "muonh"):
+        del arguments["preset"]
+        return getattr(place, preset)(*args, **arguments)
+    make = place.normuon if "normuon_b2" in arguments else muon_jax.muon
+    return make(*args, **arguments)
+
+
 def define_updates() -> None:
     """Adds the configurations of optimizers on one device."""
     import jax
@@ -371,8 +399,24 @@ def define_updates() -> None:
     def of(name: str, params: Callable[[], Any], make: Callable[..., Any], **kwargs: Any) -> None:
         add(f"update, {name}", lambda: updates_of(make(**kwargs), params()))
 
-    for preset in muon_jax.PRESETS:
-        updates(f"preset {preset}", muon, 0.02, preset=preset)
+    for preset in dict.fromkeys([*muon_jax.PRESETS, "nanogpt", "muonh"]):
+        adamh = {"adamh": None} if preset == "muonh" else {}
+        updates(f"preset {preset}", optimizer, 0.02, preset=preset, **adamh)
+    large = {"up": (64, 96), "down": (96, 64), "head": (512, 160), "bias": (64,)}
+    of_large = {name: MuonDimensionNumbers() if name in ("up", "down") else None for name in large}
+
+    def stored(**arguments: Any) -> Any:
+        params = {name: normal(i, shape) for i, (name, shape) in enumerate(large.items())}
+        made = optimizer(0.02, muon_weight_dimension_numbers=of_large, **arguments)
+        return updates_of(made, params)
+
+    for mu_dtype in (None, "bfloat16", "int8"):
+        add(f"update, muon, {mu_dtype} on the host", stored, on_host=True, mu_dtype=mu_dtype)
+    add("update, muon, int8", stored, mu_dtype="int8")
+    add("update, muon, int8 to nearest", stored, mu_dtype="int8", mu_rounding="nearest")
+    add("update, nanogpt, int8", stored, preset="nanogpt", mu_dtype="int8")
+    add("update, muonh, head", stored, preset="muonh", adamh="head", mu_dtype="bfloat16")
+    add("update, muon, cast", lambda: contrib().cast_momentum(stored()[1], "int8"))
     for name in ("balanced", "cans", "polar_express"):
         updates(f"muon, {name}", muon, 0.02, name)
     updates("muon, no Nesterov momentum", muon, 0.02, nesterov=False)
@@ -394,7 +438,9 @@ def define_updates() -> None:
         updates(f"muon, scale {scale}", muon, 0.02, shape_scale=scale, **iteration(method="gram"))
     updates("muon, consistent_rms", muon, 0.02, consistent_rms=0.2, adam_learning_rate=1e-3)
     for averaged in ("fan_in", "shorter"):
-        updates(f"muon, NorMuon {averaged}", muon, 0.02, normuon_b2=0.9, normuon_averaged=averaged)
+        updates(
+            f"muon, NorMuon {averaged}", optimizer, 0.02, normuon_b2=0.9, normuon_averaged=averaged
+        )
     rounding = {"mu_dtype": "bfloat16", "mu_rounding": "stochastic"}
     updates("muon, stochastic rounding", muon, 0.02, **rounding)
     updates("muon, momentum in bfloat16", muon, 0.02, mu_dtype="bfloat16", **iteration(dtype=None))
@@ -414,7 +460,8 @@ def define_updates() -> None:
     routed = {"learning_rate": 0.02, "muon_weight_dimension_numbers": muon_jax.by_role}
     of("by_role", gpt, muon, **routed)
     of("by_role, balanced, moonlight", gpt, muon, **routed, ns_coeffs="balanced", preset="torch")
-    of("by_role, nanogpt", gpt, muon, **routed, preset="nanogpt")
+    of("by_role, nanogpt", gpt, optimizer, **routed, preset="nanogpt")
+    of("by_role, muonh", gpt, optimizer, **routed, preset="muonh")
 
     # Matrices of 16 × 32 and of 16 × 16, so that programs are small.
     shapes = {"plain": (32, 16), "filters": (2, 2, 4, 32), "heads": (16, 4, 8)}
@@ -442,32 +489,32 @@ def define_updates() -> None:
     of("views, cans", viewed, scale_by_muon, **by_views, ns_coeffs="cans")
     of("views, a callable", viewed, scale_by_muon, weight_dimension_numbers=lambda params: views)
     in_muon = {"learning_rate": 0.02, "muon_weight_dimension_numbers": views}
-    of("views, NorMuon", viewed, muon, **in_muon, normuon_b2=0.9, consistent_rms=0.2)
+    of("views, NorMuon", viewed, optimizer, **in_muon, normuon_b2=0.9, consistent_rms=0.2)
     add(
         "update, views, by_normuon, norms",
         lambda: updates_of(
             optax.chain(
                 scale_by_muon(**by_views),
-                muon_jax.scale_by_normuon(0.9, 1e-8, views, "shorter"),
-                muon_jax.scale_to_param_norm(views),
+                contrib().scale_by_normuon(0.9, 1e-8, views, "shorter"),
+                contrib().scale_to_param_norm(views),
                 optax.scale(-0.1),
-                muon_jax.keep_param_norm(views),
+                contrib().keep_param_norm(views),
             ),
             viewed(),
         ),
     )
-    measured = functools.partial(muon_jax.with_metrics, scale_by_muon(**by_views), views)
+    measured = functools.partial(contrib().with_metrics, scale_by_muon(**by_views), views)
     of("views, with_metrics", viewed, measured)
 
     def clipped() -> Any:
         params = {"attention": {"query": normal(0, (16, 16)), "key": normal(1, (16, 8))}}
         half = ((4, 0.5),)
         heads = {
-            "query$": muon_jax.QueryHeads(half, key_heads=2),
-            "key$": muon_jax.KeyHeads(half),
+            "query$": contrib().QueryHeads(half, key_heads=2),
+            "key$": contrib().KeyHeads(half),
         }
         logits = {"attention": jnp.array([0.5, 2.0, 300.0, jnp.inf])}
-        transform = optax.chain(muon(0.02), muon_jax.qk_clip(1.0, heads))
+        transform = optax.chain(muon(0.02), contrib().qk_clip(1.0, heads))
         return updates_of(transform, params, max_logits=logits)
 
     def injected(*args: Any, static: tuple[str, ...] = (), **kwargs: Any) -> Any:
@@ -481,7 +528,7 @@ def define_updates() -> None:
 
     def converted() -> Any:
         _, state = updates_of(muon(0.02), parameters())
-        convert = muon_jax.convert_momentum
+        convert = contrib().convert_momentum
         return convert(state, source="bias_corrected", target="heavy_ball", beta=0.95)
 
     add("update, qk_clip", clipped)
@@ -505,7 +552,6 @@ def define_sharded() -> None:
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    import muon_jax
     from muon_jax import MuonDimensionNumbers, Split, muon, newton_schulz, scale_by_muon
 
     if len(jax.devices()) < 8:
@@ -543,7 +589,7 @@ def define_sharded() -> None:
         title = f"sharded, {mesh}, {kind.name}, {name}"
         add(title, lambda: updates_of(make(**kwargs), placed(mesh, kind)))
 
-    at = functools.partial(functools.partial, muon, 0.02)
+    at = functools.partial(functools.partial, optimizer, 0.02)
     for mesh in meshes:
         for kind in (auto, explicit):
             sharded("plain", mesh, kind)
@@ -612,7 +658,7 @@ def define_sharded() -> None:
 
     def measured() -> Any:
         transform = scale_by_muon(weight_dimension_numbers=views)
-        return updates_of(muon_jax.with_metrics(transform, views), placed("both"))
+        return updates_of(contrib().with_metrics(transform, views), placed("both"))
 
     def injected() -> Any:
         import optax

@@ -16,20 +16,22 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import muon_jax
 from muon_jax import (
-    KeyHeads,
     MuonDimensionNumbers,
     NewtonSchulz,
-    QueryHeads,
     Split,
     Unfold,
     by_role,
     describe,
     explain,
-    keep_param_norm,
     muon,
     newton_schulz,
-    qk_clip,
     scale_by_muon,
+)
+from muon_jax.contrib import (
+    KeyHeads,
+    QueryHeads,
+    keep_param_norm,
+    qk_clip,
     scale_by_normuon,
     scale_to_param_norm,
     with_metrics,
@@ -55,7 +57,7 @@ def updated(gradients, params=PARAMS, optimizer=None, given=True):
 
 
 def of_muon(**given):
-    return lambda: muon(**{"learning_rate": 0.1, **given})
+    return lambda: helpers.any_muon(**{"learning_rate": 0.1, **given})
 
 
 def initialized(params=PARAMS, **given):
@@ -126,8 +128,9 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             )
             for name, given in {
                 "adaptive=True": {"adaptive": True},
-                "normuon_b2": {"normuon_b2": 0.9},
-                "fixed_norms=True": {"fixed_norms": True},
+                "contrib.normuon": {"normuon_b2": 0.9},
+                "contrib.nanogpt": {"preset": "nanogpt"},
+                "contrib.muonh": {"adamh": None},
             }.items()
         ),
         (
@@ -140,11 +143,16 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
         (of_muon(latency={"x": "1"}), Type, r"latency\['x'\] must be one real number, got '1'"),
         *(
             (
-                of_muon(block_period=2, **{name: given}),
+                of_muon(block_period=2, **given),
                 Value,
                 rf"{name}.* sums over .* block_period=2 .*: leave out {name}.*, or block_period",
             )
-            for name, given in {"adaptive": True, "normuon_b2": 0.9, "fixed_norms": True}.items()
+            for name, given in {
+                "adaptive=True": {"adaptive": True},
+                "contrib.normuon": {"normuon_b2": 0.9},
+                "contrib.nanogpt": {"preset": "nanogpt"},
+                "contrib.muonh": {"adamh": None},
+            }.items()
         ),
         (
             of_muon(block_learning_rate=0.1),
@@ -219,7 +227,11 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             Value,
             r"implementation must be one of .* None, got ''",
         ),
-        (of_muon(normuon_averaged="x"), Value, r"normuon_averaged must be one of .*, got 'x'"),
+        (
+            of_muon(normuon_b2=0.9, normuon_averaged="x"),
+            Value,
+            r"normuon_averaged must be one of .*, got 'x'",
+        ),
         (of_muon(preset="kellr"), Value, "got 'kellr': did you mean 'keller'"),
         (of_muon(ns_coeffs="balancd"), Value, "got 'balancd': did you mean 'balanced'"),
         (of_muon(momentum="ema_"), Value, "got 'ema_': did you mean 'ema'"),
@@ -420,16 +432,17 @@ def test_mistakes_are_refused(call, error, message):
 def test_every_argument_of_muon_is_checked():
     """A new argument needs a declaration, or a value that no argument takes passes."""
     nothing = object()
-    for name in inspect.signature(muon).parameters:
-        with pytest.raises((TypeError, ValueError), match=name.removeprefix("muon_")):
-            muon(**{"learning_rate": 0.1, name: nothing})
+    for make in (muon, muon_jax.contrib.normuon, muon_jax.contrib.nanogpt, muon_jax.contrib.muonh):
+        for name in inspect.signature(make).parameters:
+            with pytest.raises((TypeError, ValueError), match=name.removeprefix("muon_")):
+                make(**{"learning_rate": 0.1, name: nothing})
 
 
 def test_traced_numbers_are_taken():
     names = ("learning_rate", "beta", "eps", "weight_decay", "adam_b1", "adam_b2", "normuon_b2")
 
     def update(values):
-        optimizer = muon(**values, ns_steps=1)
+        optimizer = helpers.any_muon(**values, ns_steps=1)
         return optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)[0]
 
     values = {name: jnp.array(0.5) for name in names}
@@ -521,7 +534,7 @@ def test_promotion_may_be_strict(ns_coeffs):
     ],
 )
 def test_muon_is_traced_under_strict_promotion(arguments):
-    optimizer = with_metrics(muon(0.1, ns_steps=1, **arguments))
+    optimizer = with_metrics(helpers.any_muon(0.1, ns_steps=1, **arguments))
     params = {"w": MATRIX.astype("bfloat16"), "b": PARAMS["b"]}
 
     def update(params):

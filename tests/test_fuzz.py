@@ -27,9 +27,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import muon_jax
+import muon_jax.contrib
 import pallas_kernels
-from muon_jax import KeyHeads, MuonDimensionNumbers, NewtonSchulz, QueryHeads, Split, Unfold
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, Split, Unfold
 from muon_jax._iteration.published import NAMED
+from muon_jax.contrib import KeyHeads, QueryHeads
 
 CASES = int(os.environ.get("MUON_JAX_FUZZ_CASES", 5000))
 OURS = tuple(str(Path(p.__file__).parent) for p in (muon_jax, pallas_kernels, optax))
@@ -83,7 +85,7 @@ ARGUMENTS = {
     "b2": BETA,
     "adam_b1": BETA,
     "adam_b2": BETA,
-    "normuon_b2": ([*BETAS, None], NOT_IN_UNIT),
+    "normuon_b2": (BETAS, [*NOT_IN_UNIT, None]),
     "eps": EPS,
     "adam_eps": ([*EPSILONS, None], NOT_POSITIVE),
     "adam_eps_root": EPS,
@@ -133,13 +135,12 @@ ARGUMENTS = {
     "normuon_averaged": NAME("fan_in", "shorter"),
     "averaged": NAME("fan_in", "shorter"),
     "mu_rounding": NAME("nearest", None),
-    "state_memory_kind": NAME("device", "pinned_host"),
     "method": NAME("standard", None),
     "implementation": NAME("xla", None),
     "max_group_bytes": ([0, 2**20, None], [*NO_INTEGER, jnp.array(1), float("inf")]),
     "preset": NAME("keller", "moonlight", None),
     "mu_dtype": (
-        ["float32", jnp.float32, "int8", None],
+        ["float32", jnp.float32, "int8", None, muon_jax.contrib.on_host("int8")],
         [*NO_DTYPE[1:], "int16", "auto", "float8_e4m3fn"],
     ),
     "dtype": (["float32", "auto", None, jnp.dtype("float32")], NO_DTYPE),
@@ -175,8 +176,9 @@ MATRIX = jnp.asarray(np.random.default_rng(0).standard_normal((4, 6)), jnp.float
 ABSTRACT = jax.ShapeDtypeStruct((4, 6), jnp.float32)
 MLP = {"up": ABSTRACT, "down": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
 PARAMS = {"h_0": {"mlp": MLP}}
-of_muon, of_scale = (
-    {*inspect.signature(f).parameters} for f in (muon_jax.muon, muon_jax.scale_by_muon)
+of_muon, of_normuon, of_scale = (
+    {*inspect.signature(f).parameters}
+    for f in (muon_jax.muon, muon_jax.contrib.normuon, muon_jax.scale_by_muon)
 )
 of_iteration = "ns_coeffs ns_steps eps eps_mode dtype preconditioning method implementation"
 of_object = "coeffs steps dtype method implementation max_group_bytes"
@@ -190,30 +192,39 @@ def traced(function, *operands):
 # A call, the names that it always gets, and the names that it may get.
 CALLS = {
     "muon": (muon_jax.muon, ["learning_rate"], [n for n in ARGUMENTS if n in of_muon][1:]),
+    "normuon": (
+        muon_jax.contrib.normuon,
+        ["learning_rate"],
+        [n for n in ARGUMENTS if n in of_normuon][1:],
+    ),
     "scale_by_muon": (
         muon_jax.scale_by_muon,
         [],
         [n for n in ARGUMENTS if n in of_scale],
     ),
     "scale_by_normuon": (
-        muon_jax.scale_by_normuon,
+        muon_jax.contrib.scale_by_normuon,
         [],
         "b2 eps averaged weight_dimension_numbers shardings".split(),
     ),
-    "keep_param_norm": (muon_jax.keep_param_norm, [], ["weight_dimension_numbers", "shardings"]),
-    "scale_to_param_norm": (
-        muon_jax.scale_to_param_norm,
+    "keep_param_norm": (
+        muon_jax.contrib.keep_param_norm,
         [],
         ["weight_dimension_numbers", "shardings"],
     ),
-    "with_metrics": (muon_jax.with_metrics, ["transform"], ["weight_dimension_numbers"]),
-    "qk_clip": (muon_jax.qk_clip, ["threshold", "heads"], []),
+    "scale_to_param_norm": (
+        muon_jax.contrib.scale_to_param_norm,
+        [],
+        ["weight_dimension_numbers", "shardings"],
+    ),
+    "with_metrics": (muon_jax.contrib.with_metrics, ["transform"], ["weight_dimension_numbers"]),
+    "qk_clip": (muon_jax.contrib.qk_clip, ["threshold", "heads"], []),
     "KeyHeads": (KeyHeads, ["parts"], ["axis", "layer_axis"]),
     "QueryHeads": (QueryHeads, ["parts"], ["axis", "layer_axis", "key_heads"]),
     "Split": (Split, ["axis", "sizes"], []),
     "Unfold": (Unfold, ["axis", "sizes"], []),
     "convert_momentum": (
-        functools.partial(muon_jax.convert_momentum, STATE),
+        functools.partial(muon_jax.contrib.convert_momentum, STATE),
         ["source", "target", "beta"],
         [],
     ),

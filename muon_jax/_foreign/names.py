@@ -15,7 +15,8 @@ class Foreign:
             function takes the first way whose arguments it has.
         by_value: what to write for some values.
         note: why there is nothing to write, or what to do besides.
-        taker: the function that takes the ways where the function that was called takes none.
+        taker: the function that takes the ways where the function that was called takes none. One
+            of contrib is to be called in its place.
         chained: for `scale_by_muon`, the transformation to chain with it.
     """
 
@@ -27,7 +28,10 @@ class Foreign:
     chained: str = ""
 
 
-_OTHERS = "other code"
+CONTRIB = "muon_jax.contrib"
+# What were presets, and are functions.
+MOVED_PRESETS = {name: f"{CONTRIB}.{name}(...)" for name in ("nanogpt", "muonh")}
+_OTHERS, _BEFORE = "other code", "muon of 0.2.0"
 _KELLER, _TORCH, _DION, _EMERGING = "Keller Jordan", "PyTorch", "Dion", "Emerging-Optimizers"
 _GRAM, _HUGGING_FACE, _MEGATRON = "gram-newton-schulz", "Hugging Face", "Megatron"
 _ZEROPOWER = "zeropower_via_newtonschulz5"
@@ -97,7 +101,12 @@ FOREIGN: tuple[Foreign, ...] = (
         },
         ("adam_b2={}", "b2={}"),
     ),
-    Foreign({"muon_beta2": f"NorMuon of {_DION}"}, ("normuon_b2={}", "b2={}")),
+    Foreign(
+        {"normuon_b2": _BEFORE, "muon_beta2": f"NorMuon of {_DION}"},
+        ("normuon_b2={}", "b2={}"),
+        taker=f"{CONTRIB}.normuon",
+        chained=f"{CONTRIB}.scale_by_normuon(b2={{}})",
+    ),
     Foreign(
         {
             "betas": f"{_TORCH}'s AdamW, {_DION}",
@@ -260,9 +269,19 @@ FOREIGN: tuple[Foreign, ...] = (
             ("max_group_bytes",),
         )
     ),
-    Foreign({"averaged": "scale_by_normuon"}, ("normuon_averaged={}",)),
-    Foreign({"normuon_b2": "muon"}, ("b2={}",)),
-    Foreign({"normuon_averaged": "muon"}, ("averaged={}",)),
+    Foreign(
+        {"normuon_averaged": _BEFORE, "averaged": "scale_by_normuon"},
+        ("normuon_averaged={}", "averaged={}"),
+        taker=f"{CONTRIB}.normuon",
+        chained=f"{CONTRIB}.scale_by_normuon(averaged={{}})",
+    ),
+    Foreign({"fixed_norms": _BEFORE}, taker=f"{CONTRIB}.muonh"),
+    Foreign({"adamh": _BEFORE}, ("adamh={}",), taker=f"{CONTRIB}.muonh"),
+    Foreign(
+        {"state_memory_kind": _BEFORE},
+        by_value={"pinned_host": f"mu_dtype={CONTRIB}.on_host()"},
+        note="the default is the memory of the device",
+    ),
     Foreign({"block_lr": _OTHERS}, ("block_learning_rate={}",)),
     Foreign(
         {"G": f"{_KELLER}'s {_ZEROPOWER}", "M": _OTHERS, "grad": _TORCH},
@@ -272,11 +291,11 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         {"qk_clip_threshold": _MEGATRON, "tau": "Kimi K2", "clip_threshold": _OTHERS},
         ("threshold={}",),
-        taker="qk_clip",
+        taker=f"{CONTRIB}.qk_clip",
     ),
     Foreign(
         {"qk_clip_alpha": _MEGATRON, "qk_clip": _MEGATRON, "alpha": "Kimi K2"},
-        note="chain qk_clip(100.0, heads) after muon; KeyHeads and QueryHeads have the power",
+        note="chain contrib.qk_clip(100.0, heads) after muon; the heads have the power",
     ),
     Foreign(
         {

@@ -1,7 +1,7 @@
 """`explain`: what `muon` will do with sharded parameters, as data and as a table."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from muon_jax._distributed.sharding import (
     spec_of,
 )
 from muon_jax._iteration.schedules import is_traced
+from muon_jax._muon import muon
 from muon_jax._reports.arguments import (
     all_arguments,
     iterations_of_muon,
@@ -34,7 +35,12 @@ from pallas_kernels.arguments import standard_promotion
 @checks_arguments
 @standard_promotion()
 def explain(
-    params: Any, shardings: Shardings = None, mesh: Mesh | None = None, **arguments: Any
+    params: Any,
+    shardings: Shardings = None,
+    mesh: Mesh | None = None,
+    *,
+    optimizer: Callable[..., Any] = muon,
+    **arguments: Any,
 ) -> Explanation:
     """Prints and returns how `muon` with these arguments shares the matrices among devices.
 
@@ -42,7 +48,8 @@ def explain(
         params: arrays, or shapes (`jax.ShapeDtypeStruct`), of the dtype of the momentum.
         shardings: as for `muon`; None for the shardings that the arrays have.
         mesh: None for the mesh of the shardings, or of `jax.set_mesh`.
-        **arguments: those of `muon`, by name. You can pass all arguments of your optimizer:
+        optimizer: `muon`, or a function of `muon_jax.contrib` that takes its arguments.
+        **arguments: those of the optimizer, by name. You can pass all arguments of your optimizer:
             `explain` ignores those that do not concern the matrices, such as `learning_rate`,
             which you can also leave out.
 
@@ -53,7 +60,7 @@ def explain(
     """
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh | None):
         raise TypeError(f"mesh must be a Mesh or None, got {mesh!r}: pass that of the shardings")
-    given = all_arguments("explain", arguments, params)
+    given, _ = all_arguments("explain", optimizer, arguments, params)
     views, matrices = _matrices_of(params, given)
     placed = _stated_shardings(matrices) if shardings is None else None
     placed = placed or shardings_of_leaves(shardings, matrices)

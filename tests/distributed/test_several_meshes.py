@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks._times.sharded import collectives
-from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, muon, scale_by_muon, with_metrics
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, scale_by_muon
+from muon_jax.contrib import with_metrics
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SHAPES = {"dense": (16, 32), "experts": (4, 16, 32), "bias": (16,), "last": (32, 16)}
@@ -39,7 +40,7 @@ def parameters(dense_type, expert_type):
 
 
 def of_muon(**kwargs):
-    return muon(
+    return helpers.any_muon(
         0.1,
         ns_steps=2,
         ns_coeffs=NewtonSchulz(dtype="float32"),
