@@ -6,7 +6,8 @@ UVᵀ, computed by a few Newton–Schulz steps X <- (aI + bA + cA²)X with A = X
 `muon` is the optimizer, a drop-in for `optax.contrib.muon`; `scale_by_muon` its transformation for
 chains of one's own; `newton_schulz` the iteration alone, and `NewtonSchulz` its coefficients and
 how its products run. `PRESETS` holds the arguments of `muon` that make it other published Muons;
-`explain` tells who orthogonalizes what where parameters are sharded.
+`explain` tells who orthogonalizes what where parameters are sharded, and `Exchange` says what
+happens there.
 """
 
 import importlib.metadata
@@ -14,6 +15,8 @@ import importlib.metadata
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._by_use.by_use import Routes, by_use
+from muon_jax._distributed.exchange import Exchange
+from muon_jax._distributed.links import Link
 from muon_jax._distributed.state_shardings import state_shardings
 from muon_jax._hyperp import hyperp_learning_rate
 from muon_jax._iteration.newton_schulz import NewtonSchulz
@@ -36,8 +39,10 @@ from muon_jax._transforms.quantized import Quantized
 __all__ = [
     "PRESETS",
     "Description",
+    "Exchange",
     "Explanation",
     "KeyHeads",
+    "Link",
     "MetricsState",
     "MuonDimensionNumbers",
     "MuonState",

@@ -24,7 +24,7 @@ Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
 11. Other published Muons have a name, `preset`. The arguments that presets set are there, too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ import optax
 from muon_jax._checks import checks_arguments
 from muon_jax._coefficients import CoeffsByPath
 from muon_jax._distributed.by_tree import optimizer_by_tree
-from muon_jax._distributed.exchange_axes import ExchangeAxes, Outside
+from muon_jax._distributed.exchange import Exchange, exchange_of
 from muon_jax._distributed.sharding import Shardings
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
@@ -51,7 +51,6 @@ from muon_jax._transforms.normuon import Averaged, scale_by_normuon
 from muon_jax._transforms.on_host import MemoryKind
 from muon_jax._transforms.param_norm import check_no_scale, keep_param_norm, scale_to_param_norm
 from muon_jax._transforms.quantized import dtype_of_adam
-from muon_jax._transforms.rates import block_gain
 from muon_jax._transforms.rounding import Rounding
 from muon_jax._transforms.shape_scale import scale_by_shape
 from muon_jax._transforms.skipping import skip_missing
@@ -94,16 +93,9 @@ def muon(
     normuon_averaged: Averaged = "fan_in",
     adam_eps: float | jax.Array | None = None,
     adam_nesterov: bool | None = None,
-    shardings: Shardings = None,
+    shardings: Shardings | Exchange = None,
     mu_rounding: Rounding | None = None,
-    distributed_gram: bool | None = None,
-    exchange_axes: str | tuple[str, ...] | None = None,
-    outside: Outside = ("faster", "raise"),
-    bandwidth: Mapping[str, float] | None = None,
-    latency: Mapping[str, float] | None = None,
     state_memory_kind: MemoryKind = "device",
-    block_period: int | None = None,
-    block_learning_rate: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
 
@@ -158,18 +150,11 @@ def muon(
         normuon_averaged: `"fan_in"` or `"shorter"`, see `scale_by_normuon`.
         adam_eps: added to AdamW's denominator; None for `eps`.
         adam_nesterov: whether AdamW uses Nesterov momentum; None for `nesterov`.
-        shardings: of the parameters, None to find out, see `scale_by_muon`.
+        shardings: of the parameters, None to find out, see `scale_by_muon`; or an `Exchange`, which
+            also says what happens along mesh axes, and has block steps. A block has the s of its
+            own shape.
         mu_rounding: of Muon's momentum, `"nearest"`, `"stochastic"` or None, see `scale_by_muon`.
-        distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
-        exchange_axes: the mesh axes that matrices are exchanged over, see `scale_by_muon`.
-        outside: what happens over other mesh axes, see `scale_by_muon`: `"faster"`, `"repeat"` or
-            `"split"` for replicas, which by default share the work if that is faster; `"raise"`,
-            `"gram"` or `"block"` for sharded matrices. A block has the s of its own shape.
-        bandwidth: bytes per second of each mesh axis, for the cost model, see `scale_by_muon`.
-        latency: seconds that a collective over each mesh axis takes besides, see `scale_by_muon`.
         state_memory_kind: `"device"`, or `"pinned_host"` for large moments, see `scale_by_muon`.
-        block_period: P, see `scale_by_muon`: every P-th step is of whole matrices; None for 1.
-        block_learning_rate: η of such blocks, a number or a schedule; None for `learning_rate`.
 
     Raises:
         TypeError: there is no such argument, or one has another type, or is a schedule in vain; or
@@ -188,10 +173,11 @@ def muon(
     """
     if fixed_norms:
         check_no_scale(consistent_rms, shape_scale)
-    exchanged = ExchangeAxes.of_arguments(exchange_axes, outside)
+    scale_of_blocks = shape_scale if consistent_rms is None else "longer_side"
+    exchange = exchange_of(shardings).with_(_scale_of_blocks=scale_of_blocks)
+    shardings = exchange.shardings
     if normuon_b2 is not None or fixed_norms:
-        exchanged.check_sums("fixed_norms=True" if fixed_norms else "normuon_b2", block_period)
-    gain = block_gain(learning_rate, block_learning_rate, block_period)
+        exchange.check_sums("fixed_norms=True" if fixed_norms else "normuon_b2")
     adam = scale_by_adam(
         b1=adam_b1,
         b2=adam_b2,
@@ -225,17 +211,9 @@ def muon(
             weight_dimension_numbers=views,
             momentum=momentum,
             eps_mode=eps_mode,
-            shardings=shardings,
+            shardings=exchange,
             mu_rounding=mu_rounding,
-            distributed_gram=distributed_gram,
-            exchange_axes=exchange_axes,
-            outside=outside,
-            bandwidth=bandwidth,
-            latency=latency,
             state_memory_kind=state_memory_kind,
-            scale_of_blocks=shape_scale if consistent_rms is None else "longer_side",
-            block_period=block_period,
-            block_gain=gain,
         )
         if normuon_b2 is not None:
             normuon = scale_by_normuon(

@@ -64,7 +64,7 @@ def run_when_partitioned(
     if of_stacks is not None:  # the mesh is known, and has several devices
         _check_cache()
     precision = jax.config.jax_default_matmul_precision
-    digest = np.uint32(zlib.crc32(repr((sources.digest(), precision, settings)).encode()))
+    digest = np.uint32(zlib.crc32(repr((sources.code_id(), precision, settings)).encode()))
     raised: list[Exception] = []
     operation = _operation(planned, unsharded, raised)
 

@@ -16,7 +16,7 @@ def deal(
     leaves: Sequence[Leaf],
     mesh: Mapping[str, int],
     max_bucket_bytes: int,
-    stays: Callable[[Bucket], bool],
+    stays_sharded: Callable[[Bucket], bool],
 ) -> Plan:
     """Returns who orthogonalizes what, of these leaves on this mesh.
 
@@ -24,7 +24,7 @@ def deal(
         leaves: the parameters, placed.
         mesh: sizes of the mesh's axes, in its order.
         max_bucket_bytes: the most that a device sends at once; a single unit may be larger.
-        stays: whether the units of a bucket, which are all of one kind, stay in pieces.
+        stays_sharded: whether the units of a bucket, which are all of one kind, stay sharded.
     """
     local, groups = [], {}
     for leaf in leaves:
@@ -39,7 +39,7 @@ def deal(
         owners, moved = math.prod(size for _, size in axes), []
         for kind in kinds.values():
             (chunk,) = _chunks([kind], owners)
-            if stays(Bucket(axes, dtype, (chunk,))):
+            if stays_sharded(Bucket(axes, dtype, (chunk,))):
                 for slot in range(chunk.slots):
                     part = _slice(chunk, slot, slot + 1, owners)
                     grams.append(Bucket(axes, dtype, (part,)))

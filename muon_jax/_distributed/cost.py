@@ -21,7 +21,7 @@ class Estimate(NamedTuple):
 
     def microseconds(self, links: Links) -> float:
         """Returns the time of products and collectives, one after the other."""
-        return self.compute + sum(map(links.microseconds, self.collectives))
+        return self.compute + sum(each.microseconds(links) for each in self.collectives)
 
 
 def by_owners(
@@ -49,7 +49,7 @@ def count_of_teams(count: int, owners: int) -> int:
     return next(teams for teams in range(count, owners + 1) if owners % teams == 0)
 
 
-def cost_in_pieces(
+def cost_kept_sharded(
     products: Products,
     shape: tuple[int, int, int],
     axes: MeshAxes,

@@ -21,14 +21,36 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from muon_jax._distributed.sharding import check_axes
-
-# Bytes per s that a device sends, and the s of a launch. Measured on four H200s with NVLink, from
-# the time of one update in which each device exchanged 302 MB.
-_BANDWIDTH, _LATENCY = 250e9, 20e-6
+from muon_jax._checks import check_fields
 
 # Names and sizes, in the order of the mesh.
 type MeshAxes = tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The link of each device along a mesh axis.
+
+    The defaults were measured on four H200s with NVLink, from the time of one update in which each
+    device exchanged 302 MB.
+
+    Attributes:
+        bandwidth: bytes per second that each device sends.
+        latency: seconds that a collective takes besides.
+
+    Raises:
+        TypeError: an attribute is no number.
+        ValueError: an attribute is out of range.
+    """
+
+    bandwidth: float = 250e9
+    latency: float = 20e-6
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+type Links = Mapping[str, Link]
 
 
 class Collective(NamedTuple):
@@ -49,60 +71,27 @@ class Collective(NamedTuple):
         """What each device sends over all axes together."""
         return self.bytes * (1 - 1 / math.prod(size for _, size in self.axes))
 
+    def sent(self, links: Links) -> "dict[str, Sent]":
+        """Returns what it sends over each of its mesh axes; axes without a link have NVLink's."""
+        link = {name: links.get(name, Link()) for name, _ in self.axes}
+        axes = sorted(self.axes, key=lambda axis: link[axis[0]].bandwidth)
+        slowest = max(axes, key=lambda axis: link[axis[0]].latency)
+        rest, found = self.bytes, {}
+        for name, size in reversed(axes) if self.shares else axes:
+            own = rest / size
+            seconds = (rest - own) / link[name].bandwidth
+            seconds += link[name].latency * ((name, size) == slowest)
+            found[name] = Sent(rest - own, 1e6 * seconds)
+            rest = own
+        return found
+
+    def microseconds(self, links: Links) -> float:
+        """Returns a model's time."""
+        return sum(sent.microseconds for sent in self.sent(links).values())
+
 
 class Sent(NamedTuple):
     """What each device sends over a mesh axis: the bytes, and the µs of a model."""
 
     bytes: float
     microseconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Links:
-    """Bandwidths and latencies by mesh axis; axes that are left out have what was measured.
-
-    Attributes:
-        bandwidth: pairs of an axis and the bytes per s that each device sends over it.
-        latency: pairs of an axis and the s that a collective over it takes besides.
-    """
-
-    bandwidth: tuple[tuple[str, float], ...] = ()
-    latency: tuple[tuple[str, float], ...] = ()
-
-    @classmethod
-    def of_arguments(
-        cls, bandwidth: Mapping[str, float] | None, latency: Mapping[str, float] | None
-    ) -> "Links":
-        """Returns what the arguments of `scale_by_muon` say."""
-        return cls(tuple((bandwidth or {}).items()), tuple((latency or {}).items()))
-
-    def check_names(self, mesh: Mapping[str, int]) -> None:
-        """Raises ValueError where an axis is none of the mesh's."""
-        check_axes("bandwidth", dict(self.bandwidth), mesh)
-        check_axes("latency", dict(self.latency), mesh)
-
-    def on_mesh(self, mesh: Mapping[str, int]) -> "Links":
-        """Returns the same without the axes of other meshes."""
-        bandwidth, latency = (
-            tuple((name, value) for name, value in pairs if name in mesh)
-            for pairs in (self.bandwidth, self.latency)
-        )
-        return Links(bandwidth, latency)
-
-    def sent(self, collective: Collective) -> dict[str, Sent]:
-        """Returns what a collective sends over each of its mesh axes."""
-        bandwidth = {name: _BANDWIDTH for name, _ in collective.axes} | dict(self.bandwidth)
-        latency = {name: _LATENCY for name, _ in collective.axes} | dict(self.latency)
-        axes = sorted(collective.axes, key=lambda axis: bandwidth[axis[0]])
-        slowest = max(axes, key=lambda axis: latency[axis[0]])
-        rest, found = collective.bytes, {}
-        for name, size in reversed(axes) if collective.shares else axes:
-            own = rest / size
-            seconds = (rest - own) / bandwidth[name] + latency[name] * ((name, size) == slowest)
-            found[name] = Sent(rest - own, 1e6 * seconds)
-            rest = own
-        return found
-
-    def microseconds(self, collective: Collective) -> float:
-        """Returns a model's time of a collective."""
-        return sum(sent.microseconds for sent in self.sent(collective).values())
