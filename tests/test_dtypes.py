@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from muon_jax import (
+    Exchange,
     muon,
     scale_by_muon,
     scale_by_normuon,
@@ -129,7 +130,7 @@ def test_directions_in_64_bits():
     "arguments",
     [
         {"normuon_b2": 0.9},
-        {"block_period": 2, "block_learning_rate": 0.1},
+        {"shardings": Exchange(block_period=2, block_gain=0.5)},
         {"momentum": "heavy_ball"},
         {"momentum": "ema"},
         {"eps_mode": "max"},

@@ -22,6 +22,7 @@ from jax.sharding import AxisType
 import muon_jax
 from muon_jax import (
     PRESETS,
+    Exchange,
     NewtonSchulz,
     by_role,
     describe,
@@ -106,6 +107,16 @@ TO_MUON = [
     ("use_gram_newton_schulz", True, "pass ns_coeffs=NewtonSchulz(method='gram')"),
     ("ns_algorithm", "standard_newton_schulz", "pass ns_coeffs=NewtonSchulz(method='standard')"),
     ("dtype", "float32", "pass ns_coeffs=NewtonSchulz(dtype='float32')"),
+    ("distributed_gram", True, "pass shardings=Exchange(axes='gram_or_exchange')"),
+    ("distributed_gram", False, "pass shardings=Exchange(axes='exchange')"),
+    ("distributed_gram", None, "in its place shardings=Exchange(axes='gram_or_exchange') for True"),
+    ("outside", "split", "pass shardings=Exchange(axes='split')"),
+    ("outside", ("split", "gram"), "pass shardings=Exchange(axes=('split', 'gram'))"),
+    ("outside", "block", "pass shardings=Exchange(axes={'tensor': 'block'})"),
+    ("exchange_axes", "fsdp", "leave out exchange_axes: shardings=Exchange({'fsdp': 'exchange'"),
+    ("latency", {"data": 1e-5}, "leave out latency: shardings=Exchange(links={'data': Link("),
+    ("block_period", 4, "pass shardings=Exchange(block_period=4)"),
+    ("block_learning_rate", 0.1, "pass shardings=Exchange(block_gain=0.1 / learning_rate)"),
     ("use_triton", False, "pass ns_coeffs=NewtonSchulz(implementation='xla')"),
     ("use_syrk", True, "leave out use_syrk: the fastest kernels"),
     ("use_muon", True, f"pass {VIEWS}=by_role"),
@@ -152,7 +163,7 @@ TAKEN = [
 @pytest.mark.parametrize(("name", "value", "way"), TAKEN)
 def test_what_the_message_says_is_taken(name, value, way):
     names = {"functools": functools, "by_role": by_role, "jnp": jnp, "learning_rate": 0.1}
-    names |= {"NewtonSchulz": NewtonSchulz}
+    names |= {"NewtonSchulz": NewtonSchulz, "Exchange": Exchange}
     arguments = eval(f"dict({way})", names)  # of the table above
     muon(**{"learning_rate": 0.1} | arguments)
 
@@ -445,14 +456,10 @@ PAIRS = [
     {"ns_coeffs": NewtonSchulz(method="gram")},
     {"ns_coeffs": NewtonSchulz(dtype="float32", method="gram")},
     {"ns_coeffs": NewtonSchulz(dtype="float8_e4m3fn")},
-    {"block_period": 4},
-    {"block_period": 4, "normuon_b2": 0.9},
-    {"block_period": 4, "adaptive": True},
-    {"block_period": 4, "fixed_norms": True},
-    {"block_learning_rate": 0.1},
-    {"outside": "block"},
-    {"outside": "block", "exchange_axes": "x"},
-    {"outside": "gram", "exchange_axes": "x", "normuon_b2": 0.9},
+    {"shardings": Exchange(block_period=4), "normuon_b2": 0.9},
+    {"shardings": Exchange(block_period=4), "adaptive": True},
+    {"shardings": Exchange("block"), "fixed_norms": True},
+    {"shardings": Exchange({"x": "gram"}), "normuon_b2": 0.9},
     {"adamh": "no such path"},
     {"mu_rounding": "stochastic"},
     {"mu_dtype": "complex64"},
@@ -488,7 +495,7 @@ def foreign_to_the_call(message, passed, preset):
     named = {n for n in names if re.search(rf"(?<![\w.]){n}(?==| must\b| compares| sums)", blamed)}
     by_preset = {*PRESETS[preset]} if f"preset={preset!r} sets" in message else set()
     fields = attributes_in(PRESETS.get(preset, {})) | attributes_in(passed)
-    known = {"block_period", "exchange_axes", "ns_steps"} | fields
+    known = {"ns_steps"} | fields
     return named - {*passed} - by_preset - known | (named & INNER - {*passed} - fields)
 
 
@@ -506,7 +513,8 @@ def test_an_error_blames_what_the_call_has(preset):
         n_errors += 1
         message = str(error)
         # Paths, shardings and views have tests of their own.
-        if VIEWS in arguments or "shardings" in arguments:
+        is_exchange = isinstance(arguments.get("shardings"), Exchange)
+        if VIEWS in arguments or "shardings" in arguments and not is_exchange:
             continue
         assert foreign_to_the_call(message, given | arguments, preset) == set(), message
         own = {*arguments} | attributes_in(arguments)
@@ -524,7 +532,7 @@ def test_an_error_blames_what_the_call_has(preset):
         ("turbo", {"ns_steps": 7}, "ns_coeffs=NewtonSchulz('aol', dtype='bfloat16'"),
         ("turbo", {"ns_coeffs": "balanced"}, "preconditioning='aol'"),
         ("nanogpt", {"weight_decay_form": "l2"}, "cautious_weight_decay=True"),
-        ("nanogpt", {"block_period": 4}, "normuon_b2=0.9"),
+        ("nanogpt", {"shardings": Exchange(block_period=4)}, "normuon_b2=0.9"),
         ("muonh", {"consistent_rms": 0.2}, "fixed_norms=True"),
         ("muonh", {"adaptive": False}, "adamh='lm_head|output_proj'"),
         ("gram", {"preconditioning": "spectral"}, "ns_coeffs=NewtonSchulz('polar_express'"),

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from muon_jax import (
+    Exchange,
     NewtonSchulz,
     by_role,
     keep_param_norm,
@@ -92,7 +93,7 @@ MUONS = {
         "learning_rate": optax.linear_schedule(0.1, 0.01, 5),
         "weight_decay": lambda count: 0.1 / (1 + count),
     },
-    "blocks": {"block_period": 2, "block_learning_rate": 0.05},
+    "blocks": {"shardings": Exchange(block_period=2, block_gain=0.5)},
     "no groups": {"ns_coeffs": NewtonSchulz(max_group_bytes=0)},
     "by path": {"ns_coeffs": {"^a|frozen": "dion", ".*": "standard"}},
 }

@@ -150,7 +150,9 @@ class Explanation:
                 f" {self.mean_megabytes:.1f} MB a step"
             )
         if self.are_shardings_from_init:
-            lines.append("in jit, if `init` has these shardings outside of jit")
+            lines.append(
+                "In jit, updates take arrays to be sharded as in the latest init outside jit"
+            )
         return "\n".join(lines)
 
 
