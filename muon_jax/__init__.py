@@ -15,8 +15,8 @@ import importlib.metadata
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._by_use.by_use import Routes, by_use
+from muon_jax._distributed.cost import Link
 from muon_jax._distributed.exchange import Exchange
-from muon_jax._distributed.links import Link
 from muon_jax._distributed.state_shardings import state_shardings
 from muon_jax._hyperp import hyperp_learning_rate
 from muon_jax._iteration.newton_schulz import NewtonSchulz

@@ -127,7 +127,7 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
         (
             exchange(links={"x": 1e9}),
             Type,
-            r"links of Exchange must be a dict of Link .*, got \{'x'",
+            r"must be a dict of Link by the names of .*, got \{'x'",
         ),
         (lambda: Link(0), Value, r"bandwidth must be in \(0, inf\), got 0"),
         (lambda: Link(latency="1"), Type, r"latency must be one real number, got '1'"),

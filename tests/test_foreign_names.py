@@ -42,7 +42,7 @@ OPTIMIZER = muon(0.1)
 MESH = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
 SCHEDULE = optax.constant_schedule(0.1)
 VIEWS = "muon_weight_dimension_numbers"
-MIGRATION = Path(muon_jax.__file__).parent / "docs" / "migration.md"
+MIGRATION = Path(__file__).parents[1] / "docs" / "migration.md"
 
 # What a user of another optimizer writes, and what the message says to write: each is stated by
 # the documents of that optimizer.
@@ -420,7 +420,7 @@ def test_ways_of_the_table_name_arguments():
         for function in functions
         if isinstance(function, types.FunctionType)
         for name in inspect.signature(function).parameters
-    } | {field.name for field in dataclasses.fields(NewtonSchulz)}
+    } | {field.name for made in (NewtonSchulz, Exchange) for field in dataclasses.fields(made)}
     for row in FOREIGN:
         for way in (*row.ways, *row.by_value.values()):
             assert {*re.findall(r"(\w+)=", way)} <= ours, way

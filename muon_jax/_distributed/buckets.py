@@ -69,10 +69,6 @@ def _first_owners(remainders: Sequence[tuple[int, int]], owners: int) -> list[in
     Remainders of the most costly units are dealt first. Each goes to neighbours of whom the one
     with the most work has the least; of equal places to the one with the least work in all, and
     then to the next after the last remainder. So units of equal cost go to the owners in turn.
-
-    Args:
-        remainders: pairs of the number of units and the cost of each.
-        owners: how many owners there are.
     """
     loads, firsts, end = np.zeros(owners, np.int64), [0] * len(remainders), 0
     for i in sorted(range(len(remainders)), key=lambda i: -remainders[i][1]):

@@ -4,14 +4,14 @@ import copy
 import dataclasses
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import optax
 
 from muon_jax._argument_kinds import CheckedSchedule
 from muon_jax._checks import BLOCK_GAIN, check_fields
-from muon_jax._distributed.links import Link
+from muon_jax._distributed.cost import Link
 from muon_jax._distributed.sharding import Shardings, check_axes, check_shardings
 from muon_jax._matrices.shape_factors import ScaleOfBlocks
 from pallas_kernels._checks import check_name, shown
@@ -119,8 +119,7 @@ class Exchange:
 
     @property
     def _along(self) -> Mapping[Axis, tuple[str, ...]]:
-        assert isinstance(self.axes, dict)
-        return self.axes
+        return cast(Any, self.axes)
 
     def sharded(self, axis: Axis) -> str | None:
         """Returns the word for matrices that a mesh axis shards, None for the default."""

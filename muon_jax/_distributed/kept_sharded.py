@@ -141,13 +141,7 @@ def estimate(bucket: Bucket) -> Estimate:
 def run_kept_sharded(
     buckets: Sequence[Bucket], shards: Sequence[jax.Array], iterations: Sequence[NewtonSchulz]
 ) -> dict[int, jax.Array]:
-    """Returns the results for these sharded matrices, by the index of their parameter.
-
-    Args:
-        buckets: `Plan.grams`, whose mesh axes must be manual.
-        shards: the local part of each parameter.
-        iterations: with which the plan was made.
-    """
+    """Returns the results for these sharded matrices, by the index of their parameter."""
     leaves, results = {}, {}
     for bucket in buckets:
         iteration = iterations[bucket.chunks[0].parts[0][0].iteration]

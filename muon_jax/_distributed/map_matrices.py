@@ -207,8 +207,10 @@ class _Sharded:
 
     def map(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the results for these leaves of `place.whole`."""
-        run = {AxisType.Manual: self._manual, AxisType.Explicit: self._explicit}
-        return run.get(self.place.kind, self._automatic)(leaves)
+        kind = self.place.kind
+        is_manual, is_explicit = kind == AxisType.Manual, kind == AxisType.Explicit
+        run = self._manual if is_manual else self._explicit if is_explicit else self._automatic
+        return run(leaves)
 
     def _planned(
         self, specs: Sequence[PartitionSpec], mesh: Mapping[str, int], exchange: Exchange

@@ -34,11 +34,7 @@ from muon_jax._trees import errors_naming
 
 
 def leaf_of(index: int, name: str, x: jax.ShapeDtypeStruct, view: View) -> Leaf:
-    """Returns parameter number `index`, of that whole shape, on no mesh yet and without forms.
-
-    Raises:
-        ValueError: the view does not fit.
-    """
+    """Returns parameter number `index`, of that whole shape, on no mesh yet and without forms."""
     with errors_naming(name, x.shape):
         batch = batch_axes(view, x.shape)
         shape = tuple(1 if i in batch else size for i, size in enumerate(x.shape))
@@ -58,16 +54,6 @@ def placed(
     Where a view unfolds an axis and each device has whole elements of a batch axis, such as heads,
     that batch axis is the sharded one: the leaf is of the unfolded array. So it is where each
     device has whole elements of an axis of matrices, and mesh axes cut those in blocks.
-
-    Args:
-        leaf: the parameter.
-        spec: of the parameter.
-        mesh: sizes of the mesh's axes, in its order.
-        blocks: the mesh axes that cut matrices in blocks.
-
-    Raises:
-        ValueError: `spec` has an axis that the mesh lacks, an axis twice, or an axis that does not
-            fit.
     """
     with errors_naming(leaf.name, leaf.parameter_shape):
         entries = mesh_axes_by_dim(spec, len(leaf.parameter_shape), mesh)
@@ -95,14 +81,7 @@ def placed(
 def _unfolded_by_shards(
     leaf: Leaf, axes: Sequence[tuple[str, ...]], cuts: Sequence[int], blocks: Container[str]
 ) -> Unfold | None:
-    """The view of the leaf, if it unfolds a sharded axis to one that shards cut evenly.
-
-    Args:
-        leaf: the parameter.
-        axes: the mesh axes that shard each of its axes.
-        cuts: how many shards each of its axes is cut in.
-        blocks: as for `placed`.
-    """
+    """The view of the leaf, if it unfolds a sharded axis to one that shards cut evenly."""
     view = leaf.view
     if not isinstance(view, Unfold):
         return None
@@ -117,29 +96,20 @@ def placed_within(
     spec: PartitionSpec,
     mesh: Mapping[str, int],
     exchange: Exchange,
-    modeled: Container[str] = (),
+    faster: str,
 ) -> Leaf:
     """Returns `placed(leaf, spec, mesh)`, as what the exchange makes of it.
 
-    Blocks have no forms yet.
-
-    Args:
-        leaf: the parameter.
-        spec: of the parameter.
-        mesh: sizes of the mesh's axes, in its order.
-        exchange: with no `"faster"`.
-        modeled: the mesh axes whose word for replicas a model of the times chose.
-
-    Raises:
-        ValueError: as `placed`; or matrices are sharded over an axis with `"raise"`, or cannot be
-            blocks or in the Gram form.
+    `faster` is the word for replicas that a model of the times tries. Blocks have no forms yet.
     """
     word = {axis: exchange.sharded(axis) for axis in mesh}
     leaf = placed(leaf, spec, mesh, [axis for axis in mesh if word[axis] == "block"])
     idle = [axis for axis, size in mesh.items() if size > 1 and axis not in axes_of_spec(spec)]
-    split = tuple((axis, mesh[axis]) for axis in idle if exchange.replicas(axis) == "split")
-    stated = [axis for axis, _ in split if axis not in modeled]
-    leaf = dataclasses.replace(leaf, split=split, is_replicated=len(stated) < len(idle))
+    said = {axis: exchange.replicas(axis) for axis in idle}
+    words = {axis: faster if own == "faster" else own for axis, own in said.items()}
+    split = tuple((axis, mesh[axis]) for axis in idle if words[axis] == "split")
+    is_replicated = any(own != "split" for own in said.values())
+    leaf = dataclasses.replace(leaf, split=split, is_replicated=is_replicated)
     sharding = sum(leaf.axes, ())
     with errors_naming(leaf.name, leaf.parameter_shape):
         for axis in sharding:

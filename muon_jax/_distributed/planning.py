@@ -12,10 +12,9 @@ from jax.sharding import PartitionSpec
 
 from muon_jax._coefficients import Iterations
 from muon_jax._distributed.buckets import deal
-from muon_jax._distributed.cost import by_owners
+from muon_jax._distributed.cost import Collective, Estimate, Links
 from muon_jax._distributed.exchange import Exchange
 from muon_jax._distributed.kept_sharded import estimate, why_not_kept_sharded
-from muon_jax._distributed.links import Collective, Links
 from muon_jax._distributed.placement import leaf_of, placed_within
 from muon_jax._distributed.plan import Bucket, Leaf, Plan, Share
 from muon_jax._distributed.shares import gathered_together, shares_of
@@ -35,16 +34,7 @@ def max_bucket_bytes(iterations: Sequence[NewtonSchulz]) -> int:
 
 
 def units_of(views: Views, tree: Any, iterations: Iterations) -> list[Leaf]:
-    """Returns the leaves of `tree` for plans, with the forms of their matrices.
-
-    Args:
-        views: as for `views_of_leaves`.
-        tree: whole arrays, or shapes of them.
-        iterations: that will run on the matrices.
-
-    Raises:
-        ValueError: a leaf has no view, or one that does not fit.
-    """
+    """Returns the leaves of `tree` for plans, with the forms of their matrices."""
     pairs = zip(views_of_leaves(views, tree), jax.tree.leaves(tree), strict=True)
     leaves = [leaf_of(i, name, x, view) for i, ((name, view), x) in enumerate(pairs)]
     return [
@@ -87,25 +77,17 @@ def make_plan(
     Where replicas do what is faster, that is the faster of two plans, in which all of them repeat
     the work or split it. Both keep the same matrices sharded.
 
-    Args:
-        units: the parameters.
-        specs: of each parameter.
-        mesh: sizes of the mesh's axes, in its order.
-        exchange: as the caller says.
-        iterations: with which the units were made.
-
     Raises:
         ValueError: no sharded matrix can stay sharded, as `"gram_or_exchange"` asks; the
             mesh lacks an axis that `exchange` names; or as `placed_within`.
     """
     exchange.check_names(mesh)
-    modeled = [k for k, size in mesh.items() if size > 1 and exchange.replicas(k) == "faster"]
-    words = ("repeat", "split") if modeled else ("repeat",)
-    decided = [exchange.decided(word) for word in words]
-    plans = [_plan(units, specs, mesh, each, modeled, iterations) for each in decided]
-    return (
-        min(plans, key=lambda plan: microseconds_of(plan, exchange.links)) if modeled else plans[0]
-    )
+    is_modeled = any(size > 1 and exchange.replicas(k) == "faster" for k, size in mesh.items())
+    words = ("repeat", "split") if is_modeled else ("repeat",)
+    plans = [_plan(units, specs, mesh, exchange, word, iterations) for word in words]
+    if not is_modeled:
+        return plans[0]
+    return min(plans, key=lambda plan: microseconds_of(plan, exchange.links))
 
 
 def _plan(
@@ -113,10 +95,10 @@ def _plan(
     specs: Sequence[PartitionSpec],
     mesh: Mapping[str, int],
     exchange: Exchange,
-    modeled: Sequence[str],
+    faster: str,
     iterations: Sequence[NewtonSchulz],
 ) -> Plan:
-    """The plan for an exchange without `"faster"`; see `make_plan` and `placed_within`."""
+    """The plan where `faster` is the word for replicas in place of `"faster"`."""
 
     def stays_sharded(bucket: Bucket) -> bool:
         (leaf, _, _), *_ = bucket.chunks[0].parts
@@ -131,7 +113,7 @@ def _plan(
         )
 
     pairs = zip(units, specs, strict=True)
-    leaves = [placed_within(leaf, spec, mesh, exchange, modeled) for leaf, spec in pairs]
+    leaves = [placed_within(leaf, spec, mesh, exchange, faster) for leaf, spec in pairs]
     leaves = [_with_forms(x, iterations[x.iteration]) if x.blocks else x for x in leaves]
     for leaf in leaves:
         if leaf.summed and isinstance(leaf.sharded_form, str):
@@ -182,7 +164,8 @@ def _is_faster_sharded(bucket: Bucket, links: Links) -> bool:
         return False
     leaf = chunk.parts[0][0]
     ((_, m, n),), (form,) = leaf.matrices, leaf.forms
-    whole = by_owners(form.products, (m, n), bucket.axes, bucket.dtype.itemsize)
+    moved = Collective(m * n * bucket.dtype.itemsize, bucket.axes)
+    whole = Estimate(form.products.microseconds((m, n)), (moved, moved))
     return estimate(bucket).microseconds(links) < whole.microseconds(links)
 
 

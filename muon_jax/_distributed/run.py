@@ -33,13 +33,7 @@ def run_plan(
     shards: Sequence[jax.Array],
     iterations: Sequence[NewtonSchulz],
 ) -> list[jax.Array]:
-    """Returns the shards of the results. The plan's mesh axes must be manual.
-
-    Args:
-        plan: of the parameters.
-        shards: the local part of each parameter.
-        iterations: with which the plan was made.
-    """
+    """Returns the shards of the results. The plan's mesh axes must be manual."""
 
     def orthogonalize(
         numbers: Sequence[int], stacks: Sequence[Sequence[jax.Array]]
@@ -74,13 +68,6 @@ def run_either(
     """Returns the results of the plan of this step, as `run_plan`.
 
     The gain is that of parameters which block steps cut further than steps of whole matrices do.
-
-    Args:
-        step: decides which, by the same value on all devices; None for whole matrices.
-        whole: the plan of whole matrices.
-        blocks: the plan of block steps.
-        shards: the local part of each parameter.
-        iterations: with which the plans were made.
     """
     if step is None or whole == blocks:
         return run_plan(whole, shards, iterations)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from muon_jax._distributed.cost import Links, Sent
 from muon_jax._distributed.kept_sharded import estimate
-from muon_jax._distributed.links import Links, Sent
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan, Share
 from muon_jax._distributed.planning import collectives_of
 from muon_jax._distributed.shares import gathered_together
@@ -150,9 +150,7 @@ class Explanation:
                 f" {self.mean_megabytes:.1f} MB a step"
             )
         if self.are_shardings_from_init:
-            lines.append(
-                "In jit, updates take arrays to be sharded as in the latest init outside jit"
-            )
+            lines.append("in jit, if the latest `init` outside of jit had these shardings")
         return "\n".join(lines)
 
 

@@ -90,7 +90,7 @@ def test_explain_says_that_init_makes_the_plan(monkeypatch):
         return explain(grads, shardings, mesh, muon_weight_dimension_numbers=views)
 
     assert said().are_shardings_from_init
-    assert "as in the latest init outside jit" in str(said())
+    assert "if the latest `init` outside of jit had these shardings" in str(said())
     assert not said(specs).are_shardings_from_init
     monkeypatch.undo()
     assert not said().are_shardings_from_init

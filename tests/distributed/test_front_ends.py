@@ -27,7 +27,7 @@ from muon_jax import (
     newton_schulz,
     scale_by_muon,
 )
-from muon_jax._distributed import sources
+from muon_jax._distributed import automatic
 from muon_jax._matrices.views import Split
 
 SPECS = {"qkv": PartitionSpec("fsdp"), "out": PartitionSpec(None, "fsdp"), "bias": PartitionSpec()}
@@ -368,11 +368,11 @@ def test_programs_differ_where_the_partitioned_operation_does(monkeypatch):
     programs = {program(**kwargs) for kwargs in [{}, *others]}
     with jax.default_matmul_precision("highest"):
         programs.add(program())
-    sources.code_id.cache_clear()
+    automatic.code_id.cache_clear()
     read_bytes = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read_bytes(path) + b"\n")  # edited
     programs.add(program())
-    sources.code_id.cache_clear()
+    automatic.code_id.cache_clear()
     assert len(programs) == 10
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from benchmarks._times.sharded import collectives
 from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, explain
-from muon_jax._distributed.links import Collective
+from muon_jax._distributed.cost import Collective
 
 AXES = (("data", 4), ("expert", 2), ("tensor", 8))
 SPEEDS = ({}, {"data": 50e9, "tensor": 450e9}, {"data": 900e9, "expert": 1e9})
