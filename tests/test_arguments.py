@@ -114,7 +114,7 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             (
                 of_muon(shardings=Exchange({"y": ("split", "block")}), **given),
                 Value,
-                rf"{name} sums over all mesh axes .* 'block' in shardings=.*: leave out {name}",
+                rf"{name} sums over all mesh axes .* 'block' of Exchange .*: leave out {name}",
             )
             for name, given in {
                 "adaptive=True": {"adaptive": True},
@@ -135,7 +135,7 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             (
                 of_muon(shardings=Exchange(block_period=2), **{name: given}),
                 Value,
-                rf"{name}.* sums over .* block_period=2 in .*: leave out {name}.*, or block_period",
+                rf"{name}.* sums over .* block_period=2 of .*: leave out {name}.*, or block_period",
             )
             for name, given in {"adaptive": True, "normuon_b2": 0.9, "fixed_norms": True}.items()
         ),

@@ -113,7 +113,8 @@ class Exchange:
         axes = ", ".join(f"{'...' if k is ... else repr(k)}: {x!r}" for k, x in along.items())
         shown_axes = repr(along[...]) if [*along] == [...] else f"{{{axes}}}"
         defaults = {f.name: f.default for f in dataclasses.fields(self)} | {"links": {}}
-        fields = {name: getattr(self, name) for name in defaults if name != "axes"}
+        public = (name for name in defaults if name != "axes" and not name.startswith("_"))
+        fields = {name: getattr(self, name) for name in public}
         others = [f"{k}={x!r}" for k, x in fields.items() if not _is(x, defaults[k])]
         return f"Exchange({', '.join([shown_axes] * bool(along) + others)})"
 
@@ -174,9 +175,8 @@ class Exchange:
         words += [f"block_period={self.block_period}"] * (self.block_period not in (None, 1))
         if words:
             raise ValueError(
-                f"{argument} sums over all mesh axes that shard a matrix, and {words[0]} in"
-                f" shardings={self} sends nothing else over some: leave out {argument}, or"
-                f" {words[0]}"
+                f"{argument} sums over all mesh axes that shard a matrix, and {words[0]} of"
+                f" Exchange sends nothing else over some: leave out {argument}, or {words[0]}"
             )
 
     def may_cut_blocks(self, mesh: Mapping[str, int]) -> bool:

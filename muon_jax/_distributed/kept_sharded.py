@@ -113,7 +113,7 @@ class ShardedMatrices(WholeMatrices):
 
 
 def why_not_kept_sharded(leaf: Leaf) -> str | None:
-    """Returns why the view of a leaf keeps its matrices from staying in pieces, or None."""
+    """Returns why the view of a leaf keeps its matrices from staying sharded, or None."""
     if isinstance(leaf.view, MuonDimensionNumbers):
         return None
     return f"its view, {leaf.view}, is of matrices that are parts of an axis"

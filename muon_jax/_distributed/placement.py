@@ -158,7 +158,7 @@ def _of_blocks(
 def _kept_sharded_over(leaf: Leaf, names: Sequence[str]) -> Leaf:
     """The leaf whose matrices stay sharded over these mesh axes, and over all that shard them."""
     if not isinstance(leaf.view, MuonDimensionNumbers):
-        return dataclasses.replace(leaf, summed="columns")
+        return dataclasses.replace(leaf, gram_side="columns")
     _, *sides = matrix_axes(len(leaf.shape), leaf.view)
     sharded = [
         side
@@ -170,4 +170,4 @@ def _kept_sharded_over(leaf: Leaf, names: Sequence[str]) -> Leaf:
             f"{[*names]} shard rows and columns of its matrices, and a sum of Gram matrices is over"
             " one side: pass Exchange with 'exchange' or 'block' for the axes of the other"
         )
-    return dataclasses.replace(leaf, summed=sharded[0])
+    return dataclasses.replace(leaf, gram_side=sharded[0])

@@ -3,7 +3,7 @@
 A *unit* is one element of the batch axes of a parameter, with all of its matrices.
 
 -   Mesh axes on batch axes leave units whole: each device orthogonalizes its own.
--   Mesh axes D on the other axes of a parameter cut its units in pieces. The O devices along D then
+-   Mesh axes D on the other axes of a parameter cut its units in parts. The O devices along D then
     own the units in turn,
 
         unit q  ->  owner (first + q) mod O,  slot q div O,
@@ -55,7 +55,7 @@ class Leaf:
         blocks: the mesh axes that cut each matrix in blocks, which are the leaf's matrices: its
             shapes are those of blocks.
         gains: what the result of each stack is multiplied by; none where all are 1.
-        summed: the side of matrices that have to stay sharded, over which Gram matrices are sums.
+        gram_side: the side of matrices that have to stay sharded, over which Gram matrices sum.
     """
 
     index: int
@@ -77,7 +77,7 @@ class Leaf:
     is_replicated: bool = False
     blocks: tuple[str, ...] = ()
     gains: tuple[float, ...] = ()
-    summed: Literal["rows", "columns"] | None = None
+    gram_side: Literal["rows", "columns"] | None = None
 
     @property
     def units(self) -> int:
@@ -97,7 +97,7 @@ class Leaf:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What two leaves have in common whose units one iteration can take."""
-        kept_sharded = self.summed and self.kept_shape
+        kept_sharded = self.gram_side and self.kept_shape
         return self.iteration, self.dtype, self.matrices, kept_sharded, self.blocks, self.split
 
     @property
@@ -110,7 +110,7 @@ class Leaf:
     def is_transposed(self) -> bool:
         """Whether the rows of a sharded matrix are the columns of the parameter's matrix."""
         ((_, rows, cols),) = self.stacks
-        return self.summed == "rows" if self.summed else rows > cols
+        return self.gram_side == "rows" if self.gram_side else rows > cols
 
     @property
     def layout(self) -> str:

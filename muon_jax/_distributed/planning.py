@@ -102,7 +102,7 @@ def _plan(
 
     def stays_sharded(bucket: Bucket) -> bool:
         (leaf, _, _), *_ = bucket.chunks[0].parts
-        if leaf.summed:
+        if leaf.gram_side:
             return True
         words = {exchange.sharded(axis) for axis, _ in bucket.axes}
         if "exchange" in words or _hindrances(bucket):
@@ -116,7 +116,7 @@ def _plan(
     leaves = [placed_within(leaf, spec, mesh, exchange, faster) for leaf, spec in pairs]
     leaves = [_with_forms(x, iterations[x.iteration]) if x.blocks else x for x in leaves]
     for leaf in leaves:
-        if leaf.summed and isinstance(leaf.sharded_form, str):
+        if leaf.gram_side and isinstance(leaf.sharded_form, str):
             raise ValueError(
                 f"the parameter {leaf.name} of shape {leaf.parameter_shape}: its matrices cannot"
                 f" stay sharded: {leaf.sharded_form}. Pass Exchange with 'block' or 'exchange' in"

@@ -86,7 +86,11 @@ def mesh_axes_by_dim(
 def spec_that_fits(
     spec: PartitionSpec, mesh: Mapping[str, int], whole: tuple[int, ...], shape: tuple[int, ...]
 ) -> PartitionSpec:
-    """Returns the spec of a parameter for an array that belongs to it and has another shape."""
+    """Returns the spec of a parameter of shape `whole` for an array that belongs to it.
+
+    An axis of another size keeps its mesh axes if they divide that size. An array of another rank
+    is on each device whole.
+    """
     by_dim = mesh_axes_by_dim(spec, len(whole), mesh)
     if shape == whole:
         return spec

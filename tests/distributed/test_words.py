@@ -3,6 +3,7 @@
 import collections
 import itertools
 import math
+import pickle
 import re
 from typing import NamedTuple
 
@@ -70,6 +71,23 @@ def collectives_over(compiled, sizes):
     lines = compiled.as_text().splitlines()
     found = [(re.search(COLLECTIVE, line), line) for line in lines]
     return dict(collections.Counter((kind[1], axes_of(x, sizes)) for kind, x in found if kind))
+
+
+def test_an_exchange_is_a_value():
+    for exchange in (
+        Exchange(),
+        Exchange("gram"),
+        Exchange({"b": ("split", "block"), "a": "raise", ...: "repeat"}, {"b": Link(1e9)}),
+        Exchange(shardings={"w": PartitionSpec("x")}, block_period=4, block_gain=0.5),
+    ):
+        again = eval(repr(exchange), {"Exchange": Exchange, "Link": Link, "P": PartitionSpec})
+        assert again == exchange == pickle.loads(pickle.dumps(exchange))
+        assert hash(again) == hash(exchange)
+    assert repr(Exchange({"b": ("split", "block"), "a": ()})) == (
+        "Exchange({'a': (), 'b': ('block', 'split')})"
+    )
+    assert Exchange({"b": "split", "a": "gram"}) == Exchange({"a": "gram", "b": ("split",)})
+    assert Exchange("gram") != Exchange("block") != Exchange({"x": "block"})
 
 
 def test_replica_groups_are_read_in_every_notation():
