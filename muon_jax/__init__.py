@@ -6,8 +6,8 @@ UVᵀ, computed by a few Newton–Schulz steps X <- (aI + bA + cA²)X with A = X
 `muon` is the optimizer, a drop-in for `optax.contrib.muon`; `scale_by_muon` its transformation for
 chains of one's own; `newton_schulz` the iteration alone, and `NewtonSchulz` its coefficients and
 how its products run. `PRESETS` holds the arguments of `muon` that make it other published Muons;
-`explain` tells who orthogonalizes what where parameters are sharded. `muon_jax.contrib` has what
-most users never need.
+`explain` tells who orthogonalizes what where parameters are sharded, and `Exchange` says what
+happens there. `muon_jax.contrib` has what most users never need.
 """
 
 import importlib.metadata
@@ -15,6 +15,8 @@ import importlib.metadata
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._by_use.by_use import Routes, by_use
+from muon_jax._distributed.cost import Link
+from muon_jax._distributed.exchange import Exchange
 from muon_jax._distributed.state_shardings import state_shardings
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._matrices.by_role import by_role
@@ -31,7 +33,9 @@ from muon_jax._transforms.momentum import MuonState
 __all__ = [
     "PRESETS",
     "Description",
+    "Exchange",
     "Explanation",
+    "Link",
     "MuonDimensionNumbers",
     "MuonState",
     "NewtonSchulz",

@@ -92,75 +92,23 @@ def _check_mu_dtype(name: str, value: Any) -> None:
         FloatDType(least_bits=16, or_int8=True)(name, value)
 
 
-def _check_group_bytes(name: str, value: Any) -> None:
-    check_static(name, value)
-    Number("[0, inf)", 2**30, is_whole=True)(name, value)
-
-
-def _check_block_period(name: str, value: Any) -> None:
-    check_static(name, value)
-    Number(f"[1, {2**31 - 1}]", 4, is_whole=True)(name, value)  # as counts, int32
-
-
 def _check_implementation(name: str, value: Any) -> None:
     check_name(name, value, sorted(IMPLEMENTATIONS), or_none=True)
 
 
-def _check_mesh_axis(name: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise TypeError(
-            f"{name} must be the name of a mesh axis or a tuple of names, got {shown(value)}: pass"
-            f" {name}=('fsdp',), for example"
-        )
-
-
 @dataclasses.dataclass(frozen=True)
-class _ByMeshAxis:
-    """A dict of numbers by the names of mesh axes."""
+class _Static:
+    """A number that is no array."""
 
     number: Number
 
     def __call__(self, name: str, value: Any) -> None:
-        """Raises unless `value` is such a dict."""
-        if not isinstance(value, Mapping) or not all(isinstance(axis, str) for axis in value):
-            raise TypeError(
-                f"{name} must be a dict of numbers by the names of mesh axes, got {shown(value)}:"
-                f" pass {name}={{'data': {self.number.example}}}, for example"
-            )
-        for axis, each in value.items():
-            check_static(f"{name}[{axis!r}]", each)
-            self.number(f"{name}[{axis!r}]", each)
+        """Raises unless `value` is such a number."""
+        check_static(name, value)
+        self.number(name, value)
 
 
-# What happens over mesh axes that matrices are not exchanged over: to replicas, to sharded ones.
-OUTSIDE = {"replicas": ("repeat", "split", "faster"), "sharded": ("raise", "gram", "block")}
-
-
-def words_of(value: Any) -> tuple[Any, ...]:
-    """Returns the words that an argument of one word, or of a tuple of words, has."""
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _check_outside(name: str, value: Any) -> None:
-    if isinstance(value, Mapping):
-        for axis, words in value.items():
-            if not isinstance(axis, str) or isinstance(words, Mapping):
-                raise TypeError(
-                    f"{name} must have words by the names of mesh axes, got {value!r}: pass"
-                    f" {name}={{'replica': 'split'}}, for example"
-                )
-            _check_outside(f"{name}[{axis!r}]", words)
-        return
-    words = words_of(value)
-    for word in words:
-        check_name(name, word, sum(OUTSIDE.values(), ()))
-    if any(len({*words}.intersection(choices)) > 1 for choices in OUTSIDE.values()):
-        raise ValueError(
-            f"{name} must have one of {OUTSIDE['replicas']} at most and one of {OUTSIDE['sharded']}"
-            f" at most, got {value!r}: leave out one word"
-        )
-
-
+BLOCK_GAIN = Number("[0, inf)", 1.0)
 _RATE, _DECAY = Number("[0, inf)", 0.02), Number("[0, inf)", 0.1)
 _EPS, BETA = Number("[0, inf)", 1e-8, is_exact=True), Number("[0, 1)", 0.95, is_exact=True)
 # What annotations do not say, by the names that arguments have in every function.
@@ -178,14 +126,11 @@ _DECLARED: dict[str, Check] = {
     "consistent_rms": Number("[0, inf)", 0.2),
     "ns_coeffs": _check_coeffs,
     **dict.fromkeys(("ns_steps", "steps"), Number("[1, 100]", 5, is_whole=True)),
-    "max_group_bytes": _check_group_bytes,
-    "block_period": _check_block_period,
-    "block_learning_rate": _RATE,
-    "block_gain": Number("[0, inf)", 1.0),
-    "exchange_axes": _check_mesh_axis,
-    "outside": _check_outside,
-    "bandwidth": _ByMeshAxis(Number("(0, inf)", 50e9)),
-    "latency": _ByMeshAxis(Number("[0, inf)", 2e-5)),
+    "max_group_bytes": _Static(Number("[0, inf)", 2**30, is_whole=True)),
+    "block_period": _Static(Number(f"[1, {2**31 - 1}]", 4, is_whole=True)),  # as counts, int32
+    "block_gain": BLOCK_GAIN,
+    "bandwidth": _Static(Number("(0, inf)", 50e9)),
+    "latency": _Static(Number("[0, inf)", 2e-5)),
     "dtype": FloatDType(or_auto=True),
     "mu_dtype": _check_mu_dtype,
     "implementation": _check_implementation,

@@ -37,7 +37,7 @@ import optax
 from muon_jax._checks import checks_arguments
 from muon_jax._coefficients import CoeffsByPath
 from muon_jax._distributed.by_tree import optimizer_by_tree
-from muon_jax._distributed.exchange_axes import ExchangeAxes, Outside
+from muon_jax._distributed.exchange import Exchange, exchange_of
 from muon_jax._distributed.sharding import Shardings
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
@@ -50,7 +50,6 @@ from muon_jax._scale_by_muon import scale_by_muon
 from muon_jax._transforms.adam import scale_by_adam
 from muon_jax._transforms.labels import labels_of
 from muon_jax._transforms.momentum import Momentum
-from muon_jax._transforms.rates import block_gain
 from muon_jax._transforms.rounding import Rounding
 from muon_jax._transforms.shape_scale import scale_by_shape
 from muon_jax._transforms.skipping import skip_missing
@@ -90,15 +89,8 @@ def muon(
     cautious_weight_decay: bool = False,
     adam_eps: float | jax.Array | None = None,
     adam_nesterov: bool | None = None,
-    shardings: Shardings = None,
+    shardings: Shardings | Exchange = None,
     mu_rounding: Rounding | None = None,
-    distributed_gram: bool | None = None,
-    exchange_axes: str | tuple[str, ...] | None = None,
-    outside: Outside = ("faster", "raise"),
-    bandwidth: Mapping[str, float] | None = None,
-    latency: Mapping[str, float] | None = None,
-    block_period: int | None = None,
-    block_learning_rate: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
 
@@ -149,12 +141,10 @@ def muon(
             (`Chen et al. <https://arxiv.org/abs/2510.12402>`_).
         adam_eps: added to AdamW's denominator; None for `eps`.
         adam_nesterov: whether AdamW uses Nesterov momentum; None for `nesterov`.
-        shardings: those of the parameters; None finds them out, see `scale_by_muon`.
+        shardings: of the parameters, None to find out, see `scale_by_muon`; or an `Exchange`, which
+            also says what happens along mesh axes, and has block steps. A block has the s of its
+            own shape.
         mu_rounding: `"nearest"` or `"stochastic"`, see `scale_by_muon`.
-        distributed_gram, exchange_axes, outside, bandwidth, latency, block_period: for sharded
-            matrices, see `scale_by_muon`. A block has the s of its own shape.
-        block_learning_rate: η of the steps between those of whole matrices; None for
-            `learning_rate`.
 
     Raises:
         TypeError: unknown argument, wrong type, or a schedule where a number is required.
@@ -199,9 +189,11 @@ def build(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer with these arguments of `muon`, all of them, and with additions."""
     given = types.SimpleNamespace(**arguments)
+    scale_of_blocks = given.shape_scale if given.consistent_rms is None else "longer_side"
+    exchange = exchange_of(given.shardings).with_(_scale_of_blocks=scale_of_blocks)
+    shardings = exchange.shardings
     if added.name:
-        exchanged = ExchangeAxes.of_arguments(given.exchange_axes, given.outside)
-        exchanged.check_sums(added.name, given.block_period)
+        exchange.check_sums(added.name)
     storage, rate = storage_of(given.mu_dtype), given.learning_rate
     adam = scale_by_adam(
         b1=given.adam_b1,
@@ -223,19 +215,15 @@ def build(
     )
     others = {label: make(adam) for label, make in added.others.items()}
     of_direction = inspect.signature(scale_by_muon).parameters.keys() & arguments.keys()
-    direction = functools.partial(
-        scale_by_muon,
-        **{name: arguments[name] for name in of_direction},
-        scale_of_blocks=given.shape_scale if given.consistent_rms is None else "longer_side",
-        block_gain=block_gain(rate, given.block_learning_rate, given.block_period),
-    )
+    of_muon = {name: arguments[name] for name in of_direction} | {"shardings": exchange}
+    direction = functools.partial(scale_by_muon, **of_muon)
 
     def with_views(views: Views) -> optax.GradientTransformation:
         """The optimizer for parameters with these views."""
         orthogonal = direction(weight_dimension_numbers=views)
         if added.after:
             orthogonal = optax.chain(orthogonal, added.after(views))
-        scale = scale_by_shape(views, given.consistent_rms, given.shape_scale, given.shardings)
+        scale = scale_by_shape(views, given.consistent_rms, given.shape_scale, shardings)
         if added.scale:
             scale = added.scale(views)
         on_matrices = chain_with_weight_decay(
@@ -258,7 +246,7 @@ def build(
 
     views = given.muon_weight_dimension_numbers
     check_views(views, OF_MUON)
-    optimizer_of = optimizer_by_tree(with_views, views, given.shardings)
+    optimizer_of = optimizer_by_tree(with_views, views, shardings)
 
     @standard_promotion()
     def init_fn(params: optax.Params) -> optax.OptState:

@@ -9,8 +9,7 @@ Both processes run at once.
 A configuration's digest is the SHA-256 of all arrays that it returns: paths, dtypes, shapes, and
 the bytes of every shard. The script exits with status 1 when a digest differs, when a configuration
 raises an error of another type, or when only one of the trees has it. It uses public names alone,
-so it runs on any version (`iteration`, `optimizer` and `contrib`
-spell what moved).
+so it runs on any version (`iteration`, `exchanged`, `optimizer` and `contrib` spell what moved).
 """
 
 import argparse
@@ -384,6 +383,20 @@ def optimizer(*args: Any, **arguments: Any) -> Any:
     return make(*args, **arguments)
 
 
+def exchanged(axes: Any = (), shardings: Any = None, **old: Any) -> dict[str, Any]:
+    """Arguments of an optimizer for `Exchange(axes, shardings=shardings)`, or the old ones."""
+    import muon_jax
+
+    if hasattr(muon_jax, "Exchange"):
+        return {"shardings": muon_jax.Exchange(axes, shardings=shardings)}
+    return {"shardings": shardings, **old}
+
+
+# What `distributed_gram` was.
+IN_GRAM_FORM = {"axes": "gram_or_exchange", "distributed_gram": True}
+EXCHANGED_WHOLE = {"axes": "exchange", "distributed_gram": False}
+
+
 def define_updates() -> None:
     """Adds the configurations of optimizers on one device."""
     import jax
@@ -582,12 +595,17 @@ def define_sharded() -> None:
         }
 
     def sharded(
-        name: str, mesh: str, kind: AxisType, make: Any = scale_by_muon, **kwargs: Any
+        name: str,
+        mesh: str,
+        kind: AxisType,
+        make: Any = scale_by_muon,
+        names: Any = shapes,
+        **kwargs: Any,
     ) -> None:
         key = "weight_dimension_numbers" if make is scale_by_muon else ""
-        kwargs |= {key or "muon_weight_dimension_numbers": views}
+        kwargs |= {key or "muon_weight_dimension_numbers": {name: views[name] for name in names}}
         title = f"sharded, {mesh}, {kind.name}, {name}"
-        add(title, lambda: updates_of(make(**kwargs), placed(mesh, kind)))
+        add(title, lambda: updates_of(make(**kwargs), placed(mesh, kind, names)))
 
     at = functools.partial(functools.partial, optimizer, 0.02)
     for mesh in meshes:
@@ -598,13 +616,20 @@ def define_sharded() -> None:
     sharded("muon, nanogpt", "fsdp", explicit, at(), preset="nanogpt")
     sharded("shardings=", "fsdp", auto, shardings=layouts["fsdp"])
     sharded("shardings=", "both", explicit, shardings=layouts["both"])
-    for gram in (True, False):
-        sharded(f"distributed_gram={gram}", "fsdp", auto, distributed_gram=gram)
-    sharded("distributed_gram=True", "both", explicit, distributed_gram=True)
-    sharded("distributed_gram=True, aol", "fsdp", auto, distributed_gram=True, ns_coeffs="aol",
-            preconditioning="aol")  # fmt: skip
+    kept = exchanged(**IN_GRAM_FORM)
+    sharded("kept sharded", "fsdp", auto, **kept)
+    sharded("exchanged whole", "fsdp", auto, **exchanged(**EXCHANGED_WHOLE))
+    sharded("kept sharded", "both", explicit, **kept)
+    sharded("kept sharded, aol", "fsdp", auto, **kept, ns_coeffs="aol", preconditioning="aol")
     for name in ("balanced", "accurate", "polar_express"):
-        sharded(f"{name}, in pieces", "both", auto, distributed_gram=True, ns_coeffs=name)
+        sharded(f"{name}, kept sharded", "both", auto, **kept, ns_coeffs=name)
+    over_y = functools.partial(exchanged, exchange_axes="x")
+    gram = {"names": ("a", "b"), **over_y({"y": "gram"}, outside="gram")}
+    for kind in (auto, explicit):
+        sharded("blocks", "both", kind, names=("a", "b"), **over_y({"y": "block"}, outside="block"))
+        sharded("gram over y", "both", kind, **gram)
+        sharded("split", "both", kind, **exchanged("split", outside="split"))
+        sharded("repeat", "both", kind, **exchanged("repeat", outside="repeat"))
     sharded("balanced", "fsdp", auto, ns_coeffs="balanced")
     sharded("adaptive", "both", auto, adaptive=True, **iteration(dtype="float32"))
     sharded("groups of 4096 bytes", "fsdp", auto, **iteration(max_group_bytes=4096))
@@ -612,10 +637,11 @@ def define_sharded() -> None:
     rounding = {"mu_dtype": "bfloat16", "mu_rounding": "stochastic"}
     sharded("stochastic rounding", "fsdp", auto, **rounding)
 
-    def in_shard_map(mesh: str, make: Any = scale_by_muon, **kwargs: Any) -> Any:
+    def in_shard_map(mesh: str, make: Any = scale_by_muon, said: Any = None, **kwargs: Any) -> Any:
         specs = layouts[mesh]
         key = "weight_dimension_numbers" if make is scale_by_muon else ""
-        kwargs |= {key or "muon_weight_dimension_numbers": views, "shardings": specs}
+        kwargs |= {key or "muon_weight_dimension_numbers": views}
+        kwargs |= exchanged(shardings=specs, **(said or {}))
         transform = make(**kwargs)
 
         def momentum_and_update(gradients: Any) -> Any:
@@ -635,7 +661,7 @@ def define_sharded() -> None:
         add(f"sharded, {mesh}, shard_map, plain", in_shard_map, mesh)
     add("sharded, fsdp, shard_map, stochastic rounding", in_shard_map, "fsdp", **rounding)
     add("sharded, both, shard_map, balanced", in_shard_map, "both", ns_coeffs="balanced")
-    add("sharded, fsdp, shard_map, pieces", in_shard_map, "fsdp", distributed_gram=True)
+    add("sharded, fsdp, shard_map, kept sharded", in_shard_map, "fsdp", said=IN_GRAM_FORM)
     add("sharded, both, shard_map, muon", in_shard_map, "both", at(), normuon_b2=0.9)
 
     def ensemble(mesh: str, kind: AxisType, spec: P, **kwargs: Any) -> Any:
@@ -645,7 +671,7 @@ def define_sharded() -> None:
 
     add("sharded, vmap, matrices sharded", ensemble, "fsdp", auto, P(None, "x"))
     add("sharded, vmap, members sharded", ensemble, "fsdp", auto, P("x"))
-    add("sharded, vmap, pieces", ensemble, "both", auto, P(None, None, "x"), distributed_gram=True)
+    add("sharded, vmap, kept sharded", ensemble, "both", auto, P(None, None, "x"), **kept)
     add("sharded, vmap, explicit", ensemble, "fsdp", explicit, P(None, "x"))
 
     def iterated() -> Any:
@@ -668,9 +694,7 @@ def define_sharded() -> None:
         return updates_of(made, placed("fsdp", names=("a", "b", "c")))
 
     def differentiated() -> Any:
-        transform = scale_by_muon(
-            ns_steps=2, distributed_gram=True, **iteration(implementation="xla")
-        )
+        transform = scale_by_muon(ns_steps=2, **kept, **iteration(implementation="xla"))
 
         def loss(gradients: Any) -> Any:
             updates, _ = transform.update(gradients, transform.init(gradients))

@@ -16,6 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import muon_jax
 from muon_jax import (
+    Exchange,
+    Link,
     MuonDimensionNumbers,
     NewtonSchulz,
     Split,
@@ -60,6 +62,10 @@ def of_muon(**given):
     return lambda: helpers.any_muon(**{"learning_rate": 0.1, **given})
 
 
+def exchange(*args, **given):
+    return lambda: Exchange(*args, **given)
+
+
 def initialized(params=PARAMS, **given):
     return lambda: muon(0.1, **given).init(params)
 
@@ -80,11 +86,6 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
     [
         # Flags.
         (
-            of_muon(distributed_gram="False"),
-            Type,
-            r"distributed_gram must be True, False or None, got 'F",
-        ),
-        (
             of_muon(nesterov="False"),
             Type,
             rf"nesterov {FLAG}, got 'False': pass nesterov=True",
@@ -100,31 +101,22 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
         ),
         (lambda: select_implementation(MATRIX, addend=1), Type, rf"addend {FLAG}, got 1"),
         # Mesh axes.
-        (of_muon(exchange_axes=["x"]), Type, r"exchange_axes must be the name of a mesh axis or"),
-        (of_muon(exchange_axes=("x", 3)), Type, r"got 3: pass exchange_axes=\('fsdp',\)"),
-        (of_muon(outside="blocks"), Value, r"outside must be one of .*: did you mean 'block'\?"),
+        (exchange(["x"]), Value, r"axes of Exchange must be one of .*, got \['x'\]"),
+        (exchange(("split", 3)), Value, r"axes of Exchange must be one of .*, got 3"),
+        (exchange("blocks"), Value, r"axes of Exchange must be one of .*: did you mean 'block'\?"),
         (
-            of_muon(outside=("split", "gram", "block")),
+            exchange(("split", "gram", "block")),
             Value,
-            r"outside must have one of \('repeat', .*'faster'\) at most .*: leave out one word",
+            r"axes of Exchange must have one of \('exchange', .*\) at most .*: leave out one word",
         ),
-        (of_muon(outside={3: "split"}), Type, r"outside must have words by the names of mesh axes"),
-        (of_muon(outside={"x": "blocks"}), Value, r"outside\['x'\] must be one of"),
-        (
-            of_muon(outside="block"),
-            Value,
-            r"outside='block' says 'block' of mesh axes that .* with exchange_axes=None: name",
-        ),
-        (
-            of_muon(outside={"x": "gram"}, exchange_axes="x"),
-            Value,
-            r"says 'gram' of mesh axes that matrices are exchanged over, with exchange_axes='x'",
-        ),
+        (exchange(("split", "repeat")), Value, r"one of \('faster', 'repeat', 'split'\) at most"),
+        (exchange({3: "split"}), Type, r"axes of Exchange must have words by the names of mesh a"),
+        (exchange({"x": "blocks"}), Value, r"axes\['x'\] of Exchange must be one of"),
         *(
             (
-                of_muon(outside=("split", "block"), exchange_axes="x", **given),
+                of_muon(shardings=Exchange({"y": ("split", "block")}), **given),
                 Value,
-                rf"{name} sums over all mesh axes .* outside='block' allows .*: leave out {name}",
+                rf"{name} sums over all mesh axes .* 'block' of Exchange .*: leave out {name}",
             )
             for name, given in {
                 "adaptive=True": {"adaptive": True},
@@ -133,19 +125,20 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
                 "contrib.muonh": {"adamh": None},
             }.items()
         ),
+        (exchange(links=50e9), Type, r"links of Exchange must be a dict of Link by the names of m"),
+        (exchange(links={3: Link()}), Type, r"links .* pass links=\{'data': Link\(bandwidth=5"),
         (
-            of_muon(bandwidth=50e9),
+            exchange(links={"x": 1e9}),
             Type,
-            r"bandwidth must be a dict of numbers by the names of mesh",
+            r"must be a dict of Link by the names of .*, got \{'x'",
         ),
-        (of_muon(latency={3: 1e-5}), Type, r"latency must be .* pass latency=\{'data': 2e-05\}"),
-        (of_muon(bandwidth={"x": 0}), Value, r"bandwidth\['x'\] must be in \(0, inf\), got 0"),
-        (of_muon(latency={"x": "1"}), Type, r"latency\['x'\] must be one real number, got '1'"),
+        (lambda: Link(0), Value, r"bandwidth must be in \(0, inf\), got 0"),
+        (lambda: Link(latency="1"), Type, r"latency must be one real number, got '1'"),
         *(
             (
-                of_muon(block_period=2, **given),
+                of_muon(shardings=Exchange(block_period=2), **given),
                 Value,
-                rf"{name}.* sums over .* block_period=2 .*: leave out {name}.*, or block_period",
+                rf"{name}.* sums over .* block_period=2 of .*: leave out {name}.*, or block_period",
             )
             for name, given in {
                 "adaptive=True": {"adaptive": True},
@@ -154,22 +147,15 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
                 "contrib.muonh": {"adamh": None},
             }.items()
         ),
+        (exchange(block_gain=-1), Value, r"block_gain must be in \[0, inf\), got -1"),
+        (exchange(shardings=3), Value, r"shardings must be a PartitionSpec, a NamedSharding or N"),
         (
-            of_muon(block_learning_rate=0.1),
-            Value,
-            r"block_learning_rate is .* block_period=None has none: pass block_period=4",
-        ),
-        (
-            of_muon(block_period=jnp.array(2)),
+            exchange(block_period=jnp.array(2)),
             Value,
             r"must be no array, got 2: .* static_args='block_period'",
         ),
-        (
-            of_muon(latency={"fsdp": jnp.array(1e-5)}),
-            Value,
-            r"latency\['fsdp'\] must be no array, .* static_args='latency'$",
-        ),
-        (of_muon(block_period=0), Value, r"must be an integer in \[1, .*\], got 0: pass .*=4"),
+        (lambda: Link(latency=jnp.array(1e-5)), Value, r"latency must be no array, got"),
+        (exchange(block_period=0), Value, r"must be an integer in \[1, .*\], got 0: pass .*=4"),
         # Numbers.
         (
             of_muon(learning_rate=float("nan")),

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from muon_jax import muon, scale_by_muon
+from muon_jax import Exchange, muon, scale_by_muon
 from muon_jax._transforms.shape_scale import scale_by_shape
 from muon_jax.contrib import scale_by_normuon, scale_to_param_norm
 
@@ -126,7 +126,7 @@ def test_directions_in_64_bits():
     "arguments",
     [
         {"normuon_b2": 0.9},
-        {"block_period": 2, "block_learning_rate": 0.1},
+        {"shardings": Exchange(block_period=2, block_gain=0.5)},
         {"momentum": "heavy_ball"},
         {"momentum": "ema"},
         {"eps_mode": "max"},

@@ -22,6 +22,7 @@ from jax.sharding import AxisType
 import muon_jax
 from muon_jax import (
     PRESETS,
+    Exchange,
     NewtonSchulz,
     by_role,
     contrib,
@@ -110,6 +111,16 @@ TO_MUON = [
     ("use_gram_newton_schulz", True, "pass ns_coeffs=NewtonSchulz(method='gram')"),
     ("ns_algorithm", "standard_newton_schulz", "pass ns_coeffs=NewtonSchulz(method='standard')"),
     ("dtype", "float32", "pass ns_coeffs=NewtonSchulz(dtype='float32')"),
+    ("distributed_gram", True, "pass shardings=Exchange(axes='gram_or_exchange')"),
+    ("distributed_gram", False, "pass shardings=Exchange(axes='exchange')"),
+    ("distributed_gram", None, "in its place shardings=Exchange(axes='gram_or_exchange') for True"),
+    ("outside", "split", "pass shardings=Exchange(axes='split')"),
+    ("outside", ("split", "gram"), "pass shardings=Exchange(axes=('split', 'gram'))"),
+    ("outside", "block", "pass shardings=Exchange(axes={'tensor': 'block'})"),
+    ("exchange_axes", "fsdp", "leave out exchange_axes: shardings=Exchange({'fsdp': 'exchange'"),
+    ("latency", {"data": 1e-5}, "leave out latency: shardings=Exchange(links={'data': Link("),
+    ("block_period", 4, "pass shardings=Exchange(block_period=4)"),
+    ("block_learning_rate", 0.1, "pass shardings=Exchange(block_gain=0.1 / learning_rate)"),
     ("use_triton", False, "pass ns_coeffs=NewtonSchulz(implementation='xla')"),
     ("use_syrk", True, "leave out use_syrk: the fastest kernels"),
     ("use_muon", True, f"pass {VIEWS}=by_role"),
@@ -156,7 +167,7 @@ TAKEN = [
 @pytest.mark.parametrize(("name", "value", "way"), TAKEN)
 def test_what_the_message_says_is_taken(name, value, way):
     names = {"functools": functools, "by_role": by_role, "jnp": jnp, "learning_rate": 0.1}
-    names |= {"NewtonSchulz": NewtonSchulz, "muon_jax": muon_jax}
+    names |= {"NewtonSchulz": NewtonSchulz, "Exchange": Exchange, "muon_jax": muon_jax}
     arguments = eval(f"dict({way})", names)  # of the table above
     muon(**{"learning_rate": 0.1} | arguments)
 
@@ -413,7 +424,7 @@ def test_ways_of_the_table_name_arguments():
         for function in functions
         if isinstance(function, types.FunctionType)
         for name in inspect.signature(function).parameters
-    } | {field.name for field in dataclasses.fields(NewtonSchulz)}
+    } | {field.name for made in (NewtonSchulz, Exchange) for field in dataclasses.fields(made)}
     for row in FOREIGN:
         for way in (*row.ways, *row.by_value.values()):
             assert {*re.findall(r"(\w+)=", way)} <= ours, way
@@ -450,14 +461,10 @@ PAIRS = [
     {"ns_coeffs": NewtonSchulz(method="gram")},
     {"ns_coeffs": NewtonSchulz(dtype="float32", method="gram")},
     {"ns_coeffs": NewtonSchulz(dtype="float8_e4m3fn")},
-    {"block_period": 4},
-    {"block_period": 4, "normuon_b2": 0.9},
-    {"block_period": 4, "adaptive": True},
-    {"block_period": 4, "adamh": None},
-    {"block_learning_rate": 0.1},
-    {"outside": "block"},
-    {"outside": "block", "exchange_axes": "x"},
-    {"outside": "gram", "exchange_axes": "x", "normuon_b2": 0.9},
+    {"shardings": Exchange(block_period=4), "normuon_b2": 0.9},
+    {"shardings": Exchange(block_period=4), "adaptive": True},
+    {"shardings": Exchange("block"), "adamh": None},
+    {"shardings": Exchange({"x": "gram"}), "normuon_b2": 0.9},
     {"adamh": "no such path"},
     {"mu_rounding": "stochastic"},
     {"mu_dtype": "complex64"},
@@ -501,7 +508,7 @@ def foreign_to_the_call(message, passed, preset):
     named = {n for n in names if re.search(rf"(?<![\w.]){n}(?==| must\b| compares| sums)", blamed)}
     by_preset = {*SYSTEMS[preset]} if f"{origin_of(preset)} sets" in message else set()
     fields = attributes_in(SYSTEMS.get(preset, {})) | attributes_in(passed)
-    known = {"block_period", "exchange_axes", "ns_steps"} | fields
+    known = {"ns_steps"} | fields
     return named - {*passed} - by_preset - known | (named & INNER - {*passed} - fields)
 
 
@@ -519,7 +526,8 @@ def test_an_error_blames_what_the_call_has(preset):
         n_errors += 1
         message = str(error)
         # Paths, shardings and views have tests of their own.
-        if VIEWS in arguments or "shardings" in arguments:
+        is_exchange = isinstance(arguments.get("shardings"), Exchange)
+        if VIEWS in arguments or "shardings" in arguments and not is_exchange:
             continue
         assert foreign_to_the_call(message, given | arguments, preset) == set(), message
         own = {*arguments} | attributes_in(arguments)

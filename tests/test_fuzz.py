@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 import muon_jax
 import muon_jax.contrib
 import pallas_kernels
-from muon_jax import MuonDimensionNumbers, NewtonSchulz, Split, Unfold
+from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, Split, Unfold
 from muon_jax._iteration.published import NAMED
 from muon_jax.contrib import KeyHeads, QueryHeads
 
@@ -101,32 +101,21 @@ ARGUMENTS = {
     "adaptive": FLAG,
     "cautious_weight_decay": FLAG,
     "adam_nesterov": ([*FLAGS, None], NO_FLAG),
-    "distributed_gram": ([False, None], NO_FLAG),
-    "exchange_axes": (["x", ("x", "y"), (), None], [3, ("x", 3), ["x"], {"x": "y"}, True]),
-    "outside": (
+    "axes": (
         [
             "repeat",
-            "split",
-            "faster",
-            ("split", "raise"),
+            ("split", "gram"),
             (),
             {"x": "split"},
-            {"y": ("repeat", "raise")},
+            {"y": ("block", "repeat"), ...: "raise"},
         ],
         [None, 3, "blocks", ("split", "repeat"), ("split", 3), {3: "split"}, {"x": {"y": "split"}}],
     ),
-    "bandwidth": (
-        [{"x": 50e9}, {"x": 1, "y": np.float64(2)}, {}, None],
-        [3, "x", [1.0], {3: 1.0}, {"x": 0}, {"x": "fast"}, {"x": float("inf")}],
-    ),
-    "latency": (
-        [{"x": 2e-5}, {"x": 0, "y": 1e-6}, {}, None],
-        [3, ("x",), {3: 1.0}, {"x": -1e-6}, {"x": None}, {"x": jnp.array(1e-5)}],
-    ),
+    "links": ([{}, {"x": Link()}], [3, "x", [Link()], {3: Link()}, {"x": 1e9}, None]),
+    "bandwidth": ([50e9, 1, np.float64(2)], ["fast", 0, float("inf"), None, jnp.array(1e9)]),
+    "latency": ([2e-5, 0], ["x", -1e-6, None, jnp.array(1e-5)]),
     "block_period": ([1, 2, np.int64(4), 3.0, None], [*NO_INTEGER, 0, jnp.array(2)]),
-    "block_learning_rate": DECAY,
     "block_gain": ([1.0, 0.5, jnp.array(0.5), SCHEDULE], [*NOT_POSITIVE, None]),
-    "scale_of_blocks": NAME("clipped_ratio", "longer_side", "none", "ratio"),
     "preconditioning": NAME("frobenius"),
     "momentum": NAME("bias_corrected", "ema", "heavy_ball"),
     "eps_mode": NAME("add", "max"),
@@ -230,6 +219,13 @@ CALLS = {
     ),
     "by_role": (functools.partial(muon_jax.by_role, PARAMS), [], ["rules"]),
     "NewtonSchulz": (NewtonSchulz, [], of_object.split()),
+    "Exchange": (Exchange, [], "axes links shardings block_period block_gain".split()),
+    "Link": (Link, [], ["bandwidth", "latency"]),
+    "muon of blocks": (
+        functools.partial(muon_jax.muon, shardings=Exchange("block", block_period=2)),
+        ["learning_rate"],
+        [n for n in ARGUMENTS if n in of_muon - {"learning_rate", "shardings"}],
+    ),
     "newton_schulz": (traced(muon_jax.newton_schulz, ABSTRACT), [], of_iteration.split()),
     "syrk": (traced(pallas_kernels.syrk, ABSTRACT), [], of_product.split()),
     "syrkx": (traced(pallas_kernels.syrkx, ABSTRACT, ABSTRACT), [], of_product.split()),
@@ -280,7 +276,7 @@ CONTRADICTIONS = (
     "two scales",
     "is not offered here",
     "must have 32 bits",
-    "block_period",
+    "sums over all mesh axes",
 )
 
 
@@ -300,7 +296,7 @@ def check_call(case) -> str:
         CALLS[name][0](**given)
     except Exception as error:
         # A contradiction of steps is found before views are read.
-        check_refusal(error, {*wrong, "block_period"} if wrong else CONTRADICTIONS)
+        check_refusal(error, {*wrong, "sums over all mesh axes"} if wrong else CONTRADICTIONS)
         return "an argument refused" if wrong else "a contradiction refused"
     assert not wrong, "a mistake passed"
     return "a call right"

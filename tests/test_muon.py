@@ -109,11 +109,6 @@ def test_the_default_dtype_is_bfloat16_and_close_to_optax():
 OF_THE_ITERATION = [
     "shardings",
     "mu_rounding",
-    "distributed_gram",
-    "exchange_axes",
-    "outside",
-    "bandwidth",
-    "latency",
 ]
 NEW = {
     "muon": [
@@ -126,13 +121,8 @@ NEW = {
         "adam_eps",
         "adam_nesterov",
         *OF_THE_ITERATION,
-        "block_period",
-        "block_learning_rate",
     ],
-    "scale_by_muon": [
-        *("momentum", "eps_mode", *OF_THE_ITERATION),
-        *("scale_of_blocks", "block_period", "block_gain"),
-    ],
+    "scale_by_muon": ["momentum", "eps_mode", *OF_THE_ITERATION],
 }
 
 

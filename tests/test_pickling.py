@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import muon_jax
 import muon_jax.contrib
 from muon_jax import (
+    Exchange,
     MuonDimensionNumbers,
     NewtonSchulz,
     Split,
@@ -73,7 +74,9 @@ OPTIMIZERS = {
     "muon, callable coefficients": lambda: muon(
         0.02, ns_coeffs=lambda path, shape: "dion" if path == "up" else "standard"
     ),
-    "muon, blocks": lambda: muon(0.02, block_period=3, block_learning_rate=lambda count: 0.01),
+    "muon, blocks": lambda: muon(
+        0.02, shardings=Exchange(block_period=3, block_gain=lambda count: 0.5)
+    ),
     "injected": lambda: optax.inject_hyperparams(muon)(0.02, beta=lambda count: 0.9),
     "metrics": lambda: with_metrics(muon(0.02)),
     "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), muon(0.02, preset="moonlight")),

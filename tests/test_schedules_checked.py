@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from muon_jax import PRESETS, muon, scale_by_muon
+from muon_jax import PRESETS, Exchange, muon, scale_by_muon
 from muon_jax._argument_kinds import CheckedSchedule
 from muon_jax.contrib import nanogpt, scale_by_normuon
 
@@ -21,7 +21,6 @@ ARGUMENTS = {
     "adam_learning_rate": {"learning_rate": 0.1},
     "weight_decay": {"learning_rate": 0.1},
     "adam_weight_decay": {"learning_rate": 0.1},
-    "block_learning_rate": {"learning_rate": 0.1, "block_period": 2},
 }
 WRONG_KINDS = {
     "None": None,
@@ -99,7 +98,8 @@ def test_schedules_in_products_are_named(form):
 
 
 def test_a_gain_of_blocks():
-    transform = scale_by_muon(block_period=2, block_gain=lambda count: jnp.ones(2))
+    exchange = Exchange(block_period=2, block_gain=lambda count: jnp.ones(2))
+    transform = scale_by_muon(shardings=exchange)
     with pytest.raises(TypeError, match="block_gain returns must be one real number"):
         updated(transform, True, {"w": PARAMS["w"]})
 

@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from muon_jax import NewtonSchulz, by_role, muon, scale_by_muon
+from muon_jax import Exchange, NewtonSchulz, by_role, muon, scale_by_muon
 from muon_jax.contrib import (
     KeyHeads,
     keep_param_norm,
@@ -92,7 +92,7 @@ MUONS = {
         "learning_rate": optax.linear_schedule(0.1, 0.01, 5),
         "weight_decay": lambda count: 0.1 / (1 + count),
     },
-    "blocks": {"block_period": 2, "block_learning_rate": 0.05},
+    "blocks": {"shardings": Exchange(block_period=2, block_gain=0.5)},
     "no groups": {"ns_coeffs": NewtonSchulz(max_group_bytes=0)},
     "by path": {"ns_coeffs": {"^a|frozen": "dion", ".*": "standard"}},
 }

@@ -188,7 +188,7 @@ def _advice(
         else:
             choices = [f"{way} for {key!r}" for key, way in row.by_value.items()]
             others.append(f"in its place {', '.join(choices)}")
-    found = [f"pass {_with_coeffs(', '.join(each_once(passed)), given)}"] if passed else []
+    found = [f"pass {_with_given(', '.join(each_once(passed)), given)}"] if passed else []
     if factor := factor_beside_shape(passed):
         others.append(
             f"shape_scale has no factor: multiply learning_rate by {factor} and divide weight_decay"
@@ -199,14 +199,16 @@ def _advice(
     return f": {'; '.join(found)}" if found else ""
 
 
-def _with_coeffs(ways: str, given: Mapping[str, Any]) -> str:
-    """The ways, in which a `NewtonSchulz` has the coefficients of the call or of its preset."""
+def _with_given(ways: str, given: Mapping[str, Any]) -> str:
+    """The ways, with what the call or its preset says in a `NewtonSchulz` or an `Exchange`."""
     coeffs, preset = given.get("ns_coeffs"), given.get("preset")
     made = "NewtonSchulz("
     if isinstance(coeffs, str | tuple):
         made += f"{written(coeffs)}, "
     elif preset and coeffs is None:
         made = f"dataclasses.replace(PRESETS[{preset!r}]['ns_coeffs'], "
+    if given.get("shardings") is not None:
+        ways = ways.replace("Exchange(", "Exchange(shardings=..., ")
     return ways.replace("NewtonSchulz(", made)
 
 

@@ -282,7 +282,32 @@ FOREIGN: tuple[Foreign, ...] = (
         by_value={"pinned_host": f"mu_dtype={CONTRIB}.on_host()"},
         note="the default is the memory of the device",
     ),
-    Foreign({"block_lr": _OTHERS}, ("block_learning_rate={}",)),
+    Foreign(
+        {"block_lr": _OTHERS, "block_learning_rate": "Exchange"},
+        ("shardings=Exchange(block_gain={} / learning_rate)",),
+    ),
+    Foreign({"block_period": "Exchange"}, ("shardings=Exchange(block_period={})",)),
+    Foreign({"block_gain": "Exchange"}, ("shardings=Exchange(block_gain={})",)),
+    Foreign(
+        {"distributed_gram": "Exchange"},
+        by_value={
+            True: "shardings=Exchange(axes='gram_or_exchange')",
+            False: "shardings=Exchange(axes='exchange')",
+        },
+    ),
+    Foreign(
+        {"outside": "Exchange"},
+        ("shardings=Exchange(axes={})",),
+        {word: f"shardings=Exchange(axes={{'tensor': {word!r}}})" for word in ("gram", "block")},
+    ),
+    Foreign(
+        {"exchange_axes": "Exchange"},
+        note="shardings=Exchange({'fsdp': 'exchange', ...: 'raise'}) says it",
+    ),
+    Foreign(
+        {"bandwidth": "Exchange", "latency": "Exchange"},
+        note="shardings=Exchange(links={'data': Link(50e9, 2e-5)}) says it",
+    ),
     Foreign(
         {"G": f"{_KELLER}'s {_ZEROPOWER}", "M": _OTHERS, "grad": _TORCH},
         ("x={}",),

@@ -120,8 +120,7 @@ class Description:
 def describe(params: Any, *, optimizer: Callable[..., Any] = muon, **arguments: Any) -> Description:
     """Prints and returns which parameters `muon` takes for matrices, and what it does with them.
 
-    Matrices are those of one device. `explain` tells what mesh axes, `exchange_axes` and `outside`
-    make of them.
+    Matrices are those of one device. `explain` tells what mesh axes and an `Exchange` make of them.
 
     Args:
         params: the parameters, or shapes of them.

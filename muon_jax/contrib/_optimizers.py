@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from muon_jax._checks import BETA, check_pattern, checks_arguments
+from muon_jax._distributed.exchange import exchange_of
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._muon import Additions, build, muon
 from muon_jax._presets import PRESETS, takes_preset, with_defaults
@@ -137,7 +138,7 @@ def nanogpt(
 def _normuon(
     name: str, b2: float | jax.Array, averaged: Averaged, arguments: Mapping[str, Any]
 ) -> optax.GradientTransformation:
-    shardings = arguments["shardings"]
+    shardings = exchange_of(arguments["shardings"]).shardings
     after = functools.partial(_by_views, scale_by_normuon, shardings, b2=b2, averaged=averaged)
     return build(arguments, Additions(name, after=after))
 
@@ -176,7 +177,8 @@ def muonh(
         experiments/grug/moe_hero_ep/optimizer.py.
     """
     check_no_scale(arguments["consistent_rms"], arguments["shape_scale"])
-    rate, shardings = arguments["learning_rate"], arguments["shardings"]
+    rate = arguments["learning_rate"]
+    shardings = exchange_of(arguments["shardings"]).shardings
 
     def on_spheres(direction: optax.GradientTransformation) -> optax.GradientTransformation:
         return optax.chain(

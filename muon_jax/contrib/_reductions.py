@@ -108,17 +108,6 @@ def matrices_of_tree(
 
     The matrices of a leaf are a list with one entry for each part of its view. The function takes
     arrays in the same order, each of the shape of its matrices.
-
-    Args:
-        views: as for `views_of_leaves`.
-        tree: arrays, or in a shard_map their local parts.
-        shardings: as for `scale_by_muon`.
-
-    Raises:
-        ValueError: a leaf has no view, or a view that does not fit; or the sharding is not known,
-            or does not fit.
-        NotImplementedError: a view takes an axis apart elsewhere than its sharding does, or some
-            mesh axes are manual, others are not.
     """
     leaves, treedef = jax.tree.flatten(tree)
     whole, types = tree, [jax.typeof(x).sharding for x in leaves]
