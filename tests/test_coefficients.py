@@ -114,7 +114,8 @@ def test_owners_share_all_matrices_in_one_exchange(kind):
 def test_owners_of_the_second_coefficients_come_after_those_of_the_first():
     """Four matrices on four devices: each device has one."""
     grads = layers()
-    iterations = iterations_of_muon(all_arguments("explain", {"ns_coeffs": BY_PATH}, grads), grads)
+    arguments, _ = all_arguments("explain", muon, {"ns_coeffs": BY_PATH}, grads)
+    iterations = iterations_of_muon(arguments, grads)
     units = units_of(None, grads, iterations)
     plan = make_plan(units, [PartitionSpec("x")] * 4, {"x": 4}, Exchange(), iterations.distinct)
     assert [(c.first, c.count) for c in plan.buckets[0].chunks] == [(0, 2), (2, 2)]
