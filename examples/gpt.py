@@ -45,7 +45,7 @@ from gpt_model import (
     shardings_of,
 )
 from gpt_report import Metrics, plot, read, table
-from muon_jax import Routes, by_use, muon
+from muon_jax import Exchange, Routes, by_use, contrib, muon
 
 # What decides the numbers of a run; a checkpoint goes on only under the same.
 RECORDED = (
@@ -93,13 +93,18 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
         stacks = functools.partial(jax.tree.map, lambda p: p.ndim == 3)
         optimizer = optax.adamw(schedule, b2=0.95, weight_decay=decay, mask=stacks)
     else:
-        names = ("preset", "ns_coeffs", "mu_dtype", "block_period")
+        names = ("preset", "ns_coeffs", "mu_dtype")
         chosen = {name: getattr(options, name) for name in names}
+        if options.block_period:
+            chosen["shardings"] = Exchange(block_period=options.block_period)
         scale = {"weight_decay": decay, "consistent_rms": 0.2}
         if keeps_norms(options):
             scale = {"adam_learning_rate": lambda step: 3 / 13 * schedule(step)}
             scale |= {"adamh": "^head/kernel$"}
-        optimizer = (muon if options.optimizer == "muon" else optax.contrib.muon)(
+        make = muon if options.optimizer == "muon" else optax.contrib.muon
+        if options.preset in ("muonh", "nanogpt"):
+            make = getattr(contrib, chosen.pop("preset"))
+        optimizer = make(
             schedule,
             adam_b2=0.95,
             adam_weight_decay=0.0,

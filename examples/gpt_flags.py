@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--optimizer", choices=LEARNING_RATES["small"], default="muon")
-    add("--preset", help="of muon, a name in muon_jax.PRESETS")
+    add("--preset", help="of muon, a name in muon_jax.PRESETS; or muonh or nanogpt")
     add("--ns-coeffs", help="of Muon's Newton-Schulz steps, such as balanced")
     add("--mu-dtype", help="of Muon's momentum, such as int8")
     add("--per-head", action="store_true", help="query, key and value are a matrix for each head")

@@ -14,8 +14,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from muon_jax import PRESETS
-
 BYTES = 256
 AXES = ("data", "fsdp", "tensor")  # of the mesh
 BATCH_AXES = ("data", "fsdp")
@@ -37,7 +35,7 @@ class Text(NamedTuple):
 
 def keeps_norms(options: argparse.Namespace) -> bool:
     """Whether the preset keeps the norms of matrices, so that a zero matrix stays zero."""
-    return PRESETS.get(options.preset, {}).get("fixed_norms", False)
+    return options.preset == "muonh"
 
 
 def init_of_outputs(options: argparse.Namespace) -> nnx.Initializer:

@@ -6,7 +6,8 @@ UVᵀ, computed by a few Newton–Schulz steps X <- (aI + bA + cA²)X with A = X
 `muon` is the optimizer, a drop-in for `optax.contrib.muon`; `scale_by_muon` its transformation for
 chains of one's own; `newton_schulz` the iteration alone, and `NewtonSchulz` its coefficients and
 how its products run. `PRESETS` holds the arguments of `muon` that make it other published Muons;
-`explain` tells who orthogonalizes what where parameters are sharded.
+`explain` tells who orthogonalizes what where parameters are sharded, and `Exchange` says what
+happens there. `muon_jax.contrib` has what most users never need.
 """
 
 import importlib.metadata
@@ -14,8 +15,9 @@ import importlib.metadata
 from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._by_use.by_use import Routes, by_use
+from muon_jax._distributed.cost import Link
+from muon_jax._distributed.exchange import Exchange
 from muon_jax._distributed.state_shardings import state_shardings
-from muon_jax._hyperp import hyperp_learning_rate
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._matrices.by_role import by_role
 from muon_jax._matrices.views import Split, Unfold
@@ -26,45 +28,28 @@ from muon_jax._reports.describe import Description, describe
 from muon_jax._reports.explain import explain
 from muon_jax._reports.explanation import Explanation
 from muon_jax._scale_by_muon import scale_by_muon
-from muon_jax._transforms.metrics import MetricsState, metrics, with_metrics
-from muon_jax._transforms.momentum import MuonState, cast_momentum, convert_momentum
-from muon_jax._transforms.normuon import NorMuonState, scale_by_normuon
-from muon_jax._transforms.param_norm import keep_param_norm, scale_to_param_norm
-from muon_jax._transforms.qk_clip import KeyHeads, QueryHeads, qk_clip
-from muon_jax._transforms.quantized import Quantized
+from muon_jax._transforms.momentum import MuonState
 
 __all__ = [
     "PRESETS",
     "Description",
+    "Exchange",
     "Explanation",
-    "KeyHeads",
-    "MetricsState",
+    "Link",
     "MuonDimensionNumbers",
     "MuonState",
     "NewtonSchulz",
-    "NorMuonState",
-    "Quantized",
-    "QueryHeads",
     "Routes",
     "Split",
     "Unfold",
     "by_role",
     "by_use",
-    "cast_momentum",
-    "convert_momentum",
     "describe",
     "explain",
-    "hyperp_learning_rate",
-    "keep_param_norm",
-    "metrics",
     "muon",
     "newton_schulz",
-    "qk_clip",
     "scale_by_muon",
-    "scale_by_normuon",
-    "scale_to_param_norm",
     "state_shardings",
-    "with_metrics",
 ]
 
 # The version of the distribution that is installed. As in JAX, `__all__` leaves it out. A source

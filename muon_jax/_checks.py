@@ -1,8 +1,9 @@
 """The one place where arguments are checked: what each public argument may be, by its name.
 
 An annotation declares which names there are (`Literal`), what is a boolean, and where None or a
-schedule is taken. `_DECLARED` declares the rest. Values are checked where they are known: numbers,
-and arrays outside of a trace. A traced number is known to be real and to be one number.
+schedule is taken. `_DECLARED`, or `Annotated`, declares the rest. Values are checked where they are
+known: numbers, and arrays outside of a trace. A traced number is known to be real and to be one
+number.
 """
 
 import collections.abc
@@ -12,7 +13,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAliasType, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAliasType, get_args, get_origin
 
 import jax
 
@@ -35,17 +36,19 @@ from pallas_kernels.arguments import (
 type Check = Callable[[str, Any], None]
 
 
-def _check_patterns(name: str, value: Any) -> None:
+def check_patterns(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is a dict by regular expressions."""
     if not isinstance(value, Mapping):
         raise TypeError(
             f"{name} must be a dict by regular expressions of paths, got {shown(value)}: pass"
             f" {name}={{'kernel$': ...}}"
         )
     for pattern in value:
-        _check_pattern(f"each key of {name}", pattern)
+        check_pattern(f"each key of {name}", pattern)
 
 
-def _check_pattern(name: str, value: Any) -> None:
+def check_pattern(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is a regular expression."""
     try:
         re.compile(value)
     except (TypeError, re.error) as error:
@@ -57,7 +60,7 @@ def _check_pattern(name: str, value: Any) -> None:
 
 def _check_coeffs(name: str, value: Any) -> None:
     if isinstance(value, Mapping):
-        _check_patterns(name, value)
+        check_patterns(name, value)
         if not value:
             raise ValueError(
                 f"{name} has no coefficients, got {{}}: pass {{'.*': 'standard'}}, for example"
@@ -72,7 +75,8 @@ def _check_sizes(name: str, value: Any) -> None:
         )
 
 
-def _check_axis(name: str, value: Any) -> None:
+def check_axis(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is an integer."""
     if not is_integer(value):
         raise TypeError(f"{name} must be an integer, got {shown(value)}: pass {name}=-1, the last")
 
@@ -83,125 +87,58 @@ def _check_mask(name: str, value: Any) -> None:
             check_flag(f"{name}{jax.tree_util.keystr(path)}", leaf)
 
 
-def _check_transform(name: str, value: Any) -> None:
-    if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
-        raise TypeError(
-            f"{name} must be a transformation with init and update, got {shown(value)}: pass"
-            " scale_by_muon(), for example"
-        )
-
-
-def _check_group_bytes(name: str, value: Any) -> None:
-    check_static(name, value)
-    Number("[0, inf)", 2**30, is_whole=True)(name, value)
-
-
-def _check_block_period(name: str, value: Any) -> None:
-    check_static(name, value)
-    Number(f"[1, {2**31 - 1}]", 4, is_whole=True)(name, value)  # as counts, int32
+def _check_mu_dtype(name: str, value: Any) -> None:
+    if not (hasattr(value, "load") and hasattr(value, "save")):  # no `Storage`
+        FloatDType(least_bits=16, or_int8=True)(name, value)
 
 
 def _check_implementation(name: str, value: Any) -> None:
     check_name(name, value, sorted(IMPLEMENTATIONS), or_none=True)
 
 
-def _check_mesh_axis(name: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise TypeError(
-            f"{name} must be the name of a mesh axis or a tuple of names, got {shown(value)}: pass"
-            f" {name}=('fsdp',), for example"
-        )
-
-
 @dataclasses.dataclass(frozen=True)
-class _ByMeshAxis:
-    """A dict of numbers by the names of mesh axes."""
+class _Static:
+    """A number that is no array."""
 
     number: Number
 
     def __call__(self, name: str, value: Any) -> None:
-        """Raises unless `value` is such a dict."""
-        if not isinstance(value, Mapping) or not all(isinstance(axis, str) for axis in value):
-            raise TypeError(
-                f"{name} must be a dict of numbers by the names of mesh axes, got {shown(value)}:"
-                f" pass {name}={{'data': {self.number.example}}}, for example"
-            )
-        for axis, each in value.items():
-            check_static(f"{name}[{axis!r}]", each)
-            self.number(f"{name}[{axis!r}]", each)
+        """Raises unless `value` is such a number."""
+        check_static(name, value)
+        self.number(name, value)
 
 
-# What happens over mesh axes that matrices are not exchanged over: to replicas, to sharded ones.
-OUTSIDE = {"replicas": ("repeat", "split", "faster"), "sharded": ("raise", "gram", "block")}
-
-
-def words_of(value: Any) -> tuple[Any, ...]:
-    """Returns the words that an argument of one word, or of a tuple of words, has."""
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _check_outside(name: str, value: Any) -> None:
-    if isinstance(value, Mapping):
-        for axis, words in value.items():
-            if not isinstance(axis, str) or isinstance(words, Mapping):
-                raise TypeError(
-                    f"{name} must have words by the names of mesh axes, got {value!r}: pass"
-                    f" {name}={{'replica': 'split'}}, for example"
-                )
-            _check_outside(f"{name}[{axis!r}]", words)
-        return
-    words = words_of(value)
-    for word in words:
-        check_name(name, word, sum(OUTSIDE.values(), ()))
-    if any(len({*words}.intersection(choices)) > 1 for choices in OUTSIDE.values()):
-        raise ValueError(
-            f"{name} must have one of {OUTSIDE['replicas']} at most and one of {OUTSIDE['sharded']}"
-            f" at most, got {value!r}: leave out one word"
-        )
-
-
+BLOCK_GAIN = Number("[0, inf)", 1.0)
 _RATE, _DECAY = Number("[0, inf)", 0.02), Number("[0, inf)", 0.1)
-_EPS, _BETA = Number("[0, inf)", 1e-8, is_exact=True), Number("[0, 1)", 0.95, is_exact=True)
+_EPS, BETA = Number("[0, inf)", 1e-8, is_exact=True), Number("[0, 1)", 0.95, is_exact=True)
 # What annotations do not say, by the names that arguments have in every function.
 _DECLARED: dict[str, Check] = {
     "learning_rate": _RATE,
     "adam_learning_rate": _RATE,
     "weight_decay": _DECAY,
     "adam_weight_decay": _DECAY,
-    "beta": _BETA,
-    "b2": _BETA,
-    "normuon_b2": _BETA,
+    "beta": BETA,
     "adam_b1": Number("[0, 1)", 0.9, is_exact=True),
     "adam_b2": Number("[0, 1)", 0.999, is_exact=True),
     "eps": _EPS,
     "adam_eps": _EPS,
     "adam_eps_root": _EPS,
     "consistent_rms": Number("[0, inf)", 0.2),
-    "threshold": Number("(0, inf)", 100.0),
     "ns_coeffs": _check_coeffs,
-    "adamh": _check_pattern,
-    **dict.fromkeys(("depth", "base_depth", "tokens", "base_tokens"), Number("(0, inf)", 12)),
     **dict.fromkeys(("ns_steps", "steps"), Number("[1, 100]", 5, is_whole=True)),
-    "key_heads": Number("[1, inf)", 4, is_whole=True),
-    "max_group_bytes": _check_group_bytes,
-    "block_period": _check_block_period,
-    "block_learning_rate": _RATE,
-    "block_gain": Number("[0, inf)", 1.0),
-    "exchange_axes": _check_mesh_axis,
-    "outside": _check_outside,
-    "bandwidth": _ByMeshAxis(Number("(0, inf)", 50e9)),
-    "latency": _ByMeshAxis(Number("[0, inf)", 2e-5)),
+    "max_group_bytes": _Static(Number("[0, inf)", 2**30, is_whole=True)),
+    "block_period": _Static(Number(f"[1, {2**31 - 1}]", 4, is_whole=True)),  # as counts, int32
+    "block_gain": BLOCK_GAIN,
+    "bandwidth": _Static(Number("(0, inf)", 50e9)),
+    "latency": _Static(Number("[0, inf)", 2e-5)),
     "dtype": FloatDType(or_auto=True),
-    "mu_dtype": FloatDType(least_bits=16, or_int8=True),
+    "mu_dtype": _check_mu_dtype,
     "implementation": _check_implementation,
     "x": check_array,
     "weight_decay_mask": _check_mask,
-    "axis": _check_axis,
-    "layer_axis": _check_axis,
+    "axis": check_axis,
     "sizes": _check_sizes,
-    "heads": _check_patterns,
-    "rules": _check_patterns,
-    "transform": _check_transform,
+    "rules": check_patterns,
 }
 
 
@@ -271,6 +208,9 @@ def _checks_of(annotations: Mapping[str, Any]) -> dict[str, Check]:
 
 def _check_of(name: str, annotation: Any) -> Check | None:
     """The check of the argument of this name and annotation, None where all is taken."""
+    declared = _DECLARED.get(name)
+    if get_origin(annotation) is Annotated:
+        annotation, declared = get_args(annotation)
     members = get_args(annotation) or (annotation,)
     or_none = types.NoneType in members
     if bool in members:
@@ -279,9 +219,8 @@ def _check_of(name: str, annotation: Any) -> Check | None:
         if isinstance(member, TypeAliasType) and get_origin(member.__value__) is Literal:
             names = get_args(member.__value__)
             return functools.partial(check_name, names=names, or_none=or_none)
-    if name not in _DECLARED:
+    if declared is None:
         return None
-    declared = _DECLARED[name]
     or_schedule = any(get_origin(member) is collections.abc.Callable for member in members)
     or_tuple = any(get_origin(member) is tuple for member in members)
 

@@ -24,6 +24,10 @@ Parameters, defaults and formulas are those of optax 0.2.8. Where ours differ:
 11. Other published Muons have a name, `preset`. The arguments that presets set are there, too.
 """
 
+import dataclasses
+import functools
+import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,7 +37,7 @@ import optax
 from muon_jax._checks import checks_arguments
 from muon_jax._coefficients import CoeffsByPath
 from muon_jax._distributed.by_tree import optimizer_by_tree
-from muon_jax._distributed.exchange_axes import ExchangeAxes, Outside
+from muon_jax._distributed.exchange import Exchange, exchange_of
 from muon_jax._distributed.sharding import Shardings
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
@@ -44,17 +48,12 @@ from muon_jax._matrices.views import OF_MUON, Views
 from muon_jax._presets import takes_preset
 from muon_jax._scale_by_muon import scale_by_muon
 from muon_jax._transforms.adam import scale_by_adam
-from muon_jax._transforms.adamh import on_spheres
 from muon_jax._transforms.labels import labels_of
 from muon_jax._transforms.momentum import Momentum
-from muon_jax._transforms.normuon import Averaged, scale_by_normuon
-from muon_jax._transforms.on_host import MemoryKind
-from muon_jax._transforms.param_norm import check_no_scale, keep_param_norm, scale_to_param_norm
-from muon_jax._transforms.quantized import dtype_of_adam
-from muon_jax._transforms.rates import block_gain
 from muon_jax._transforms.rounding import Rounding
 from muon_jax._transforms.shape_scale import scale_by_shape
 from muon_jax._transforms.skipping import skip_missing
+from muon_jax._transforms.storage import Storage, storage_of
 from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
 from muon_jax._tree_checks import check_mu_dtype, check_params
 from pallas_kernels.arguments import standard_promotion
@@ -70,7 +69,7 @@ def muon(
     eps: float | jax.Array = 1e-8,
     weight_decay: optax.ScalarOrSchedule | None = 0.0,
     weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
-    mu_dtype: jax.typing.DTypeLike | None = None,
+    mu_dtype: jax.typing.DTypeLike | Storage | None = None,
     *,
     nesterov: bool = True,
     adaptive: bool = False,
@@ -88,193 +87,171 @@ def muon(
     shape_scale: ShapeScale = "clipped_ratio",
     weight_decay_form: DecayForm = "decoupled",
     cautious_weight_decay: bool = False,
-    fixed_norms: bool = False,
-    adamh: str | None = None,
-    normuon_b2: float | jax.Array | None = None,
-    normuon_averaged: Averaged = "fan_in",
     adam_eps: float | jax.Array | None = None,
     adam_nesterov: bool | None = None,
-    shardings: Shardings = None,
+    shardings: Shardings | Exchange = None,
     mu_rounding: Rounding | None = None,
-    distributed_gram: bool | None = None,
-    exchange_axes: str | tuple[str, ...] | None = None,
-    outside: Outside = ("faster", "raise"),
-    bandwidth: Mapping[str, float] | None = None,
-    latency: Mapping[str, float] | None = None,
-    state_memory_kind: MemoryKind = "device",
-    block_period: int | None = None,
-    block_learning_rate: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformation:
     """Muon (momentum orthogonalized by Newton–Schulz) on matrices, AdamW on everything else.
 
-    The update of a matrix W with learning rate η and weight decay λ is -η(s·O + λW), where O is the
-    output of `scale_by_muon` and s depends on the shape alone (`consistent_rms`). The defaults are
-    those of optax; `preset` sets those of another Muon. A parameter whose gradient is None is
-    skipped, see above.
+    With the learning rate η and the weight decay λ, a matrix W changes by -η(s·O + λW). O is the
+    output of `scale_by_muon`, and s depends on the shape of W alone. The defaults are those of
+    optax. A parameter whose gradient is None is skipped.
 
     Args:
         learning_rate: η, a number or a schedule.
         ns_coeffs: coefficients of the Newton–Schulz steps, or a `NewtonSchulz`, or either by path,
-            see `scale_by_muon`: `"balanced"` needs fewer products than the default.
-        ns_steps: number of Newton–Schulz steps, see `newton_schulz`.
+            see `scale_by_muon`. `"balanced"` needs fewer products than the default.
+        ns_steps: number of steps, see `newton_schulz`.
         beta: decay rate of Muon's momentum.
-        eps: added to the norm that the momentum is divided by, and to AdamW's denominator.
-        weight_decay: λ of matrices, a number or a schedule, see `weight_decay_form`. None is 0.
-        weight_decay_mask: tree of booleans (or a callable that makes one): which matrices decay;
-            AdamW's parameters all have `adam_weight_decay`.
-        mu_dtype: dtype of the momentum and of AdamW's first moment, also `"int8"`, for AdamW then
-            bfloat16; None for the parameters', or what optax promotes that and the gradients' to.
-        nesterov: whether both sides use Nesterov momentum, as in optax; see `adam_nesterov`.
+        eps: added to the norm that divides the momentum, and to AdamW's denominator.
+        weight_decay: λ of matrices, a number or a schedule; None is 0.
+        weight_decay_mask: which matrices decay: a tree of booleans, or a callable that makes one.
+            All of AdamW's parameters have `adam_weight_decay`.
+        mu_dtype: dtype of the momentum and of AdamW's first moment. None keeps that of the
+            parameters. `"int8"` takes 8 bits (AdamW: bfloat16), and `contrib.on_host(dtype)` keeps
+            large moments on the host.
+        nesterov: whether both sides use Nesterov momentum.
         adaptive: whether to multiply each update by its dual norm, see `scale_by_muon`.
         preconditioning: `"frobenius"`, `"spectral"`, `"aol"` or `"schatten"`, see `newton_schulz`.
         adam_b1: decay rate of AdamW's first moment.
         adam_b2: decay rate of AdamW's second moment.
         adam_eps_root: added under the square root of AdamW's denominator.
-        adam_weight_decay: weight decay on everything else; None is 0.
+        adam_weight_decay: weight decay of everything else; None is 0.
         adam_learning_rate: AdamW's learning rate; None for `learning_rate`.
-        muon_weight_dimension_numbers: which parameters are matrices, and how: what `by_use`
-            returns; or a tree of `optax.contrib.MuonDimensionNumbers` that may be a prefix of the
-            parameters', None where AdamW applies, or a callable that makes one from them. None
-            itself gives Muon all parameters of rank 2, embeddings and output heads too. A callable
-            gets the parameters in `init`, in `update` the gradients, at times with some
-            masked (`optax.MaskedNode`): let it decide leaf by leaf.
-        consistent_rms: None for `shape_scale`, s = √max(1, fan_out/fan_in); a number r for s =
-            r·√max(fan_in, fan_out). Under r = 0.2 updates are about as large as AdamW's: pass what
-            `by_use` returns, and try a third, one and three times AdamW's learning rate; if three
-            is best, go on to ten.
-        preset: a name in `muon_jax.PRESETS`, whose arguments stand for those that the call leaves
-            out: keller, torch, moonlight, optax, dion, gram, levanter, turbo, fused_muon, moe_fp16,
-            megatron, nanogpt, kimi_k3, glm5 or muonh. It sets weight decay, not learning rates.
+        muon_weight_dimension_numbers: which parameters are matrices, and how. Pass what `by_use`
+            returns, or a tree (or a prefix) of `optax.contrib.MuonDimensionNumbers`, with None for
+            AdamW, or a callable that makes one. The default gives Muon all parameters of rank 2,
+            embeddings and output heads too. Write a callable that decides leaf by leaf: it gets
+            parameters in `init` and gradients in `update`, where some may be masked.
+        consistent_rms: a number r for s = r·√max(fan_in, fan_out); None for `shape_scale`. With
+            0.2, updates are about as large as AdamW's: pass what `by_use` returns, and try a third,
+            one and three times AdamW's learning rate; if three is best, go on to ten.
+        preset: another Muon, by its name in `muon_jax.PRESETS`. It sets the arguments that you
+            leave out, but no learning rate: keller, torch, moonlight, optax, dion, gram, levanter,
+            turbo, fused_muon, moe_fp16, megatron, kimi_k3 or glm5.
         momentum: `"bias_corrected"`, `"ema"` or `"heavy_ball"`, see `scale_by_muon`.
         eps_mode: `"add"` or `"max"`, see `scale_by_muon`.
-        shape_scale: `"clipped_ratio"` is the above, `"ratio"` √(fan_out/fan_in), `"none"` s = 1.
-        weight_decay_form: what decay adds to updates of both sides: `"decoupled"` -ηλW,
-            `"independent"` -λW, `"palm"` -λη²W, `"scaled_palm"` -λη²·s·W; `"l2"` λW to gradients.
-        cautious_weight_decay: whether both sides decay only entries that the update shrinks too,
-            those with W·O ≥ 0 (`Chen et al. <https://arxiv.org/abs/2510.12402>`_).
-        fixed_norms: whether each matrix of Muon's keeps its Frobenius norm (MuonH). The update of W
-            is then η·‖W‖/‖O‖ long, and s has no effect, see `scale_to_param_norm`.
-        adamh: a regular expression. Matrices (rank 2) of AdamW whose paths it matches keep their
-            norms as well (AdamH). They have `learning_rate` and no weight decay.
-        normuon_b2: decay rate of NorMuon's second moments, see `scale_by_normuon`; None for none.
-        normuon_averaged: `"fan_in"` or `"shorter"`, see `scale_by_normuon`.
+        shape_scale: s is √max(1, fan_out/fan_in) for `"clipped_ratio"`, √(fan_out/fan_in) for
+            `"ratio"` and 1 for `"none"`.
+        weight_decay_form: what decay adds to both sides' updates: `"decoupled"` -ηλW,
+            `"independent"` -λW, `"palm"` -λη²W, `"scaled_palm"` -λη²·s·W. `"l2"` adds λW to
+            gradients.
+        cautious_weight_decay: whether only entries decay that the update shrinks as well, W·O ≥ 0
+            (`Chen et al. <https://arxiv.org/abs/2510.12402>`_).
         adam_eps: added to AdamW's denominator; None for `eps`.
         adam_nesterov: whether AdamW uses Nesterov momentum; None for `nesterov`.
-        shardings: of the parameters, None to find out, see `scale_by_muon`.
-        mu_rounding: of Muon's momentum, `"nearest"`, `"stochastic"` or None, see `scale_by_muon`.
-        distributed_gram: whether sharded matrices stay in pieces, see `scale_by_muon`.
-        exchange_axes: the mesh axes that matrices are exchanged over, see `scale_by_muon`.
-        outside: what happens over other mesh axes, see `scale_by_muon`: `"faster"`, `"repeat"` or
-            `"split"` for replicas, which by default share the work if that is faster; `"raise"`,
-            `"gram"` or `"block"` for sharded matrices. A block has the s of its own shape.
-        bandwidth: bytes per second of each mesh axis, for the cost model, see `scale_by_muon`.
-        latency: seconds that a collective over each mesh axis takes besides, see `scale_by_muon`.
-        state_memory_kind: `"device"`, or `"pinned_host"` for large moments, see `scale_by_muon`.
-        block_period: P, see `scale_by_muon`: every P-th step is of whole matrices; None for 1.
-        block_learning_rate: η of such blocks, a number or a schedule; None for `learning_rate`.
+        shardings: of the parameters, None to find out, see `scale_by_muon`; or an `Exchange`, which
+            also says what happens along mesh axes, and has block steps. A block has the s of its
+            own shape.
+        mu_rounding: `"nearest"` or `"stochastic"`, see `scale_by_muon`.
 
     Raises:
-        TypeError: there is no such argument, or one has another type, or is a schedule in vain; or
-            a schedule returns something other than one real number.
-        ValueError: an argument is none of the values above or out of range, two of them contradict
-            each other, views or gradients do not fit the parameters, the composed schedule is
-            unsafe in its dtype, `adamh` matches no matrix, or `shardings` is missing or wrong. Or
-            a schedule returns a number out of range, outside of `jit`. Under
-            `optax.inject_hyperparams`, a preset came with a value for every argument, or
+        TypeError: unknown argument, wrong type, or a schedule where a number is required.
+        ValueError: a value out of range, two arguments that contradict each other, views or
+            gradients that do not fit the parameters, coefficients that are unsafe in their dtype,
+            or shardings that are missing or wrong. Under `optax.inject_hyperparams`, a preset; or
             parameters of 16 bits without `hyperparam_dtype=jnp.float32`.
-        NotImplementedError: the named implementation cannot run here; or see `scale_by_normuon`.
+        NotImplementedError: the named implementation cannot run here.
 
     References:
         Jordan et al., `Muon: an optimizer for hidden layers in neural networks
         <https://kellerjordan.github.io/posts/muon/>`_, 2024.
     """
-    if fixed_norms:
-        check_no_scale(consistent_rms, shape_scale)
-    exchanged = ExchangeAxes.of_arguments(exchange_axes, outside)
-    if normuon_b2 is not None or fixed_norms:
-        exchanged.check_sums("fixed_norms=True" if fixed_norms else "normuon_b2", block_period)
-    gain = block_gain(learning_rate, block_learning_rate, block_period)
-    adam = scale_by_adam(
-        b1=adam_b1,
-        b2=adam_b2,
-        eps=eps if adam_eps is None else adam_eps,
-        eps_root=adam_eps_root,
-        mu_dtype=dtype_of_adam(mu_dtype),
-        nesterov=nesterov if adam_nesterov is None else adam_nesterov,
-        memory_kind=state_memory_kind,
+    return build(locals())
+
+
+@dataclasses.dataclass(frozen=True)
+class Additions:
+    """What another optimizer adds to `muon`, or has in its place.
+
+    Attributes:
+        name: of the optimizer, for errors.
+        after: follows the orthogonalization, for matrices with these views.
+        scale: in the place of the scale by shape.
+        last: follows the learning rate and the weight decay.
+        relabel: makes labels of parameters and `muon`'s labels, "muon" and "adam".
+        others: optimizers for further labels, made of AdamW's direction.
+    """
+
+    name: str = ""
+    after: Callable[[Views], optax.GradientTransformation] | None = None
+    scale: Callable[[Views], optax.GradientTransformation] | None = None
+    last: Callable[[Views], optax.GradientTransformation] | None = None
+    relabel: Callable[[Any, Any], Any] | None = None
+    others: Mapping[str, Callable[[optax.GradientTransformation], optax.GradientTransformation]] = (
+        dataclasses.field(default_factory=dict)
     )
+
+
+def build(
+    arguments: Mapping[str, Any], added: Additions = Additions()
+) -> optax.GradientTransformationExtraArgs:
+    """Returns the optimizer with these arguments of `muon`, all of them, and with additions."""
+    given = types.SimpleNamespace(**arguments)
+    scale_of_blocks = given.shape_scale if given.consistent_rms is None else "longer_side"
+    exchange = exchange_of(given.shardings).with_(_scale_of_blocks=scale_of_blocks)
+    shardings = exchange.shardings
+    if added.name:
+        exchange.check_sums(added.name)
+    storage, rate = storage_of(given.mu_dtype), given.learning_rate
+    adam = scale_by_adam(
+        b1=given.adam_b1,
+        b2=given.adam_b2,
+        eps=given.eps if given.adam_eps is None else given.adam_eps,
+        eps_root=given.adam_eps_root,
+        nesterov=given.nesterov if given.adam_nesterov is None else given.adam_nesterov,
+        storage=storage.of_adam,
+    )
+    form, cautious = given.weight_decay_form, given.cautious_weight_decay
     on_the_rest = chain_with_weight_decay(
         adam,
         scale=None,
-        learning_rate=learning_rate if adam_learning_rate is None else adam_learning_rate,
-        weight_decay=adam_weight_decay,
+        learning_rate=rate if given.adam_learning_rate is None else given.adam_learning_rate,
+        weight_decay=given.adam_weight_decay,
         mask=None,
-        form=weight_decay_form,
-        cautious=cautious_weight_decay,
+        form=form,
+        cautious=cautious,
     )
+    others = {label: make(adam) for label, make in added.others.items()}
+    of_direction = inspect.signature(scale_by_muon).parameters.keys() & arguments.keys()
+    of_muon = {name: arguments[name] for name in of_direction} | {"shardings": exchange}
+    direction = functools.partial(scale_by_muon, **of_muon)
 
     def with_views(views: Views) -> optax.GradientTransformation:
         """The optimizer for parameters with these views."""
-        orthogonal = scale_by_muon(
-            ns_coeffs=ns_coeffs,
-            ns_steps=ns_steps,
-            beta=beta,
-            eps=eps,
-            mu_dtype=mu_dtype,
-            nesterov=nesterov,
-            adaptive=adaptive,
-            preconditioning=preconditioning,
-            weight_dimension_numbers=views,
-            momentum=momentum,
-            eps_mode=eps_mode,
-            shardings=shardings,
-            mu_rounding=mu_rounding,
-            distributed_gram=distributed_gram,
-            exchange_axes=exchange_axes,
-            outside=outside,
-            bandwidth=bandwidth,
-            latency=latency,
-            state_memory_kind=state_memory_kind,
-            scale_of_blocks=shape_scale if consistent_rms is None else "longer_side",
-            block_period=block_period,
-            block_gain=gain,
-        )
-        if normuon_b2 is not None:
-            normuon = scale_by_normuon(
-                b2=normuon_b2,
-                weight_dimension_numbers=views,
-                averaged=normuon_averaged,
-                shardings=shardings,
-            )
-            orthogonal = optax.chain(orthogonal, normuon)
-        scale = scale_by_shape(views, consistent_rms, shape_scale, shardings)
-        if fixed_norms:
-            scale = scale_to_param_norm(views, shardings)
+        orthogonal = direction(weight_dimension_numbers=views)
+        if added.after:
+            orthogonal = optax.chain(orthogonal, added.after(views))
+        scale = scale_by_shape(views, given.consistent_rms, given.shape_scale, shardings)
+        if added.scale:
+            scale = added.scale(views)
         on_matrices = chain_with_weight_decay(
             orthogonal,
             scale=scale,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            mask=weight_decay_mask,
-            form=weight_decay_form,
-            cautious=cautious_weight_decay,
+            learning_rate=rate,
+            weight_decay=given.weight_decay,
+            mask=given.weight_decay_mask,
+            form=form,
+            cautious=cautious,
         )
-        if fixed_norms:
-            on_matrices = optax.chain(on_matrices, keep_param_norm(views, shardings))
-        optimizers: dict[Any, Any] = {"muon": on_matrices, "adam": on_the_rest}
-        if adamh is not None:
-            optimizers["adamh"] = on_spheres(adam, learning_rate, shardings)
-        return optax.multi_transform(
-            optimizers, lambda params: labels_of(params, views, adamh, ns_coeffs)
-        )
+        if added.last:
+            on_matrices = optax.chain(on_matrices, added.last(views))
 
-    check_views(muon_weight_dimension_numbers, OF_MUON)
-    optimizer_of = optimizer_by_tree(with_views, muon_weight_dimension_numbers, shardings)
+        def labels(params: optax.Params) -> Any:
+            found = labels_of(params, views, given.ns_coeffs)
+            return added.relabel(params, found) if added.relabel else found
+
+        return optax.multi_transform({"muon": on_matrices, "adam": on_the_rest, **others}, labels)
+
+    views = given.muon_weight_dimension_numbers
+    check_views(views, OF_MUON)
+    optimizer_of = optimizer_by_tree(with_views, views, shardings)
 
     @standard_promotion()
     def init_fn(params: optax.Params) -> optax.OptState:
         check_params(params)
-        check_mu_dtype(params, mu_dtype)
+        check_mu_dtype(params, storage.dtype)
         return optimizer_of(params).init(params)
 
     def update_fn(
@@ -286,5 +263,5 @@ def muon(
     ) -> tuple[optax.Updates, optax.OptState]:
         return optimizer_of(whole).update(updates, state, params, **extra_args)
 
-    update = standard_promotion()(skip_missing(update_fn, "inner_states"))
+    update = standard_promotion()(skip_missing(update_fn, "inner_states", storage))
     return optax.GradientTransformationExtraArgs(init_fn, update)

@@ -1,7 +1,5 @@
 """Sums, roots, quotients and norms that hold at the ends of a dtype's range."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
@@ -46,24 +44,3 @@ def accumulator(x: jax.Array) -> jnp.dtype:
 def wide(x: jax.Array) -> jax.Array:
     """`x` in float32 or wider."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def norm_of_any_size(
-    x: jax.Array,
-    max_of: Callable[[jax.Array], jax.Array],
-    sum_of: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
-    """√Σ|x|², also where the squares of entries are out of the dtype's range.
-
-    The derivative at zeros is 0.
-
-    Args:
-        x: the entries.
-        max_of: returns max |x|, in a shape that broadcasts to that of x.
-        sum_of: returns the sum of its argument, in a shape that broadcasts to that of x.
-    """
-    largest = max_of(jax.lax.stop_gradient(x))  # the norm does not depend on the power
-    mantissa, _ = jnp.frexp(largest)
-    # A power of two, so that quotients are exact. The factor 4 keeps 1/power in range.
-    power = over(largest, 4 * mantissa)
-    return power * root(sum_of(jnp.abs(over(x, power)) ** 2))

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, cast
 
 import optax
 
+from muon_jax._foreign.names import MOVED_PRESETS
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from pallas_kernels.arguments import check_name
 
@@ -158,21 +159,6 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "adam_eps": 1e-8,
         "adam_weight_decay": 0.01,
     },
-    # https://github.com/KellerJordan/modded-nanogpt/blob/master/train_gpt.py: NorMuon with weight
-    # decay ∝ η². The preset leaves out the source's schedule of beta from 0.85 to 0.95 and back,
-    # and its factors of learning rate, weight decay and betas by parameter. The source's Adam adds
-    # eps before the bias correction.
-    "nanogpt": _KELLER
-    | {
-        "ns_coeffs": _in_bfloat16("polar_express_nanogpt"),
-        "eps": 1e-6 / 1.02,
-        "normuon_b2": 0.9,
-        "normuon_averaged": "shorter",
-        "weight_decay": 1.2,
-        "weight_decay_form": "scaled_palm",
-        "cautious_weight_decay": True,
-        "adam_weight_decay": 0.005,
-    },
     # Kimi K3: the Muon of Algorithm 1 in the report of Kimi K2 (https://arxiv.org/abs/2507.20534),
     # which has no Nesterov momentum. K3 (https://arxiv.org/abs/2607.24653, section 2.5) applies it
     # head by head: pass muon_weight_dimension_numbers=by_use(…, per_head=True).
@@ -185,20 +171,6 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # (https://arxiv.org/abs/2508.06471), where AdamW has embeddings, biases and norms alone, and
     # Muon the output head. All else is not stated, and is Moonlight's.
     "glm5": dict(_MOONLIGHT),
-    # MuonH: experiments/grug/moe_hero_ep/optimizer.py in https://github.com/marin-community/marin.
-    # The output head has AdamH. Routers and gates have Adam there, with a learning rate of 3/13 of
-    # MuonH's. The eps of its Adam depends on the budget; the preset has its default.
-    "muonh": {
-        "ns_coeffs": _in_bfloat16("dion"),
-        "momentum": "heavy_ball",
-        "eps": 1e-8,
-        "shape_scale": "none",
-        "fixed_norms": True,
-        "adamh": "lm_head|output_proj",
-        "adam_b2": 0.95,
-        "adam_eps": 1e-8,
-        "adam_nesterov": False,
-    },
 }
 PRESETS: dict[str, dict[str, Any]] = _ReadOnly(
     {name: _ReadOnly(arguments) for name, arguments in _ARGUMENTS.items()}
@@ -209,25 +181,24 @@ def arguments_of(preset: str | None) -> dict[str, Any]:
     """Returns the arguments that `preset` stands for, an empty dict for None.
 
     Raises:
-        ValueError: no preset has that name.
+        ValueError: no preset has that name, or what had it is a function now.
     """
     if preset is None:
         return {}
+    if isinstance(preset, str) and preset in MOVED_PRESETS:
+        raise ValueError(f"preset={preset!r} is a function now: use {MOVED_PRESETS[preset]}")
     check_name("preset", preset, sorted(_ARGUMENTS))
     return _ARGUMENTS[preset]
 
 
-def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns these arguments of `muon` with those that their preset stands for.
+def all_given(optimizer: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments of an optimizer with those that its preset, or `with_defaults`, sets.
 
     Raises:
         ValueError: as `arguments_of`.
     """
-    of_preset = arguments_of(given.get("preset"))
-    found = {**of_preset, **given}
-    if of_preset and "ns_coeffs" in given:
-        found["ns_coeffs"] = _with_coeffs(of_preset["ns_coeffs"], given["ns_coeffs"])
-    return found
+    defaults = getattr(optimizer, "defaults", None) or arguments_of(given.get("preset"))
+    return _merged(given, defaults)
 
 
 def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:
@@ -250,31 +221,80 @@ def takes_preset[**P, R](function: Callable[P, R]) -> Callable[P, R]:
                 f" optax.inject_hyperparams(functools.partial(muon, **muon_jax.PRESETS[{preset!r}]"
                 "))(learning_rate=...)"
             )
-        set_by_preset = {k: v for k, v in of_preset.items() if k not in given}
-        rms = set_by_preset.get("consistent_rms")
-        shape_scale = given.get("shape_scale")
-        # muon itself refuses other scales, and cannot tell the default from what a call gives.
-        if rms is not None and shape_scale == signature.parameters["shape_scale"].default:
-            raise ValueError(
-                f"shape_scale={shape_scale!r} has no effect beside consistent_rms={rms!r}, which"
-                f" preset={preset!r} sets: pass consistent_rms=None as well, or leave out"
-                " shape_scale"
-            )
-        undone = {
-            name: (repr(value), repr(signature.parameters[name].default))
-            for name, value in set_by_preset.items()
-        }
-        coeffs = given.get("ns_coeffs")
-        if of_preset and isinstance(coeffs, str | tuple):  # their dtype and method are the preset's
-            undone["ns_coeffs"] = repr(of_preset["ns_coeffs"]), f"NewtonSchulz({coeffs!r})"
-        naming = functools.partial(_naming_preset, preset, undone)
-        call: Callable[..., R] = naming(function)
-        made = call(**with_preset(given))
-        if not (set_by_preset and isinstance(made, optax.GradientTransformation)):
-            return made
-        return made._replace(init=naming(made.init), update=naming(made.update))
+        return _call(function, given, of_preset, f"preset={preset!r}")
 
     return wrapper
+
+
+def with_defaults[**P, R](
+    origin: str, defaults: Mapping[str, Any]
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns a decorator that gives a function other defaults, as a preset does.
+
+    Args:
+        origin: who sets them, for errors.
+        defaults: by argument.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        changed = [
+            p.replace(default=defaults.get(p.name, p.default))
+            for p in signature.parameters.values()
+        ]
+
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = signature.bind(*args, **kwargs).arguments
+            return _call(function, given, defaults, origin)
+
+        wrapper.defaults = defaults  # pyright: ignore[reportAttributeAccessIssue]
+        wrapper.__signature__ = signature.replace(  # pyright: ignore[reportAttributeAccessIssue]
+            parameters=changed
+        )
+        return wrapper
+
+    return decorate
+
+
+def _call[R](
+    function: Callable[..., R], given: Mapping[str, Any], defaults: Mapping[str, Any], origin: str
+) -> R:
+    """Calls `function` with what is given, or else the defaults, which errors name.
+
+    Args:
+        function: makes an optimizer.
+        given: arguments of the call.
+        defaults: arguments that the call may have left out.
+        origin: who sets the defaults.
+    """
+    parameters = inspect.signature(function).parameters
+    set_here = {k: v for k, v in defaults.items() if k not in given}
+    rms, shape_scale = set_here.get("consistent_rms"), given.get("shape_scale")
+    # muon itself refuses other scales, and cannot tell the default from what a call gives.
+    if rms is not None and shape_scale == parameters["shape_scale"].default:
+        raise ValueError(
+            f"shape_scale={shape_scale!r} has no effect beside consistent_rms={rms!r}, which"
+            f" {origin} sets: pass consistent_rms=None as well, or leave out shape_scale"
+        )
+    undone = {
+        name: (repr(value), repr(parameters[name].default)) for name, value in set_here.items()
+    }
+    coeffs = given.get("ns_coeffs")
+    if defaults and isinstance(coeffs, str | tuple):  # their dtype and method are the default's
+        undone["ns_coeffs"] = repr(defaults["ns_coeffs"]), f"NewtonSchulz({coeffs!r})"
+    naming = functools.partial(_naming_origin, origin, undone)
+    made = naming(function)(**_merged(given, defaults))
+    if not (set_here and isinstance(made, optax.GradientTransformation)):
+        return made
+    return made._replace(init=naming(made.init), update=naming(made.update))
+
+
+def _merged(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    found = {**defaults, **given}
+    if defaults and "ns_coeffs" in given:
+        found["ns_coeffs"] = _with_coeffs(defaults["ns_coeffs"], given["ns_coeffs"])
+    return found
 
 
 def _with_coeffs(of_preset: NewtonSchulz, coeffs: Any) -> Any:
@@ -291,15 +311,15 @@ def _with_coeffs(of_preset: NewtonSchulz, coeffs: Any) -> Any:
     return dataclasses.replace(of_preset, coeffs=coeffs)
 
 
-def _naming_preset[**P, R](
-    preset: str | None,
+def _naming_origin[**P, R](
+    origin: str,
     undone: Mapping[str, tuple[str, str]],
     function: Callable[P, R],
 ) -> Callable[P, R]:
-    """Returns `function` with errors that say which of the arguments they name a preset has set.
+    """Returns `function` with errors that say which of the arguments they name `origin` has set.
 
     Args:
-        preset: its name.
+        origin: such as a preset.
         undone: for each argument that it sets, the value, and what to pass to undo that.
         function: `muon`, or `init` or `update` of the optimizer.
     """
@@ -318,13 +338,11 @@ def _naming_preset[**P, R](
                 for name, values in undone.items()
                 if re.search(rf"\b{patterns[name]}", message)
             }
-            if named and f"preset={preset!r} sets" not in message:
+            if named and f"{origin} sets" not in message:
                 values, defaults = (
                     ", ".join(f"{name}={pair[i]}" for name, pair in named.items()) for i in (0, 1)
                 )
-                error.args = (
-                    f"{message} (preset={preset!r} sets {values}; to undo that, pass {defaults})",
-                )
+                error.args = (f"{message} ({origin} sets {values}; to undo that, pass {defaults})",)
             raise
 
     return wrapper

@@ -1,6 +1,5 @@
 """`scale_by_muon`: momentum, orthogonalized matrix by matrix, in groups of one shape."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,40 +8,20 @@ import optax
 
 from muon_jax._checks import checks_arguments
 from muon_jax._coefficients import CoeffsByPath, iterations_by_path
-from muon_jax._distributed.block_steps import block_step
-from muon_jax._distributed.exchange_axes import ExchangeAxes, Outside
-from muon_jax._distributed.links import Links
+from muon_jax._distributed.exchange import Exchange, exchange_of
+from muon_jax._distributed.init_shardings import InitShardings, warn_of_other_shardings
 from muon_jax._distributed.map_matrices import map_matrices
 from muon_jax._distributed.on_shards import inner_products
-from muon_jax._distributed.planning import Limits
-from muon_jax._distributed.seen import SeenShardings, warn_of_other_shardings
-from muon_jax._distributed.sharding import (
-    Shardings,
-    check_shardings,
-    is_in_shard_map,
-    whole_tree,
-)
+from muon_jax._distributed.sharding import Shardings, is_in_shard_map, whole_tree
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.schedules import NSCoeffs
-from muon_jax._matrices.shape_factors import ScaleOfBlocks
 from muon_jax._matrices.view_checks import check_views, check_views_fit
 from muon_jax._matrices.views import Views
 from muon_jax._transforms.momentum import Momentum, MuonState, accumulation
-from muon_jax._transforms.on_host import MemoryKind, check_memory, map_leaf_by_leaf, place_state
-from muon_jax._transforms.quantized import (
-    check_stored,
-    dequantize,
-    in_form_of,
-    is_int8,
-    map_momenta,
-    shapes_of_momenta,
-    store,
-    with_quantized,
-    zero_momenta,
-)
-from muon_jax._transforms.rounding import Rounding, check_rounding, random_keys, widen
+from muon_jax._transforms.rounding import Rounding, random_keys, widen
 from muon_jax._transforms.skipping import settled_views, skip_missing
+from muon_jax._transforms.storage import Storage, storage_of
 from muon_jax._tree_checks import (
     check_floats,
     check_gradients,
@@ -58,7 +37,7 @@ def scale_by_muon(
     ns_steps: int | jax.Array = 5,
     beta: float | jax.Array = 0.95,
     eps: float | jax.Array = 1e-8,
-    mu_dtype: jax.typing.DTypeLike | None = None,
+    mu_dtype: jax.typing.DTypeLike | Storage | None = None,
     *,
     nesterov: bool = True,
     adaptive: bool = False,
@@ -66,17 +45,8 @@ def scale_by_muon(
     weight_dimension_numbers: Views = None,
     momentum: Momentum = "bias_corrected",
     eps_mode: EpsMode = "add",
-    shardings: Shardings = None,
+    shardings: Shardings | Exchange = None,
     mu_rounding: Rounding | None = None,
-    distributed_gram: bool | None = None,
-    exchange_axes: str | tuple[str, ...] | None = None,
-    outside: Outside = ("faster", "raise"),
-    bandwidth: Mapping[str, float] | None = None,
-    latency: Mapping[str, float] | None = None,
-    state_memory_kind: MemoryKind = "device",
-    scale_of_blocks: ScaleOfBlocks = "none",
-    block_period: int | None = None,
-    block_gain: optax.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformation:
     """Replaces each gradient by the orthogonalized momentum of its parameter.
 
@@ -111,8 +81,9 @@ def scale_by_muon(
             `"heavy_ball"` grows to 1/(1 - β) times the gradients. In float16 it overflows where
             gradients exceed 65504·(1 - β), 3275 for β = 0.95. Later updates are then NaN: pass
             `"bfloat16"` there, or another form of `momentum`. `"int8"` keeps momenta of 4096 or
-            more entries as `Quantized`, in 8 bits with scales for rows and columns, and others in
-            float32. Updates compute in float32.
+            more entries as `contrib.Quantized`, in 8 bits with scales for rows and columns, and
+            others in float32. Updates compute in float32. `contrib.on_host(dtype)` keeps large
+            momenta in the memory of the host.
         nesterov: whether to use Nesterov momentum.
         adaptive: whether to multiply the update o of a parameter by its dual norm ⟨u, o⟩
             (`Bernstein and Newhouse <https://arxiv.org/abs/2409.20325>`_). The dual norm of a stack
@@ -137,63 +108,13 @@ def scale_by_muon(
             parameters, such as `get_partition_spec` of Flax. Pass None to have the shardings found
             out, which works everywhere but in a `shard_map`. On automatic axes of TPUs they are
             those that `init` saw outside `jit`; a warning says where it saw none. Sharded matrices
-            are exchanged, each is orthogonalized whole by one device, and exchanged back; or they
-            stay where they are (`distributed_gram`).
+            are exchanged, each is orthogonalized whole by one device, and exchanged back. Pass an
+            `Exchange` to have them treated otherwise.
         mu_rounding: `"nearest"`, or `"stochastic"` for a momentum of bfloat16 or int8 that is
             computed in float32 and rounded up or down at random, so that small gradients are not
             lost in it; int8 does so only where an entry changes by less than half the distance
             between two codes. None is `"stochastic"` for int8, where small entries would otherwise
             never decay, and `"nearest"` for others.
-        distributed_gram: whether sharded matrices stay in pieces, X = (X₁ X₂ …), while devices sum
-            XXᵀ = Σᵢ XᵢXᵢᵀ in place of exchanging X. Matrices in pieces run in the gram form of
-            `newton_schulz`. Their results differ from those on one device by the rounding of the
-            sum.
-
-            - None: pieces where all of these hold: there are fewer equal matrices than devices
-              along the mesh axes that shard them; there are no replicas, which the sum could let
-              drift apart; and a model of the times finds pieces faster.
-            - True: all matrices but those of `Split` and `Unfold`.
-            - False: no matrices.
-        exchange_axes: the mesh axes over which matrices and their shards are exchanged: a name or
-            a tuple of names, `()` for no axis. None is all.
-        outside: what happens over other mesh axes: a word, a tuple of one word for replicas and one
-            for sharded matrices, or a dict of either by mesh axis. A word that is left out, and an
-            axis that a dict leaves out, has the default.
-
-            - Replicas are devices along an axis that does not shard a parameter, whether or not
-              `exchange_axes` names it. They `"repeat"` the work; or they `"split"` it, each taking
-              its share of the parameters of one shape and sharding, and gather the updates in one
-              all-gather, with the same bits. By default they do what a model of the times finds
-              `"faster"` for all parameters together. `"faster"` always repeats the work under
-              `vmap`, in derivatives, and in a `shard_map` whose replicas may have gradients of
-              their own: with `check_vma=False`, or where JAX knows that a gradient varies.
-            - Matrices that an axis shards `"raise"` an error, the default. Or they stay in pieces
-              by `"gram"`, as under `distributed_gram=True`: XXᵀ is summed over all axes that shard
-              X. Its rows are the side that no axis outside shards; without such axes, the shorter
-              side. Or they are orthogonalized `"block"` by block: what devices with equal
-              coordinates along such axes have of a matrix is a matrix of its own.
-        bandwidth: bytes per second that each device sends over a mesh axis, by its name, such as
-            `{"data": 50e9, "tensor": 450e9}`: for the model of the times by which
-            `distributed_gram=None` and `outside="faster"` choose. It changes results by that choice
-            alone. An axis that is left out has what was measured on NVLink, on any platform.
-        latency: seconds that a collective over a mesh axis takes besides, by its name.
-        state_memory_kind: `"device"`, or `"pinned_host"` to keep momenta of 65,536 or more entries
-            in the memory of the host, and AdamW's moments in that of `muon`. Updates stream them:
-            each comes to the device when its gradient is there, is updated, and goes back. The
-            results are the same. On each device 256 MiB are under way at once, or one momentum.
-        scale_of_blocks: the scale by the shape of a matrix that a later transformation, such as
-            `scale_by_shape`, multiplies updates by. The update of a block is multiplied by the
-            scale of the block over the scale of its matrix, so that it has in the end its own:
-            `"clipped_ratio"`, `"ratio"` or `"none"` as `shape_scale` of `muon`, or `"longer_side"`
-            for `consistent_rms`.
-        block_period: a period P (`MuonBP <https://arxiv.org/abs/2510.16981>`_). The step of every
-            P-th count 0, P, 2P, … is as without a period. In the steps between, each device
-            orthogonalizes its own block of a matrix, as under `exchange_axes=()` and
-            `outside="block"`, and nothing is exchanged. Pass None or 1 for no such steps. A matrix
-            that no mesh axis shards is its own block: its updates do not depend on P. The updates
-            of others depend on the mesh.
-        block_gain: what the updates of blocks are multiplied by in steps between, a number or a
-            schedule of the count; not those of matrices that are their own blocks.
 
     Raises:
         TypeError: an argument that is a number or a boolean got another type, such as a schedule.
@@ -203,16 +124,15 @@ def scale_by_muon(
             float of 8 bits, or is complex where a parameter is real, or conversely; under int8,
             explicit mesh axes cut a block, or the state has a large momentum in another dtype; the
             state is in another memory than `init` puts it in; a parameter is no matrix of floats;
-            gradients do not fit the parameters; `shardings` is missing or wrong; `distributed_gram`
-            is True, matrices are sharded, and none of them can stay in pieces; `exchange_axes`,
-            `outside`, `bandwidth` or `latency` names an axis that the mesh lacks; a mesh axis
-            shards matrices that must not be exchanged over it, or that cannot be pieces or blocks;
-            or `adaptive` comes with `"gram"`, `"block"` or `block_period`.
+            gradients do not fit the parameters; `shardings` is missing or wrong, names an axis that
+            the mesh lacks, or asks for what the matrices cannot be; or `adaptive` comes with
+            `"gram"`, `"block"` or a `block_period`.
         NotImplementedError: the named implementation, or the kind of memory, cannot be used here;
             or blocks are under a derivative on automatic mesh axes.
     """
     check_views(weight_dimension_numbers)
-    check_shardings(shardings)
+    exchange = exchange_of(shardings)
+    shardings = exchange.shardings
     iterations_of = iterations_by_path(
         ns_coeffs,
         steps=ns_steps,
@@ -220,56 +140,51 @@ def scale_by_muon(
         eps_mode=eps_mode,
         preconditioning=preconditioning,
     )
-    exchanged = ExchangeAxes.of_arguments(exchange_axes, outside)
     if adaptive:
-        exchanged.check_sums("adaptive=True", block_period)
-    links = Links.of_arguments(bandwidth, latency)
-    limits = Limits(distributed_gram, exchanged, scale_of_blocks, links)
-    seen = SeenShardings()
-    rounding = mu_rounding or ("stochastic" if is_int8(mu_dtype) else "nearest")
+        exchange.check_sums("adaptive=True")
+    init_shardings = InitShardings()
+    storage = storage_of(mu_dtype)
+    rounding = mu_rounding or storage.rounding
 
     def init_fn(params: optax.Params) -> MuonState:
         check_params(params)
         check_floats(params)
-        check_mu_dtype(params, mu_dtype)
+        check_mu_dtype(params, storage.dtype)
         if not is_in_shard_map():  # where arrays are shards
             check_views_fit(weight_dimension_numbers, params)
             iterations_of(params)  # raises where coefficients do not fit
         warn_of_other_shardings(params, shardings)
-        seen.see(params)
-        mu = zero_momenta(params, mu_dtype, shardings, weight_dimension_numbers)
-        return place_state(MuonState(jnp.zeros([], jnp.int32), mu), state_memory_kind)
+        init_shardings.keep(params)
+        mu = storage.init(params, weight_dimension_numbers, shardings)
+        return storage.memory.place(MuonState(jnp.zeros([], jnp.int32), mu))
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None, whole: optax.Updates
     ) -> tuple[optax.Updates, MuonState]:
         del params
-        given, state = state.mu, state._replace(mu=with_quantized(state.mu))
-        shapes = shapes_of_momenta(state.mu)
-        check_gradients(updates, shapes if is_int8(mu_dtype) else state.mu, "the state")
-        check_memory(state, state_memory_kind)
-        if is_int8(mu_dtype):
-            check_stored(state.mu, whole_tree(updates, shardings))
-        elif rounding == "stochastic":
-            check_rounding(updates, state.mu)
+        given, state = state.mu, state._replace(mu=storage.unpack(state.mu))
+        shapes = storage.map(storage.shape_of, state.mu)
+        check_gradients(updates, shapes, "the state")
+        storage.memory.check(state)
+        storage.check(state.mu, updates, shardings, rounding)
         count = jnp.asarray(optax.safe_increment(state.count))
         accumulate = accumulation(momentum, beta, count, nesterov)
 
         def update_leaf(m: Any, g: jax.Array, key: jax.Array | None) -> tuple[Any, Any]:
-            u, new = accumulate(*widen(g, dequantize(m), rounding))
-            return u, store(new, m, key)
+            u, new = accumulate(*widen(g, storage.load(m), rounding))
+            return u, storage.save(new, m, key)
 
         keys: list[Any] = [None] * len(jax.tree.leaves(updates))
         if rounding == "stochastic":
             keys = random_keys(updates, count, shardings)
-        u, mu = map_leaf_by_leaf(update_leaf, state.mu, updates, keys, are_read_again=True)
+        u, mu = storage.update_leaves(update_leaf, state.mu, updates, keys, are_read_again=True)
         every = u if whole is updates else whole
-        seen.see(every)
-        known = seen.known(every, shardings)
+        init_shardings.keep(every)
+        known = init_shardings.fill(every, exchange)
         iterations = iterations_of(whole_tree(u, shardings))
-        step = block_step(block_period, block_gain, state.count)
+        step = exchange.step(state.count)
         views = settled_views(weight_dimension_numbers, whole, updates, shardings)
-        orthogonal = map_matrices(iterations, views, u, known, limits, step)
+        orthogonal = map_matrices(iterations, views, u, known, step)
         if adaptive:
             dual_norms = inner_products(u, orthogonal, shardings)
             orthogonal = jax.tree.map(jnp.multiply, dual_norms, orthogonal)
@@ -278,9 +193,7 @@ def scale_by_muon(
             return o.astype(jnp.result_type(g.dtype, m.dtype, beta, eps))  # as in optax
 
         orthogonal = jax.tree.map(cast, orthogonal, updates, shapes)
-        return orthogonal, MuonState(count, in_form_of(mu, given))
+        return orthogonal, MuonState(count, storage.pack(mu, given))
 
-    update = standard_promotion()(
-        skip_missing(update_fn, "mu", lambda s: map_momenta(dequantize, with_quantized(s.mu)))
-    )
+    update = standard_promotion()(skip_missing(update_fn, "mu", storage, has_momenta=True))
     return optax.GradientTransformation(init_fn, update)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from muon_jax._tree_checks import check_prefix
@@ -33,29 +32,6 @@ def is_box(node: Any) -> bool:
     the mesh axes that each axis of the array is sharded over.
     """
     return hasattr(node, "replace") and (hasattr(node, "names") or hasattr(node, "get_metadata"))
-
-
-def in_box_of(node: Any, x: jax.Array, axes: Sequence[int | None]) -> Any:
-    """Returns `x` in a box like `node`, or `x` where `node` is no box.
-
-    The box of a parameter names mesh axes that do not fit an array of another shape.
-
-    Args:
-        node: a box around a parameter, or a parameter.
-        x: the array for the new box.
-        axes: for each axis of `x` the axis of the parameter whose names it has; None for no names.
-    """
-    if not is_box(node):
-        return x
-
-    def names_of_x(names: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(None if i is None or i >= len(names) else names[i] for i in axes)
-
-    if hasattr(node, "get_metadata"):
-        metadata = node.get_metadata()
-        keys = (key for key in ("out_sharding", "optimizer_sharding") if metadata.get(key))
-        return node.replace(x, **{key: names_of_x(metadata[key]) for key in keys})
-    return node.replace(value=x, names=names_of_x(node.names))
 
 
 @contextlib.contextmanager
@@ -148,24 +124,6 @@ def any_missing(updates: optax.Updates) -> bool:
 def fill_missing(updates: optax.Updates, values: Any) -> optax.Updates:
     """Returns `updates` with what `values` has in the places of None."""
     return jax.tree.map(lambda g, v: v if g is None else g, updates, values, is_leaf=is_missing)
-
-
-def with_arrays(params: Any) -> Any:
-    """Returns `params` with zeros in the place of shapes (`jax.ShapeDtypeStruct`)."""
-
-    def zeros(p: Any) -> Any:
-        return jnp.zeros_like(p) if isinstance(p, jax.ShapeDtypeStruct) else p
-
-    return jax.tree.map(zeros, params)
-
-
-def is_placeholder(params: Any) -> bool:
-    """Returns whether `params` is what `optax.tree.map_params` passes in the place of parameters.
-
-    It is a node of a class of optax, without children.
-    """
-    is_container = params is None or isinstance(params, dict | list | tuple)
-    return not is_container and not jax.tree.leaves(params)
 
 
 def has_masked(tree: Any) -> bool:

@@ -18,7 +18,7 @@ Pallas' back ends are imported when a kernel is first chosen.
 """
 
 from pallas_kernels._products import (
-    Link,
+    ChainLink,
     gemm,
     gemm_of_stacks,
     syrk,
@@ -36,7 +36,7 @@ from pallas_kernels._selection import (
 
 __all__ = [
     "IMPLEMENTATIONS",
-    "Link",
+    "ChainLink",
     "Selection",
     "gemm",
     "gemm_of_stacks",

@@ -191,7 +191,7 @@ def gemm(
     return _module(implementation).gemm(a_matrix, b_matrix, out_dtype=dtype)
 
 
-class Link(NamedTuple):
+class ChainLink(NamedTuple):
     """One product of a chain, Sⱼ = alpha·Sⱼ₋₁² + Σ beta·C + diagonal·I.
 
     Attributes:
@@ -209,7 +209,7 @@ class Link(NamedTuple):
 
 def syrk_chain(
     inputs: Sequence[jax.Array],
-    links: Sequence[Link],
+    links: Sequence[ChainLink],
     *,
     symmetrize_output: bool = True,
     implementation: str | None = None,

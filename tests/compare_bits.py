@@ -9,12 +9,13 @@ Both processes run at once.
 A configuration's digest is the SHA-256 of all arrays that it returns: paths, dtypes, shapes, and
 the bytes of every shard. The script exits with status 1 when a digest differs, when a configuration
 raises an error of another type, or when only one of the trees has it. It uses public names alone,
-so it runs on any version (`iteration` spells what moved).
+so it runs on any version (`iteration`, `exchanged`, `optimizer` and `contrib` spell what moved).
 """
 
 import argparse
 import functools
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -356,6 +357,46 @@ def iteration(coeffs: Any = "standard", **attributes: Any) -> dict[str, Any]:
     return {"ns_coeffs": coeffs, **{old.get(name, name): x for name, x in attributes.items()}}
 
 
+def contrib() -> Any:
+    """The module that has what few users need: in older trees, the package itself."""
+    try:
+        return importlib.import_module("muon_jax.contrib")
+    except ImportError:
+        return importlib.import_module("muon_jax")
+
+
+def optimizer(*args: Any, **arguments: Any) -> Any:
+    """`muon` with these arguments, of which some made functions of contrib later."""
+    import muon_jax
+
+    place, preset = contrib(), arguments.get("preset")
+    if place is muon_jax:
+        if arguments.pop("on_host", False):
+            arguments["state_memory_kind"] = "pinned_host"
+        return muon_jax.muon(*args, **arguments)
+    if arguments.pop("on_host", False):
+        arguments["mu_dtype"] = place.on_host(arguments.get("mu_dtype"))
+    if preset in ("nanogpt", "muonh"):
+        del arguments["preset"]
+        return getattr(place, preset)(*args, **arguments)
+    make = place.normuon if "normuon_b2" in arguments else muon_jax.muon
+    return make(*args, **arguments)
+
+
+def exchanged(axes: Any = (), shardings: Any = None, **old: Any) -> dict[str, Any]:
+    """Arguments of an optimizer for `Exchange(axes, shardings=shardings)`, or the old ones."""
+    import muon_jax
+
+    if hasattr(muon_jax, "Exchange"):
+        return {"shardings": muon_jax.Exchange(axes, shardings=shardings)}
+    return {"shardings": shardings, **old}
+
+
+# What `distributed_gram` was.
+IN_GRAM_FORM = {"axes": "gram_or_exchange", "distributed_gram": True}
+EXCHANGED_WHOLE = {"axes": "exchange", "distributed_gram": False}
+
+
 def define_updates() -> None:
     """Adds the configurations of optimizers on one device."""
     import jax
@@ -371,8 +412,24 @@ def define_updates() -> None:
     def of(name: str, params: Callable[[], Any], make: Callable[..., Any], **kwargs: Any) -> None:
         add(f"update, {name}", lambda: updates_of(make(**kwargs), params()))
 
-    for preset in muon_jax.PRESETS:
-        updates(f"preset {preset}", muon, 0.02, preset=preset)
+    for preset in dict.fromkeys([*muon_jax.PRESETS, "nanogpt", "muonh"]):
+        adamh = {"adamh": None} if preset == "muonh" else {}
+        updates(f"preset {preset}", optimizer, 0.02, preset=preset, **adamh)
+    large = {"up": (64, 96), "down": (96, 64), "head": (512, 160), "bias": (64,)}
+    of_large = {name: MuonDimensionNumbers() if name in ("up", "down") else None for name in large}
+
+    def stored(**arguments: Any) -> Any:
+        params = {name: normal(i, shape) for i, (name, shape) in enumerate(large.items())}
+        made = optimizer(0.02, muon_weight_dimension_numbers=of_large, **arguments)
+        return updates_of(made, params)
+
+    for mu_dtype in (None, "bfloat16", "int8"):
+        add(f"update, muon, {mu_dtype} on the host", stored, on_host=True, mu_dtype=mu_dtype)
+    add("update, muon, int8", stored, mu_dtype="int8")
+    add("update, muon, int8 to nearest", stored, mu_dtype="int8", mu_rounding="nearest")
+    add("update, nanogpt, int8", stored, preset="nanogpt", mu_dtype="int8")
+    add("update, muonh, head", stored, preset="muonh", adamh="head", mu_dtype="bfloat16")
+    add("update, muon, cast", lambda: contrib().cast_momentum(stored()[1], "int8"))
     for name in ("balanced", "cans", "polar_express"):
         updates(f"muon, {name}", muon, 0.02, name)
     updates("muon, no Nesterov momentum", muon, 0.02, nesterov=False)
@@ -394,7 +451,9 @@ def define_updates() -> None:
         updates(f"muon, scale {scale}", muon, 0.02, shape_scale=scale, **iteration(method="gram"))
     updates("muon, consistent_rms", muon, 0.02, consistent_rms=0.2, adam_learning_rate=1e-3)
     for averaged in ("fan_in", "shorter"):
-        updates(f"muon, NorMuon {averaged}", muon, 0.02, normuon_b2=0.9, normuon_averaged=averaged)
+        updates(
+            f"muon, NorMuon {averaged}", optimizer, 0.02, normuon_b2=0.9, normuon_averaged=averaged
+        )
     rounding = {"mu_dtype": "bfloat16", "mu_rounding": "stochastic"}
     updates("muon, stochastic rounding", muon, 0.02, **rounding)
     updates("muon, momentum in bfloat16", muon, 0.02, mu_dtype="bfloat16", **iteration(dtype=None))
@@ -414,7 +473,8 @@ def define_updates() -> None:
     routed = {"learning_rate": 0.02, "muon_weight_dimension_numbers": muon_jax.by_role}
     of("by_role", gpt, muon, **routed)
     of("by_role, balanced, moonlight", gpt, muon, **routed, ns_coeffs="balanced", preset="torch")
-    of("by_role, nanogpt", gpt, muon, **routed, preset="nanogpt")
+    of("by_role, nanogpt", gpt, optimizer, **routed, preset="nanogpt")
+    of("by_role, muonh", gpt, optimizer, **routed, preset="muonh")
 
     # Matrices of 16 × 32 and of 16 × 16, so that programs are small.
     shapes = {"plain": (32, 16), "filters": (2, 2, 4, 32), "heads": (16, 4, 8)}
@@ -442,32 +502,32 @@ def define_updates() -> None:
     of("views, cans", viewed, scale_by_muon, **by_views, ns_coeffs="cans")
     of("views, a callable", viewed, scale_by_muon, weight_dimension_numbers=lambda params: views)
     in_muon = {"learning_rate": 0.02, "muon_weight_dimension_numbers": views}
-    of("views, NorMuon", viewed, muon, **in_muon, normuon_b2=0.9, consistent_rms=0.2)
+    of("views, NorMuon", viewed, optimizer, **in_muon, normuon_b2=0.9, consistent_rms=0.2)
     add(
         "update, views, by_normuon, norms",
         lambda: updates_of(
             optax.chain(
                 scale_by_muon(**by_views),
-                muon_jax.scale_by_normuon(0.9, 1e-8, views, "shorter"),
-                muon_jax.scale_to_param_norm(views),
+                contrib().scale_by_normuon(0.9, 1e-8, views, "shorter"),
+                contrib().scale_to_param_norm(views),
                 optax.scale(-0.1),
-                muon_jax.keep_param_norm(views),
+                contrib().keep_param_norm(views),
             ),
             viewed(),
         ),
     )
-    measured = functools.partial(muon_jax.with_metrics, scale_by_muon(**by_views), views)
+    measured = functools.partial(contrib().with_metrics, scale_by_muon(**by_views), views)
     of("views, with_metrics", viewed, measured)
 
     def clipped() -> Any:
         params = {"attention": {"query": normal(0, (16, 16)), "key": normal(1, (16, 8))}}
         half = ((4, 0.5),)
         heads = {
-            "query$": muon_jax.QueryHeads(half, key_heads=2),
-            "key$": muon_jax.KeyHeads(half),
+            "query$": contrib().QueryHeads(half, key_heads=2),
+            "key$": contrib().KeyHeads(half),
         }
         logits = {"attention": jnp.array([0.5, 2.0, 300.0, jnp.inf])}
-        transform = optax.chain(muon(0.02), muon_jax.qk_clip(1.0, heads))
+        transform = optax.chain(muon(0.02), contrib().qk_clip(1.0, heads))
         return updates_of(transform, params, max_logits=logits)
 
     def injected(*args: Any, static: tuple[str, ...] = (), **kwargs: Any) -> Any:
@@ -481,7 +541,7 @@ def define_updates() -> None:
 
     def converted() -> Any:
         _, state = updates_of(muon(0.02), parameters())
-        convert = muon_jax.convert_momentum
+        convert = contrib().convert_momentum
         return convert(state, source="bias_corrected", target="heavy_ball", beta=0.95)
 
     add("update, qk_clip", clipped)
@@ -505,7 +565,6 @@ def define_sharded() -> None:
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    import muon_jax
     from muon_jax import MuonDimensionNumbers, Split, muon, newton_schulz, scale_by_muon
 
     if len(jax.devices()) < 8:
@@ -536,14 +595,19 @@ def define_sharded() -> None:
         }
 
     def sharded(
-        name: str, mesh: str, kind: AxisType, make: Any = scale_by_muon, **kwargs: Any
+        name: str,
+        mesh: str,
+        kind: AxisType,
+        make: Any = scale_by_muon,
+        names: Any = shapes,
+        **kwargs: Any,
     ) -> None:
         key = "weight_dimension_numbers" if make is scale_by_muon else ""
-        kwargs |= {key or "muon_weight_dimension_numbers": views}
+        kwargs |= {key or "muon_weight_dimension_numbers": {name: views[name] for name in names}}
         title = f"sharded, {mesh}, {kind.name}, {name}"
-        add(title, lambda: updates_of(make(**kwargs), placed(mesh, kind)))
+        add(title, lambda: updates_of(make(**kwargs), placed(mesh, kind, names)))
 
-    at = functools.partial(functools.partial, muon, 0.02)
+    at = functools.partial(functools.partial, optimizer, 0.02)
     for mesh in meshes:
         for kind in (auto, explicit):
             sharded("plain", mesh, kind)
@@ -552,13 +616,20 @@ def define_sharded() -> None:
     sharded("muon, nanogpt", "fsdp", explicit, at(), preset="nanogpt")
     sharded("shardings=", "fsdp", auto, shardings=layouts["fsdp"])
     sharded("shardings=", "both", explicit, shardings=layouts["both"])
-    for gram in (True, False):
-        sharded(f"distributed_gram={gram}", "fsdp", auto, distributed_gram=gram)
-    sharded("distributed_gram=True", "both", explicit, distributed_gram=True)
-    sharded("distributed_gram=True, aol", "fsdp", auto, distributed_gram=True, ns_coeffs="aol",
-            preconditioning="aol")  # fmt: skip
+    kept = exchanged(**IN_GRAM_FORM)
+    sharded("kept sharded", "fsdp", auto, **kept)
+    sharded("exchanged whole", "fsdp", auto, **exchanged(**EXCHANGED_WHOLE))
+    sharded("kept sharded", "both", explicit, **kept)
+    sharded("kept sharded, aol", "fsdp", auto, **kept, ns_coeffs="aol", preconditioning="aol")
     for name in ("balanced", "accurate", "polar_express"):
-        sharded(f"{name}, in pieces", "both", auto, distributed_gram=True, ns_coeffs=name)
+        sharded(f"{name}, kept sharded", "both", auto, **kept, ns_coeffs=name)
+    over_y = functools.partial(exchanged, exchange_axes="x")
+    gram = {"names": ("a", "b"), **over_y({"y": "gram"}, outside="gram")}
+    for kind in (auto, explicit):
+        sharded("blocks", "both", kind, names=("a", "b"), **over_y({"y": "block"}, outside="block"))
+        sharded("gram over y", "both", kind, **gram)
+        sharded("split", "both", kind, **exchanged("split", outside="split"))
+        sharded("repeat", "both", kind, **exchanged("repeat", outside="repeat"))
     sharded("balanced", "fsdp", auto, ns_coeffs="balanced")
     sharded("adaptive", "both", auto, adaptive=True, **iteration(dtype="float32"))
     sharded("groups of 4096 bytes", "fsdp", auto, **iteration(max_group_bytes=4096))
@@ -566,10 +637,11 @@ def define_sharded() -> None:
     rounding = {"mu_dtype": "bfloat16", "mu_rounding": "stochastic"}
     sharded("stochastic rounding", "fsdp", auto, **rounding)
 
-    def in_shard_map(mesh: str, make: Any = scale_by_muon, **kwargs: Any) -> Any:
+    def in_shard_map(mesh: str, make: Any = scale_by_muon, said: Any = None, **kwargs: Any) -> Any:
         specs = layouts[mesh]
         key = "weight_dimension_numbers" if make is scale_by_muon else ""
-        kwargs |= {key or "muon_weight_dimension_numbers": views, "shardings": specs}
+        kwargs |= {key or "muon_weight_dimension_numbers": views}
+        kwargs |= exchanged(shardings=specs, **(said or {}))
         transform = make(**kwargs)
 
         def momentum_and_update(gradients: Any) -> Any:
@@ -589,7 +661,7 @@ def define_sharded() -> None:
         add(f"sharded, {mesh}, shard_map, plain", in_shard_map, mesh)
     add("sharded, fsdp, shard_map, stochastic rounding", in_shard_map, "fsdp", **rounding)
     add("sharded, both, shard_map, balanced", in_shard_map, "both", ns_coeffs="balanced")
-    add("sharded, fsdp, shard_map, pieces", in_shard_map, "fsdp", distributed_gram=True)
+    add("sharded, fsdp, shard_map, kept sharded", in_shard_map, "fsdp", said=IN_GRAM_FORM)
     add("sharded, both, shard_map, muon", in_shard_map, "both", at(), normuon_b2=0.9)
 
     def ensemble(mesh: str, kind: AxisType, spec: P, **kwargs: Any) -> Any:
@@ -599,7 +671,7 @@ def define_sharded() -> None:
 
     add("sharded, vmap, matrices sharded", ensemble, "fsdp", auto, P(None, "x"))
     add("sharded, vmap, members sharded", ensemble, "fsdp", auto, P("x"))
-    add("sharded, vmap, pieces", ensemble, "both", auto, P(None, None, "x"), distributed_gram=True)
+    add("sharded, vmap, kept sharded", ensemble, "both", auto, P(None, None, "x"), **kept)
     add("sharded, vmap, explicit", ensemble, "fsdp", explicit, P(None, "x"))
 
     def iterated() -> Any:
@@ -612,7 +684,7 @@ def define_sharded() -> None:
 
     def measured() -> Any:
         transform = scale_by_muon(weight_dimension_numbers=views)
-        return updates_of(muon_jax.with_metrics(transform, views), placed("both"))
+        return updates_of(contrib().with_metrics(transform, views), placed("both"))
 
     def injected() -> Any:
         import optax
@@ -622,9 +694,7 @@ def define_sharded() -> None:
         return updates_of(made, placed("fsdp", names=("a", "b", "c")))
 
     def differentiated() -> Any:
-        transform = scale_by_muon(
-            ns_steps=2, distributed_gram=True, **iteration(implementation="xla")
-        )
+        transform = scale_by_muon(ns_steps=2, **kept, **iteration(implementation="xla"))
 
         def loss(gradients: Any) -> Any:
             updates, _ = transform.update(gradients, transform.init(gradients))

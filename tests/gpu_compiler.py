@@ -41,7 +41,7 @@ import functools, itertools, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from muon_jax import MuonDimensionNumbers, NewtonSchulz, newton_schulz, scale_by_muon
+from muon_jax import Exchange, MuonDimensionNumbers, NewtonSchulz, newton_schulz, scale_by_muon
 from pallas_kernels import syrk
 from pallas_kernels._mosaic_gpu.config import MOSAIC_GEMM_CONFIGS, MOSAIC_SYRKX_CONFIGS
 from pallas_kernels._mosaic_gpu.products import gemm as mosaic_gpu_gemm

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import muon_jax
-from muon_jax import NewtonSchulz, _newton_schulz, newton_schulz, scale_by_muon
+from muon_jax import NewtonSchulz, _newton_schulz, contrib, muon, newton_schulz, scale_by_muon
 from pallas_kernels import device, syrk, syrk_with_residual, syrkx
 from pallas_kernels._mosaic_gpu.config import MosaicSyrkxConfig
 from pallas_kernels._mosaic_gpu.products import syrkx as mosaic_gpu_syrkx
@@ -36,6 +36,26 @@ GPUS = {
 
 
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
+
+
+def any_muon(*args: Any, preset: Any = None, **arguments: Any):
+    """`muon`, or the optimizer of contrib that has this name or these arguments."""
+    if isinstance(preset, str) and preset in ("nanogpt", "muonh"):
+        return getattr(contrib, preset)(*args, **arguments)
+    make = contrib.muonh if "adamh" in arguments else muon
+    make = contrib.normuon if "normuon_b2" in arguments else make
+    return make(*args, **arguments, **({} if preset is None else {"preset": preset}))
+
+
+def arguments_of_functions():
+    """The arguments of the systems that are functions of contrib: defaults that muon's are not."""
+    found = {}
+    for name in ("nanogpt", "muonh"):
+        ours = inspect.signature(muon).parameters
+        for key, p in inspect.signature(getattr(contrib, name)).parameters.items():
+            if key not in ours or p.default != ours[key].default:
+                found.setdefault(name, {})[key] = p.default
+    return found
 
 
 def mostly_nightly(cases: Iterable, quick: Container, slower: Container = ()) -> list:

@@ -16,20 +16,24 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import muon_jax
 from muon_jax import (
-    KeyHeads,
+    Exchange,
+    Link,
     MuonDimensionNumbers,
     NewtonSchulz,
-    QueryHeads,
     Split,
     Unfold,
     by_role,
     describe,
     explain,
-    keep_param_norm,
     muon,
     newton_schulz,
-    qk_clip,
     scale_by_muon,
+)
+from muon_jax.contrib import (
+    KeyHeads,
+    QueryHeads,
+    keep_param_norm,
+    qk_clip,
     scale_by_normuon,
     scale_to_param_norm,
     with_metrics,
@@ -55,7 +59,11 @@ def updated(gradients, params=PARAMS, optimizer=None, given=True):
 
 
 def of_muon(**given):
-    return lambda: muon(**{"learning_rate": 0.1, **given})
+    return lambda: helpers.any_muon(**{"learning_rate": 0.1, **given})
+
+
+def exchange(*args, **given):
+    return lambda: Exchange(*args, **given)
 
 
 def initialized(params=PARAMS, **given):
@@ -78,11 +86,6 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
     [
         # Flags.
         (
-            of_muon(distributed_gram="False"),
-            Type,
-            r"distributed_gram must be True, False or None, got 'F",
-        ),
-        (
             of_muon(nesterov="False"),
             Type,
             rf"nesterov {FLAG}, got 'False': pass nesterov=True",
@@ -98,70 +101,61 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
         ),
         (lambda: select_implementation(MATRIX, addend=1), Type, rf"addend {FLAG}, got 1"),
         # Mesh axes.
-        (of_muon(exchange_axes=["x"]), Type, r"exchange_axes must be the name of a mesh axis or"),
-        (of_muon(exchange_axes=("x", 3)), Type, r"got 3: pass exchange_axes=\('fsdp',\)"),
-        (of_muon(outside="blocks"), Value, r"outside must be one of .*: did you mean 'block'\?"),
+        (exchange(["x"]), Value, r"axes of Exchange must be one of .*, got \['x'\]"),
+        (exchange(("split", 3)), Value, r"axes of Exchange must be one of .*, got 3"),
+        (exchange("blocks"), Value, r"axes of Exchange must be one of .*: did you mean 'block'\?"),
         (
-            of_muon(outside=("split", "gram", "block")),
+            exchange(("split", "gram", "block")),
             Value,
-            r"outside must have one of \('repeat', .*'faster'\) at most .*: leave out one word",
+            r"axes of Exchange must have one of \('exchange', .*\) at most .*: leave out one word",
         ),
-        (of_muon(outside={3: "split"}), Type, r"outside must have words by the names of mesh axes"),
-        (of_muon(outside={"x": "blocks"}), Value, r"outside\['x'\] must be one of"),
-        (
-            of_muon(outside="block"),
-            Value,
-            r"outside='block' says 'block' of mesh axes that .* with exchange_axes=None: name",
-        ),
-        (
-            of_muon(outside={"x": "gram"}, exchange_axes="x"),
-            Value,
-            r"says 'gram' of mesh axes that matrices are exchanged over, with exchange_axes='x'",
-        ),
+        (exchange(("split", "repeat")), Value, r"one of \('faster', 'repeat', 'split'\) at most"),
+        (exchange({3: "split"}), Type, r"axes of Exchange must have words by the names of mesh a"),
+        (exchange({"x": "blocks"}), Value, r"axes\['x'\] of Exchange must be one of"),
         *(
             (
-                of_muon(outside=("split", "block"), exchange_axes="x", **given),
+                of_muon(shardings=Exchange({"y": ("split", "block")}), **given),
                 Value,
-                rf"{name} sums over all mesh axes .* outside='block' allows .*: leave out {name}",
+                rf"{name} sums over all mesh axes .* 'block' of Exchange .*: leave out {name}",
             )
             for name, given in {
                 "adaptive=True": {"adaptive": True},
-                "normuon_b2": {"normuon_b2": 0.9},
-                "fixed_norms=True": {"fixed_norms": True},
+                "contrib.normuon": {"normuon_b2": 0.9},
+                "contrib.nanogpt": {"preset": "nanogpt"},
+                "contrib.muonh": {"adamh": None},
             }.items()
         ),
+        (exchange(links=50e9), Type, r"links of Exchange must be a dict of Link by the names of m"),
+        (exchange(links={3: Link()}), Type, r"links .* pass links=\{'data': Link\(bandwidth=5"),
         (
-            of_muon(bandwidth=50e9),
+            exchange(links={"x": 1e9}),
             Type,
-            r"bandwidth must be a dict of numbers by the names of mesh",
+            r"must be a dict of Link by the names of .*, got \{'x'",
         ),
-        (of_muon(latency={3: 1e-5}), Type, r"latency must be .* pass latency=\{'data': 2e-05\}"),
-        (of_muon(bandwidth={"x": 0}), Value, r"bandwidth\['x'\] must be in \(0, inf\), got 0"),
-        (of_muon(latency={"x": "1"}), Type, r"latency\['x'\] must be one real number, got '1'"),
+        (lambda: Link(0), Value, r"bandwidth must be in \(0, inf\), got 0"),
+        (lambda: Link(latency="1"), Type, r"latency must be one real number, got '1'"),
         *(
             (
-                of_muon(block_period=2, **{name: given}),
+                of_muon(shardings=Exchange(block_period=2), **given),
                 Value,
-                rf"{name}.* sums over .* block_period=2 .*: leave out {name}.*, or block_period",
+                rf"{name}.* sums over .* block_period=2 of .*: leave out {name}.*, or block_period",
             )
-            for name, given in {"adaptive": True, "normuon_b2": 0.9, "fixed_norms": True}.items()
+            for name, given in {
+                "adaptive=True": {"adaptive": True},
+                "contrib.normuon": {"normuon_b2": 0.9},
+                "contrib.nanogpt": {"preset": "nanogpt"},
+                "contrib.muonh": {"adamh": None},
+            }.items()
         ),
+        (exchange(block_gain=-1), Value, r"block_gain must be in \[0, inf\), got -1"),
+        (exchange(shardings=3), Value, r"shardings must be a PartitionSpec, a NamedSharding or N"),
         (
-            of_muon(block_learning_rate=0.1),
-            Value,
-            r"block_learning_rate is .* block_period=None has none: pass block_period=4",
-        ),
-        (
-            of_muon(block_period=jnp.array(2)),
+            exchange(block_period=jnp.array(2)),
             Value,
             r"must be no array, got 2: .* static_args='block_period'",
         ),
-        (
-            of_muon(latency={"fsdp": jnp.array(1e-5)}),
-            Value,
-            r"latency\['fsdp'\] must be no array, .* static_args='latency'$",
-        ),
-        (of_muon(block_period=0), Value, r"must be an integer in \[1, .*\], got 0: pass .*=4"),
+        (lambda: Link(latency=jnp.array(1e-5)), Value, r"latency must be no array, got"),
+        (exchange(block_period=0), Value, r"must be an integer in \[1, .*\], got 0: pass .*=4"),
         # Numbers.
         (
             of_muon(learning_rate=float("nan")),
@@ -219,7 +213,11 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             Value,
             r"implementation must be one of .* None, got ''",
         ),
-        (of_muon(normuon_averaged="x"), Value, r"normuon_averaged must be one of .*, got 'x'"),
+        (
+            of_muon(normuon_b2=0.9, normuon_averaged="x"),
+            Value,
+            r"normuon_averaged must be one of .*, got 'x'",
+        ),
         (of_muon(preset="kellr"), Value, "got 'kellr': did you mean 'keller'"),
         (of_muon(ns_coeffs="balancd"), Value, "got 'balancd': did you mean 'balanced'"),
         (of_muon(momentum="ema_"), Value, "got 'ema_': did you mean 'ema'"),
@@ -420,16 +418,17 @@ def test_mistakes_are_refused(call, error, message):
 def test_every_argument_of_muon_is_checked():
     """A new argument needs a declaration, or a value that no argument takes passes."""
     nothing = object()
-    for name in inspect.signature(muon).parameters:
-        with pytest.raises((TypeError, ValueError), match=name.removeprefix("muon_")):
-            muon(**{"learning_rate": 0.1, name: nothing})
+    for make in (muon, muon_jax.contrib.normuon, muon_jax.contrib.nanogpt, muon_jax.contrib.muonh):
+        for name in inspect.signature(make).parameters:
+            with pytest.raises((TypeError, ValueError), match=name.removeprefix("muon_")):
+                make(**{"learning_rate": 0.1, name: nothing})
 
 
 def test_traced_numbers_are_taken():
     names = ("learning_rate", "beta", "eps", "weight_decay", "adam_b1", "adam_b2", "normuon_b2")
 
     def update(values):
-        optimizer = muon(**values, ns_steps=1)
+        optimizer = helpers.any_muon(**values, ns_steps=1)
         return optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)[0]
 
     values = {name: jnp.array(0.5) for name in names}
@@ -521,7 +520,7 @@ def test_promotion_may_be_strict(ns_coeffs):
     ],
 )
 def test_muon_is_traced_under_strict_promotion(arguments):
-    optimizer = with_metrics(muon(0.1, ns_steps=1, **arguments))
+    optimizer = with_metrics(helpers.any_muon(0.1, ns_steps=1, **arguments))
     params = {"w": MATRIX.astype("bfloat16"), "b": PARAMS["b"]}
 
     def update(params):

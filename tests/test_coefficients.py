@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from benchmarks._times.sharded import collectives
 from muon_jax import (
     PRESETS,
+    Exchange,
     MuonDimensionNumbers,
     NewtonSchulz,
     Split,
@@ -25,7 +26,7 @@ from muon_jax import (
     scale_by_muon,
 )
 from muon_jax._distributed import devices
-from muon_jax._distributed.planning import Limits, make_plan, units_of
+from muon_jax._distributed.planning import make_plan, units_of
 from muon_jax._reports.arguments import all_arguments, iterations_of_muon
 
 MATRICES = MuonDimensionNumbers()
@@ -113,9 +114,10 @@ def test_owners_share_all_matrices_in_one_exchange(kind):
 def test_owners_of_the_second_coefficients_come_after_those_of_the_first():
     """Four matrices on four devices: each device has one."""
     grads = layers()
-    iterations = iterations_of_muon(all_arguments("explain", {"ns_coeffs": BY_PATH}, grads), grads)
+    arguments, _ = all_arguments("explain", muon, {"ns_coeffs": BY_PATH}, grads)
+    iterations = iterations_of_muon(arguments, grads)
     units = units_of(None, grads, iterations)
-    plan = make_plan(units, [PartitionSpec("x")] * 4, {"x": 4}, Limits(), iterations.distinct)
+    plan = make_plan(units, [PartitionSpec("x")] * 4, {"x": 4}, Exchange(), iterations.distinct)
     assert [(c.first, c.count) for c in plan.buckets[0].chunks] == [(0, 2), (2, 2)]
 
 
@@ -123,10 +125,10 @@ def test_owners_of_the_second_coefficients_come_after_those_of_the_first():
     ("case", "kind", "shape", "kwargs"),
     [
         pytest.param(
-            "in pieces",
+            "kept sharded",
             AxisType.Explicit,
             (8, 64),
-            {"distributed_gram": True},
+            {"shardings": Exchange("gram_or_exchange")},
             marks=helpers.slow,
         ),
         pytest.param("manual", AxisType.Auto, (8, 16), {}, marks=helpers.nightly),
@@ -137,7 +139,7 @@ def test_owners_of_the_second_coefficients_come_after_those_of_the_first():
 def test_on_a_mesh(case, kind, shape, kwargs, monkeypatch):
     spec, grads = PartitionSpec(None, "x"), layers(shape)
     on_mesh = sharded(kind, grads, spec)
-    method = {"method": "gram"} if case == "in pieces" else {}
+    method = {"method": "gram"} if case == "kept sharded" else {}
     expected = expected_updates(grads, **method)
     run = functools.partial(updates_of, ns_coeffs=BY_PATH, **kwargs)
     if case == "manual":

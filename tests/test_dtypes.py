@@ -2,19 +2,16 @@
 
 import itertools
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from muon_jax import (
-    muon,
-    scale_by_muon,
-    scale_by_normuon,
-    scale_to_param_norm,
-)
+from muon_jax import Exchange, muon, scale_by_muon
 from muon_jax._transforms.shape_scale import scale_by_shape
+from muon_jax.contrib import scale_by_normuon, scale_to_param_norm
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 EACH = [*itertools.product(FLOATS, FLOATS, (None, *FLOATS))]
@@ -129,14 +126,14 @@ def test_directions_in_64_bits():
     "arguments",
     [
         {"normuon_b2": 0.9},
-        {"block_period": 2, "block_learning_rate": 0.1},
+        {"shardings": Exchange(block_period=2, block_gain=0.5)},
         {"momentum": "heavy_ball"},
         {"momentum": "ema"},
         {"eps_mode": "max"},
         {"weight_decay": 0.1, "weight_decay_form": "independent"},
         {"weight_decay": 0.1, "weight_decay_form": "palm"},
         {"weight_decay": 0.1, "cautious_weight_decay": True},
-        {"fixed_norms": True},
+        {"adamh": None},
     ],
 )
 def test_other_muons_have_the_same_dtypes(arguments):
@@ -145,7 +142,7 @@ def test_other_muons_have_the_same_dtypes(arguments):
     for of_params, of_gradients, mu_dtype in EACH:
         params, gradients = tree(of_params), tree(of_gradients)
         theirs = optax.contrib.muon(0.1, mu_dtype=mu_dtype, weight_decay=0.1 if decays else 0.0)
-        found = dtypes_of(muon(0.1, mu_dtype=mu_dtype, **arguments), params, gradients)
+        found = dtypes_of(helpers.any_muon(0.1, mu_dtype=mu_dtype, **arguments), params, gradients)
         expected = dtypes_of(theirs, params, gradients)
         assert [found[0][name] for name in ("w", "v")] == [expected[0][name] for name in ("w", "v")]
 

@@ -22,18 +22,18 @@ from jax.sharding import AxisType
 import muon_jax
 from muon_jax import (
     PRESETS,
+    Exchange,
     NewtonSchulz,
     by_role,
+    contrib,
     describe,
     explain,
-    hyperp_learning_rate,
     muon,
     newton_schulz,
-    qk_clip,
     scale_by_muon,
-    scale_by_normuon,
 )
 from muon_jax._foreign.names import FOREIGN
+from muon_jax.contrib import hyperp_learning_rate, qk_clip, scale_by_normuon
 
 PARAMS = helpers.random_tree({"w": (4, 6), "b": (3,)}, 0)
 MATRIX = PARAMS["w"]
@@ -63,7 +63,12 @@ TO_MUON = [
     ("beta_2", 0.99, "pass adam_b2=0.99"),
     ("adam_beta1", np.float32(0.5), "pass adam_b1=0.5"),
     ("adamw_beta2", 0.98, "pass adam_b2=0.98"),
-    ("muon_beta2", 0.95, "pass normuon_b2=0.95"),
+    ("muon_beta2", 0.95, "use muon_jax.contrib.normuon(..., normuon_b2=0.95)"),
+    ("normuon_b2", 0.9, "use muon_jax.contrib.normuon(..., normuon_b2=0.9)"),
+    ("normuon_averaged", "shorter", "muon_jax.contrib.normuon(..., normuon_averaged='shorter')"),
+    ("fixed_norms", True, "use muon_jax.contrib.muonh(...)"),
+    ("adamh", "head", "use muon_jax.contrib.muonh(..., adamh='head')"),
+    ("state_memory_kind", "pinned_host", "pass mu_dtype=muon_jax.contrib.on_host()"),
     ("betas", (0.9, 0.95), "pass adam_b1=0.9, adam_b2=0.95"),
     ("betas", [0.8, 0.99], "pass adam_b1=0.8, adam_b2=0.99"),
     ("adamw_betas", (0.9, 0.95), "pass adam_b1=0.9, adam_b2=0.95"),
@@ -106,6 +111,16 @@ TO_MUON = [
     ("use_gram_newton_schulz", True, "pass ns_coeffs=NewtonSchulz(method='gram')"),
     ("ns_algorithm", "standard_newton_schulz", "pass ns_coeffs=NewtonSchulz(method='standard')"),
     ("dtype", "float32", "pass ns_coeffs=NewtonSchulz(dtype='float32')"),
+    ("distributed_gram", True, "pass shardings=Exchange(axes='gram_or_exchange')"),
+    ("distributed_gram", False, "pass shardings=Exchange(axes='exchange')"),
+    ("distributed_gram", None, "in its place shardings=Exchange(axes='gram_or_exchange') for True"),
+    ("outside", "split", "pass shardings=Exchange(axes='split')"),
+    ("outside", ("split", "gram"), "pass shardings=Exchange(axes=('split', 'gram'))"),
+    ("outside", "block", "pass shardings=Exchange(axes={'tensor': 'block'})"),
+    ("exchange_axes", "fsdp", "leave out exchange_axes: shardings=Exchange({'fsdp': 'exchange'"),
+    ("latency", {"data": 1e-5}, "leave out latency: shardings=Exchange(links={'data': Link("),
+    ("block_period", 4, "pass shardings=Exchange(block_period=4)"),
+    ("block_learning_rate", 0.1, "pass shardings=Exchange(block_gain=0.1 / learning_rate)"),
     ("use_triton", False, "pass ns_coeffs=NewtonSchulz(implementation='xla')"),
     ("use_syrk", True, "leave out use_syrk: the fastest kernels"),
     ("use_muon", True, f"pass {VIEWS}=by_role"),
@@ -122,7 +137,7 @@ TO_MUON = [
     ("maximize", True, "negate the gradients by optax.chain(optax.scale(-1.0), muon(...))"),
     ("amsgrad", True, "optax.amsgrad"),
     ("max_grad_norm", 1.0, "optax.clip_by_global_norm"),
-    ("qk_clip_threshold", 100.0, "qk_clip takes threshold=100.0"),
+    ("qk_clip_threshold", 100.0, "use muon_jax.contrib.qk_clip(..., threshold=100.0)"),
 ]
 
 
@@ -152,7 +167,7 @@ TAKEN = [
 @pytest.mark.parametrize(("name", "value", "way"), TAKEN)
 def test_what_the_message_says_is_taken(name, value, way):
     names = {"functools": functools, "by_role": by_role, "jnp": jnp, "learning_rate": 0.1}
-    names |= {"NewtonSchulz": NewtonSchulz}
+    names |= {"NewtonSchulz": NewtonSchulz, "Exchange": Exchange, "muon_jax": muon_jax}
     arguments = eval(f"dict({way})", names)  # of the table above
     muon(**{"learning_rate": 0.1} | arguments)
 
@@ -390,7 +405,7 @@ def rows_of_the_table():
         write += [f"`{way}` for `{key!r}`" for key, way in row.by_value.items()]
         write += [row.note] if row.note else []
         if row.taker != "muon":
-            write[0] += f" of `{row.taker}`"
+            write = [f"{write[0]} of `{row.taker}`" if write else f"`{row.taker}`", *write[1:]]
         rows.append(f"| {', '.join(names)} | {', '.join(origins)} | {'; '.join(write)} |")
     return rows
 
@@ -403,17 +418,17 @@ def test_the_table_of_the_documents_is_that_of_the_messages():
 
 
 def test_ways_of_the_table_name_arguments():
-    functions = [getattr(muon_jax, name) for name in muon_jax.__all__]
+    functions = [getattr(each, n) for each in (muon_jax, contrib) for n in each.__all__]
     ours = {
         name
         for function in functions
         if isinstance(function, types.FunctionType)
         for name in inspect.signature(function).parameters
-    } | {field.name for field in dataclasses.fields(NewtonSchulz)}
+    } | {field.name for made in (NewtonSchulz, Exchange) for field in dataclasses.fields(made)}
     for row in FOREIGN:
         for way in (*row.ways, *row.by_value.values()):
             assert {*re.findall(r"(\w+)=", way)} <= ours, way
-        assert row.ways or row.by_value or row.note
+        assert row.ways or row.by_value or row.note or row.taker != "muon"
 
 
 # Values that no argument of muon takes, by their kinds.
@@ -423,12 +438,13 @@ INNER = {
     for function in (scale_by_muon, newton_schulz, scale_by_normuon)
     for name in inspect.signature(function).parameters
 } - {*inspect.signature(muon).parameters}
+OF_CONTRIB = {"adamh", "normuon_b2", "normuon_averaged"}
 # Pairs that contradict each other, or one that contradicts what a preset sets.
 PAIRS = [
     {"consistent_rms": 0.2},
     {"consistent_rms": 0.2, "shape_scale": "ratio"},
-    {"fixed_norms": True, "consistent_rms": 0.2},
-    {"fixed_norms": True, "shape_scale": "ratio"},
+    {"adamh": None, "consistent_rms": 0.2},
+    {"adamh": None, "shape_scale": "ratio"},
     {"cautious_weight_decay": True, "weight_decay_form": "l2"},
     {"weight_decay_form": "l2"},
     {"ns_steps": 12},
@@ -445,14 +461,6 @@ PAIRS = [
     {"ns_coeffs": NewtonSchulz(method="gram")},
     {"ns_coeffs": NewtonSchulz(dtype="float32", method="gram")},
     {"ns_coeffs": NewtonSchulz(dtype="float8_e4m3fn")},
-    {"block_period": 4},
-    {"block_period": 4, "normuon_b2": 0.9},
-    {"block_period": 4, "adaptive": True},
-    {"block_period": 4, "fixed_norms": True},
-    {"block_learning_rate": 0.1},
-    {"outside": "block"},
-    {"outside": "block", "exchange_axes": "x"},
-    {"outside": "gram", "exchange_axes": "x", "normuon_b2": 0.9},
     {"adamh": "no such path"},
     {"mu_rounding": "stochastic"},
     {"mu_dtype": "complex64"},
@@ -461,10 +469,13 @@ PAIRS = [
 ]
 
 
+SYSTEMS = {**PRESETS, **helpers.arguments_of_functions()}
+
+
 def first_error(arguments):
     """The error of building an optimizer, of its init or of a first update, None for none."""
     try:
-        optimizer = muon(**arguments)
+        optimizer = helpers.any_muon(**arguments)
         state = jax.eval_shape(optimizer.init, PARAMS)
         jax.eval_shape(optimizer.update, PARAMS, state, PARAMS)
     except (TypeError, ValueError) as error:
@@ -481,21 +492,26 @@ def attributes_in(arguments):
     return {x.name for x in fields if getattr(iteration, x.name) != x.default}
 
 
+def origin_of(preset):
+    """What errors call a preset, or the function of contrib of that name."""
+    return f"preset={preset!r}" if preset in PRESETS else preset
+
+
 def foreign_to_the_call(message, passed, preset):
     """Arguments that a message blames, and that neither the call nor the preset has."""
-    blamed = re.split(r": (?:pass|leave|set|name|give)\b|\bPass\b", message)[0]
-    names = {*inspect.signature(muon).parameters} | INNER
+    blamed = re.split(r": (?:pass|leave|set|name|give|use)\b|\bPass\b", message)[0]
+    names = {*inspect.signature(muon).parameters} | INNER | OF_CONTRIB
     named = {n for n in names if re.search(rf"(?<![\w.]){n}(?==| must\b| compares| sums)", blamed)}
-    by_preset = {*PRESETS[preset]} if f"preset={preset!r} sets" in message else set()
-    fields = attributes_in(PRESETS.get(preset, {})) | attributes_in(passed)
-    known = {"block_period", "exchange_axes", "ns_steps"} | fields
+    by_preset = {*SYSTEMS[preset]} if f"{origin_of(preset)} sets" in message else set()
+    fields = attributes_in(SYSTEMS.get(preset, {})) | attributes_in(passed)
+    known = {"ns_steps"} | fields
     return named - {*passed} - by_preset - known | (named & INNER - {*passed} - fields)
 
 
-@pytest.mark.parametrize("preset", [None, *PRESETS])
+@pytest.mark.parametrize("preset", [None, *SYSTEMS])
 def test_an_error_blames_what_the_call_has(preset):
     given = {"learning_rate": 0.1} | ({"preset": preset} if preset else {})
-    calls = [*PAIRS]
+    calls = [pair for pair in PAIRS if "adamh" not in pair or preset not in PRESETS]
     if preset in (None, "dion"):  # the check of one value does not depend on a preset
         calls += [{n: v} for n in inspect.signature(muon).parameters for v in WRONG]
     n_errors = 0
@@ -506,12 +522,13 @@ def test_an_error_blames_what_the_call_has(preset):
         n_errors += 1
         message = str(error)
         # Paths, shardings and views have tests of their own.
-        if VIEWS in arguments or "shardings" in arguments:
+        is_exchange = isinstance(arguments.get("shardings"), Exchange)
+        if VIEWS in arguments or "shardings" in arguments and not is_exchange:
             continue
         assert foreign_to_the_call(message, given | arguments, preset) == set(), message
         own = {*arguments} | attributes_in(arguments)
         named = [n for n in own if re.search(rf"\b{n}\b", message)]
-        assert named or f"preset={preset!r} sets" in message, (arguments, message)
+        assert named or f"{origin_of(preset)} sets" in message, (arguments, message)
     assert n_errors > 8
 
 
@@ -524,17 +541,15 @@ def test_an_error_blames_what_the_call_has(preset):
         ("turbo", {"ns_steps": 7}, "ns_coeffs=NewtonSchulz('aol', dtype='bfloat16'"),
         ("turbo", {"ns_coeffs": "balanced"}, "preconditioning='aol'"),
         ("nanogpt", {"weight_decay_form": "l2"}, "cautious_weight_decay=True"),
-        ("nanogpt", {"block_period": 4}, "normuon_b2=0.9"),
-        ("muonh", {"consistent_rms": 0.2}, "fixed_norms=True"),
         ("muonh", {"adaptive": False}, "adamh='lm_head|output_proj'"),
         ("gram", {"preconditioning": "spectral"}, "ns_coeffs=NewtonSchulz('polar_express'"),
     ],
 )
 def test_a_preset_is_named_as_the_origin(preset, arguments, sets):
     message = str(first_error({"learning_rate": 0.1, "preset": preset} | arguments))
-    assert sets in message[message.index(f"preset={preset!r} sets") :]
+    assert sets in message[message.index(f"{origin_of(preset)} sets") :]
     own = sets.partition("=")[0]
-    default = inspect.signature(muon).parameters[own].default
+    default = None if own == "adamh" else inspect.signature(muon).parameters[own].default
     assert f"pass {own}={default!r}" in message or f", {own}={default!r}" in message
 
 
@@ -645,8 +660,8 @@ def test_arguments_of_update_in_another_order(arguments, where):
         ({"w": jnp.ones((4, 6), jnp.float8_e4m3fn)}, {}),
         ({"w": jnp.ones((4, 6), jnp.uint8), "b": jnp.ones(3)}, {"preset": "keller"}),
         (PARAMS, {"mu_dtype": "complex64"}),
-        (PARAMS, {"preset": "muonh"}),
-        (PARAMS, {"adamh": "no such path"}),
+        (PARAMS, {"optimizer": contrib.muonh}),
+        (PARAMS, {"optimizer": contrib.muonh, "adamh": "no such path"}),
         (PARAMS, {"ns_coeffs": {"no such path": "fast"}}),
         (PARAMS, {VIEWS: {"w": muon_jax.MuonDimensionNumbers(0, 5), "b": None}}),
         (PARAMS, {VIEWS: lambda _: muon_jax.MuonDimensionNumbers()}),
@@ -655,8 +670,9 @@ def test_arguments_of_update_in_another_order(arguments, where):
     ],
 )
 def test_reports_refuse_what_init_refuses(report, params, arguments):
+    own = dict(arguments)
     with pytest.raises((TypeError, ValueError)) as raised:
-        muon(0.1, **arguments).init(params)
+        own.pop("optimizer", muon)(0.1, **own).init(params)
     refused = message_of(type(raised.value), lambda: report(params, **arguments))
     assert refused == str(raised.value)
 
@@ -674,7 +690,7 @@ def test_reports_take_all_arguments_of_an_optimizer(capsys):
         assert report(PARAMS, learning_rate=0.02, **defaults) == expected
         message = message_of(ValueError, functools.partial(report, PARAMS, learning_rate=-1.0))
         assert "learning_rate must be in [0, inf), got -1.0" in message
-        report(PARAMS, state_memory_kind="pinned_host")
+        report(PARAMS, mu_dtype=contrib.on_host())
     capsys.readouterr()
 
 
@@ -787,6 +803,9 @@ def test_betas_and_orders_of_adamw_by_position():
     ]:
         message = message_of(ValueError, functools.partial(muon, *args))
         assert f"as the second argument of muon: pass {expected}" in message
-    for name, expected in [("b2", "adam_b2=0.9"), ("muon_beta2", "normuon_b2=0.9")]:
+    for name, expected in [
+        ("b2", "muon takes adam_b2=0.9"),
+        ("muon_beta2", "chain scale_by_muon with muon_jax.contrib.scale_by_normuon(b2=0.9)"),
+    ]:
         message = message_of(TypeError, functools.partial(scale_by_muon, **{name: 0.9}))
-        assert f"muon takes {expected}" in message
+        assert expected in message

@@ -27,9 +27,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import muon_jax
+import muon_jax.contrib
 import pallas_kernels
-from muon_jax import KeyHeads, MuonDimensionNumbers, NewtonSchulz, QueryHeads, Split, Unfold
+from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, Split, Unfold
 from muon_jax._iteration.published import NAMED
+from muon_jax.contrib import KeyHeads, QueryHeads
 
 CASES = int(os.environ.get("MUON_JAX_FUZZ_CASES", 5000))
 OURS = tuple(str(Path(p.__file__).parent) for p in (muon_jax, pallas_kernels, optax))
@@ -83,7 +85,7 @@ ARGUMENTS = {
     "b2": BETA,
     "adam_b1": BETA,
     "adam_b2": BETA,
-    "normuon_b2": ([*BETAS, None], NOT_IN_UNIT),
+    "normuon_b2": (BETAS, [*NOT_IN_UNIT, None]),
     "eps": EPS,
     "adam_eps": ([*EPSILONS, None], NOT_POSITIVE),
     "adam_eps_root": EPS,
@@ -99,32 +101,21 @@ ARGUMENTS = {
     "adaptive": FLAG,
     "cautious_weight_decay": FLAG,
     "adam_nesterov": ([*FLAGS, None], NO_FLAG),
-    "distributed_gram": ([False, None], NO_FLAG),
-    "exchange_axes": (["x", ("x", "y"), (), None], [3, ("x", 3), ["x"], {"x": "y"}, True]),
-    "outside": (
+    "axes": (
         [
             "repeat",
-            "split",
-            "faster",
-            ("split", "raise"),
+            ("split", "gram"),
             (),
             {"x": "split"},
-            {"y": ("repeat", "raise")},
+            {"y": ("block", "repeat"), ...: "raise"},
         ],
         [None, 3, "blocks", ("split", "repeat"), ("split", 3), {3: "split"}, {"x": {"y": "split"}}],
     ),
-    "bandwidth": (
-        [{"x": 50e9}, {"x": 1, "y": np.float64(2)}, {}, None],
-        [3, "x", [1.0], {3: 1.0}, {"x": 0}, {"x": "fast"}, {"x": float("inf")}],
-    ),
-    "latency": (
-        [{"x": 2e-5}, {"x": 0, "y": 1e-6}, {}, None],
-        [3, ("x",), {3: 1.0}, {"x": -1e-6}, {"x": None}, {"x": jnp.array(1e-5)}],
-    ),
+    "links": ([{}, {"x": Link()}], [3, "x", [Link()], {3: Link()}, {"x": 1e9}, None]),
+    "bandwidth": ([50e9, 1, np.float64(2)], ["fast", 0, float("inf"), None, jnp.array(1e9)]),
+    "latency": ([2e-5, 0], ["x", -1e-6, None, jnp.array(1e-5)]),
     "block_period": ([1, 2, np.int64(4), 3.0, None], [*NO_INTEGER, 0, jnp.array(2)]),
-    "block_learning_rate": DECAY,
     "block_gain": ([1.0, 0.5, jnp.array(0.5), SCHEDULE], [*NOT_POSITIVE, None]),
-    "scale_of_blocks": NAME("clipped_ratio", "longer_side", "none", "ratio"),
     "preconditioning": NAME("frobenius"),
     "momentum": NAME("bias_corrected", "ema", "heavy_ball"),
     "eps_mode": NAME("add", "max"),
@@ -133,13 +124,12 @@ ARGUMENTS = {
     "normuon_averaged": NAME("fan_in", "shorter"),
     "averaged": NAME("fan_in", "shorter"),
     "mu_rounding": NAME("nearest", None),
-    "state_memory_kind": NAME("device", "pinned_host"),
     "method": NAME("standard", None),
     "implementation": NAME("xla", None),
     "max_group_bytes": ([0, 2**20, None], [*NO_INTEGER, jnp.array(1), float("inf")]),
     "preset": NAME("keller", "moonlight", None),
     "mu_dtype": (
-        ["float32", jnp.float32, "int8", None],
+        ["float32", jnp.float32, "int8", None, muon_jax.contrib.on_host("int8")],
         [*NO_DTYPE[1:], "int16", "auto", "float8_e4m3fn"],
     ),
     "dtype": (["float32", "auto", None, jnp.dtype("float32")], NO_DTYPE),
@@ -175,8 +165,9 @@ MATRIX = jnp.asarray(np.random.default_rng(0).standard_normal((4, 6)), jnp.float
 ABSTRACT = jax.ShapeDtypeStruct((4, 6), jnp.float32)
 MLP = {"up": ABSTRACT, "down": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
 PARAMS = {"h_0": {"mlp": MLP}}
-of_muon, of_scale = (
-    {*inspect.signature(f).parameters} for f in (muon_jax.muon, muon_jax.scale_by_muon)
+of_muon, of_normuon, of_scale = (
+    {*inspect.signature(f).parameters}
+    for f in (muon_jax.muon, muon_jax.contrib.normuon, muon_jax.scale_by_muon)
 )
 of_iteration = "ns_coeffs ns_steps eps eps_mode dtype preconditioning method implementation"
 of_object = "coeffs steps dtype method implementation max_group_bytes"
@@ -190,35 +181,51 @@ def traced(function, *operands):
 # A call, the names that it always gets, and the names that it may get.
 CALLS = {
     "muon": (muon_jax.muon, ["learning_rate"], [n for n in ARGUMENTS if n in of_muon][1:]),
+    "normuon": (
+        muon_jax.contrib.normuon,
+        ["learning_rate"],
+        [n for n in ARGUMENTS if n in of_normuon][1:],
+    ),
     "scale_by_muon": (
         muon_jax.scale_by_muon,
         [],
         [n for n in ARGUMENTS if n in of_scale],
     ),
     "scale_by_normuon": (
-        muon_jax.scale_by_normuon,
+        muon_jax.contrib.scale_by_normuon,
         [],
         "b2 eps averaged weight_dimension_numbers shardings".split(),
     ),
-    "keep_param_norm": (muon_jax.keep_param_norm, [], ["weight_dimension_numbers", "shardings"]),
-    "scale_to_param_norm": (
-        muon_jax.scale_to_param_norm,
+    "keep_param_norm": (
+        muon_jax.contrib.keep_param_norm,
         [],
         ["weight_dimension_numbers", "shardings"],
     ),
-    "with_metrics": (muon_jax.with_metrics, ["transform"], ["weight_dimension_numbers"]),
-    "qk_clip": (muon_jax.qk_clip, ["threshold", "heads"], []),
+    "scale_to_param_norm": (
+        muon_jax.contrib.scale_to_param_norm,
+        [],
+        ["weight_dimension_numbers", "shardings"],
+    ),
+    "with_metrics": (muon_jax.contrib.with_metrics, ["transform"], ["weight_dimension_numbers"]),
+    "qk_clip": (muon_jax.contrib.qk_clip, ["threshold", "heads"], []),
     "KeyHeads": (KeyHeads, ["parts"], ["axis", "layer_axis"]),
     "QueryHeads": (QueryHeads, ["parts"], ["axis", "layer_axis", "key_heads"]),
     "Split": (Split, ["axis", "sizes"], []),
     "Unfold": (Unfold, ["axis", "sizes"], []),
     "convert_momentum": (
-        functools.partial(muon_jax.convert_momentum, STATE),
+        functools.partial(muon_jax.contrib.convert_momentum, STATE),
         ["source", "target", "beta"],
         [],
     ),
     "by_role": (functools.partial(muon_jax.by_role, PARAMS), [], ["rules"]),
     "NewtonSchulz": (NewtonSchulz, [], of_object.split()),
+    "Exchange": (Exchange, [], "axes links shardings block_period block_gain".split()),
+    "Link": (Link, [], ["bandwidth", "latency"]),
+    "muon of blocks": (
+        functools.partial(muon_jax.muon, shardings=Exchange("block", block_period=2)),
+        ["learning_rate"],
+        [n for n in ARGUMENTS if n in of_muon - {"learning_rate", "shardings"}],
+    ),
     "newton_schulz": (traced(muon_jax.newton_schulz, ABSTRACT), [], of_iteration.split()),
     "syrk": (traced(pallas_kernels.syrk, ABSTRACT), [], of_product.split()),
     "syrkx": (traced(pallas_kernels.syrkx, ABSTRACT, ABSTRACT), [], of_product.split()),
@@ -269,7 +276,7 @@ CONTRADICTIONS = (
     "two scales",
     "is not offered here",
     "must have 32 bits",
-    "block_period",
+    "sums over all mesh axes",
 )
 
 
@@ -289,7 +296,7 @@ def check_call(case) -> str:
         CALLS[name][0](**given)
     except Exception as error:
         # A contradiction of steps is found before views are read.
-        check_refusal(error, {*wrong, "block_period"} if wrong else CONTRADICTIONS)
+        check_refusal(error, {*wrong, "sums over all mesh axes"} if wrong else CONTRADICTIONS)
         return "an argument refused" if wrong else "a contradiction refused"
     assert not wrong, "a mistake passed"
     return "a call right"

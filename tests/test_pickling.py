@@ -16,7 +16,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import muon_jax
+import muon_jax.contrib
 from muon_jax import (
+    Exchange,
     MuonDimensionNumbers,
     NewtonSchulz,
     Split,
@@ -24,16 +26,20 @@ from muon_jax import (
     by_role,
     describe,
     explain,
-    keep_param_norm,
     muon,
     newton_schulz,
-    qk_clip,
     scale_by_muon,
+)
+from muon_jax.contrib import (
+    KeyHeads,
+    keep_param_norm,
+    normuon,
+    on_host,
+    qk_clip,
     scale_by_normuon,
     scale_to_param_norm,
     with_metrics,
 )
-from muon_jax._transforms.attention_heads import KeyHeads
 
 VIEWS = {
     "up": MuonDimensionNumbers(-2, -1),
@@ -46,8 +52,10 @@ MATRICES = ("up", "head")
 ADAMH = {"muonh": {"adamh": "^head$", "muon_weight_dimension_numbers": VIEWS}}
 OPTIMIZERS = {
     **{
-        f"muon, {preset}": functools.partial(muon, 0.02, preset=preset, **ADAMH.get(preset, {}))
-        for preset in muon_jax.PRESETS
+        f"muon, {preset}": functools.partial(
+            helpers.any_muon, 0.02, preset=preset, **ADAMH.get(preset, {})
+        )
+        for preset in (*muon_jax.PRESETS, "nanogpt", "muonh")
     },
     "muon": lambda: muon(0.02),
     "muon, schedules": lambda: muon(
@@ -55,17 +63,20 @@ OPTIMIZERS = {
         weight_decay=lambda count: 0.1 / (1 + count),
         weight_decay_mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
     ),
-    "muon, views": lambda: muon(0.02, muon_weight_dimension_numbers=VIEWS, normuon_b2=0.9),
+    "muon, views": lambda: normuon(0.02, muon_weight_dimension_numbers=VIEWS),
     "muon, by_role": lambda: muon(
         0.02,
         muon_weight_dimension_numbers=functools.partial(by_role, rules={"qkv|up": VIEWS["up"]}),
     ),
+    "muon, int8 on the host": lambda: muon(0.02, mu_dtype=on_host("int8")),
     "muon, int8": lambda: muon(0.02, mu_dtype="int8", weight_decay=0.1),
     "muon, coefficients": lambda: muon(0.02, ns_coeffs={"^up$": "balanced", ".*": "dion"}),
     "muon, callable coefficients": lambda: muon(
         0.02, ns_coeffs=lambda path, shape: "dion" if path == "up" else "standard"
     ),
-    "muon, blocks": lambda: muon(0.02, block_period=3, block_learning_rate=lambda count: 0.01),
+    "muon, blocks": lambda: muon(
+        0.02, shardings=Exchange(block_period=3, block_gain=lambda count: 0.5)
+    ),
     "injected": lambda: optax.inject_hyperparams(muon)(0.02, beta=lambda count: 0.9),
     "metrics": lambda: with_metrics(muon(0.02)),
     "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), muon(0.02, preset="moonlight")),
@@ -144,7 +155,8 @@ def test_functions_go_to_a_fresh_process_and_give_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "function", [muon, scale_by_muon, newton_schulz, by_role, describe, explain, muon_jax.metrics]
+    "function",
+    [muon, scale_by_muon, newton_schulz, by_role, describe, explain, muon_jax.contrib.metrics],
 )
 def test_public_functions_are_pickled_by_name(function):
     assert cloudpickle.loads(cloudpickle.dumps(function)) is function

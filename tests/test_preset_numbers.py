@@ -14,12 +14,13 @@ import numpy as np
 import oracles
 import pytest
 
-from muon_jax import PRESETS, MuonDimensionNumbers, muon
+from muon_jax import PRESETS, MuonDimensionNumbers, contrib, muon
 
 SHAPES = {"wide": (8, 12), "tall": (12, 8), "bias": (7,)}
 NUMBERS = {"wide": MuonDimensionNumbers(), "tall": MuonDimensionNumbers(), "bias": None}
 SIZES = (1.0, 4.0, 0.3, 0.3, 6.0, 0.1, 1.0, 2.0, 0.05, 1.0)  # by step, so that betas matter
 EPS_BEFORE_BIAS_CORRECTION = (oracles.adamw_of_moonlight, oracles.adam_of_nanogpt)
+SYSTEMS = {**PRESETS, **helpers.arguments_of_functions()}
 AGREES, DIFFERS = 2e-5, 1e-4
 DEFAULTS = {
     name: p.default
@@ -50,7 +51,7 @@ def draw(seed, name):
 
 def gradients(preset, small, name):
     """A gradient a step. Small ones are so small that eps matters."""
-    given = PRESETS[preset]
+    given = SYSTEMS[preset]
     eps = given.get("eps", 1e-8)
     if name == "bias":
         scale = given.get("adam_eps", eps)
@@ -62,10 +63,11 @@ def gradients(preset, small, name):
     )
 
 
-@functools.partial(jax.jit, static_argnames="static")
-def trained(numbers, stacks, static):
+@functools.partial(jax.jit, static_argnames=("preset", "static"))
+def trained(preset, numbers, stacks, static):
     params = {name: jnp.asarray(draw(0, name)) for name in SHAPES}
-    optimizer = muon(rate, muon_weight_dimension_numbers=NUMBERS, **dict(static), **numbers)
+    make = getattr(contrib, preset, muon)
+    optimizer = make(rate, muon_weight_dimension_numbers=NUMBERS, **dict(static), **numbers)
 
     def step(carry, g):
         params, state = carry
@@ -92,11 +94,11 @@ def expected(preset, small):
 
 def arguments(preset):
     """The arguments of a preset with those that it leaves out, numbers and others apart."""
-    given = {"ns_steps": 5} | DEFAULTS | PRESETS[preset]
+    given = {"ns_steps": 5} | DEFAULTS | SYSTEMS[preset]
     given["adam_eps"] = given["eps"] if given["adam_eps"] is None else given["adam_eps"]
     adam_nesterov = given["adam_nesterov"]
     given["adam_nesterov"] = given["nesterov"] if adam_nesterov is None else adam_nesterov
-    numbers = {name: given[name] for name in TRACED if given[name] is not None}
+    numbers = {name: given[name] for name in TRACED if given.get(name) is not None}
     static = {
         name: given[name]
         for name in (
@@ -108,12 +110,13 @@ def arguments(preset):
             "shape_scale",
             "weight_decay_form",
             "cautious_weight_decay",
-            "fixed_norms",
             "normuon_averaged",
             "adam_nesterov",
         )
+        if name in given
     }
-    iteration = dataclasses.replace(PRESETS[preset]["ns_coeffs"], dtype="float32")
+    iteration = dataclasses.replace(SYSTEMS[preset]["ns_coeffs"], dtype="float32")
+    static |= {"adamh": None} if "adamh" in given else {}
     return numbers, static | {"ns_coeffs": iteration}
 
 
@@ -122,7 +125,7 @@ def error(preset, numbers, static):
     errors = []
     for small in (False, True):
         stacks = {name: gradients(preset, small, name) for name in SHAPES}
-        ours = trained(numbers, stacks, tuple(static.items()))
+        ours = trained(preset, numbers, stacks, tuple(static.items()))
         for name, theirs in expected(preset, small).items():
             start = np.float64(draw(0, name))
             moved = np.float64(ours[name]) - start
@@ -142,7 +145,7 @@ def highest_precision():
         yield
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", SYSTEMS)
 def test_the_oracle_sees_every_number(preset):
     """Also those that the preset leaves to a default: betas, eps and decay of both sides."""
     numbers, static = arguments(preset)
@@ -165,11 +168,11 @@ OTHERS = {
 
 
 @helpers.nightly
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", SYSTEMS)
 def test_the_oracle_sees_every_choice(preset):
     numbers, static = arguments(preset)
     choices = dict(OTHERS)
-    if "consistent_rms" not in numbers and not static["fixed_norms"]:
+    if "consistent_rms" not in numbers and preset != "muonh":
         choices["shape_scale"] = lambda given: "none"
     if numbers["weight_decay"]:
         choices["weight_decay_form"] = lambda given: "independent"

@@ -22,6 +22,7 @@ from muon_jax import (
     MuonState,
     NewtonSchulz,
     _presets,
+    contrib,
     muon,
     scale_by_muon,
 )
@@ -46,6 +47,8 @@ SHAPES = {
     "bias": (11,),
 }
 ALL_SHAPES = SHAPES | {"lm_head": (24, 20)}
+# The arguments of each system by name: presets of `muon`, and functions of contrib.
+SYSTEMS = {**PRESETS, **helpers.arguments_of_functions()}
 SLOW = {
     "nanogpt",
     "optax",
@@ -111,7 +114,7 @@ def as_pytorch(x):
 
 def names_for(preset):
     """All names but the output head's, if it has no optimizer of its own."""
-    return ALL_SHAPES if "adamh" in PRESETS[preset] else SHAPES
+    return ALL_SHAPES if "adamh" in SYSTEMS[preset] else SHAPES
 
 
 @functools.cache
@@ -137,16 +140,16 @@ def expected(preset):
             id=f"{preset}-{dtype}",
             marks=helpers.nightly if dtype != "float32" else helpers.slow if preset in SLOW else [],
         )
-        for preset, kwargs in PRESETS.items()
+        for preset, kwargs in SYSTEMS.items()
         for dtype in {"float32": None, kwargs["ns_coeffs"].dtype or "float32": None}
     ],
 )
 def test_twenty_steps_are_those_of_the_system(preset, dtype):
-    optimizer = muon(
+    optimizer = helpers.any_muon(
         learning_rate,
         preset=preset,
         muon_weight_dimension_numbers={name: NUMBERS[name] for name in names_for(preset)},
-        ns_coeffs=dataclasses.replace(PRESETS[preset]["ns_coeffs"], dtype=dtype),
+        ns_coeffs=dataclasses.replace(SYSTEMS[preset]["ns_coeffs"], dtype=dtype),
     )
     ours = run(optimizer, names=names_for(preset))
     for name, theirs in expected(preset).items():
@@ -156,19 +159,41 @@ def test_twenty_steps_are_those_of_the_system(preset, dtype):
 
 
 def test_every_preset_has_a_system_and_arguments_of_muon():
-    assert PRESETS.keys() == oracles.SYSTEMS.keys()
-    parameters = inspect.signature(muon).parameters
-    for preset, kwargs in PRESETS.items():
+    assert SYSTEMS.keys() == oracles.SYSTEMS.keys()
+    for preset, kwargs in SYSTEMS.items():
+        parameters = inspect.signature(getattr(contrib, preset, muon)).parameters
         assert kwargs.keys() <= parameters.keys() - {"learning_rate", "preset"}, preset
         iteration = kwargs["ns_coeffs"]  # our defaults are not optax's
         assert iteration.dtype != "auto" and iteration.method is not None, preset
-        assert preset in inspect.getdoc(muon)
+        assert preset in inspect.getdoc(getattr(contrib, preset, muon))
+
+
+def test_functions_are_named_where_they_were_presets():
+    for name in ("nanogpt", "muonh"):
+        message = rf"is a function now: use muon_jax.contrib.{name}\(\.\.\.\)"
+        with pytest.raises(ValueError, match=message):
+            muon(0.1, preset=name)
+
+
+@pytest.mark.parametrize("make", [contrib.normuon, contrib.nanogpt])
+def test_functions_of_contrib_under_inject_hyperparams(make):
+    """Their defaults are those of their signature, so that all of them may be given."""
+    names = ("wide", "bias")
+    ours = run(optax.inject_hyperparams(make)(learning_rate=learning_rate), 2, names)
+    expected = run(make(learning_rate), 2, names)
+    chex.assert_trees_all_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_coefficients_of_a_call_keep_the_dtype_of_the_function():
+    found = muon_jax.describe({"w": jnp.ones((4, 6))}, optimizer=contrib.nanogpt, ns_coeffs="dion")
+    (group,) = found.groups
+    assert (group.coefficients, group.dtype, group.method) == ("dion", "bfloat16", "standard")
 
 
 def test_muonh_keeps_norms_and_steps_are_relative_to_them():
     params = tree(0, ("wide", "lm_head"))
     numbers = {"wide": MuonDimensionNumbers(), "lm_head": None}
-    optimizer = muon(0.25, preset="muonh", muon_weight_dimension_numbers=numbers)
+    optimizer = contrib.muonh(0.25, muon_weight_dimension_numbers=numbers)
     updates, state = optimizer.update(tree(1, params), optimizer.init(params), params)
     assert state.inner_states.keys() == {"muon", "adam", "adamh"}
     for name, w in params.items():
@@ -181,24 +206,24 @@ def test_adamh_has_matrices_alone_and_needs_one():
     head = {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)}
     params = {"lm_head": head, "w": jnp.ones((4, 4))}
     numbers = {"lm_head": None, "w": MuonDimensionNumbers()}
-    kwargs = {"preset": "muonh", "muon_weight_dimension_numbers": numbers}
-    described = muon_jax.describe(params, **kwargs)
+    kwargs = {"muon_weight_dimension_numbers": numbers}
+    described = muon_jax.describe(params, optimizer=contrib.muonh, **kwargs)
     optimizers = {p.path: p.optimizer for p in described.parameters}
     assert optimizers == {"lm_head/bias": "adamw", "lm_head/kernel": "adamh", "w": "muon"}
     with pytest.raises(ValueError, match="adamh='logits' matches no matrix that AdamW has"):
-        muon(0.1, adamh="logits", **kwargs).init(params)
-    muon(0.1, adamh=None, **kwargs).init(params)
-    masked = optax.masked(muon(0.1, preset="muonh"), {"lm_head": False, "w": True})
+        contrib.muonh(0.1, adamh="logits", **kwargs).init(params)
+    contrib.muonh(0.1, adamh=None, **kwargs).init(params)
+    masked = optax.masked(contrib.muonh(0.1), {"lm_head": False, "w": True})
     masked.init(params)  # another optimizer has the head
 
 
 def test_hyperp_is_its_formula():
     sizes = {"depth": 32, "base_depth": 8, "tokens": 16e9, "base_tokens": 1e9}
-    rate = muon_jax.hyperp_learning_rate(0.02, **sizes)
+    rate = contrib.hyperp_learning_rate(0.02, **sizes)
     assert rate == pytest.approx(0.02 / 2 * 2.0 ** (-4 * 0.32), rel=1e-12)
-    assert muon_jax.hyperp_learning_rate(0.02, **dict.fromkeys(sizes, 3)) == 0.02
+    assert contrib.hyperp_learning_rate(0.02, **dict.fromkeys(sizes, 3)) == 0.02
     with pytest.raises(ValueError, match=r"depth must be in \(0, inf\), got 0"):
-        muon_jax.hyperp_learning_rate(0.02, **{**sizes, "depth": 0})
+        contrib.hyperp_learning_rate(0.02, **{**sizes, "depth": 0})
 
 
 def test_the_preset_of_optax_is_optax():
@@ -385,8 +410,8 @@ def test_shape_scale(shape_scale, shape, factor):
         (lambda: muon(0.1, shape_scale="rms"), r"shape_scale must be one of.*got 'rms'"),
         (lambda: muon(0.1, weight_decay_form="l1"), r"weight_decay_form must be.*got 'l1'"),
         (
-            lambda: muon(0.1, preset="muonh", shape_scale="ratio"),
-            r"fixed_norms=True makes .*leave out shape_scale='ratio' \(preset='muonh'",
+            lambda: contrib.muonh(0.1, shape_scale="ratio"),
+            r"contrib.muonh makes .*leave out shape_scale='ratio'",
         ),
         (
             lambda: muon(0.1, preset="moonlight", shape_scale="ratio"),
@@ -405,7 +430,7 @@ def test_shape_scale(shape_scale, shape, factor):
             r"cautious_weight_decay compares.*'l2'.*pass another form, such as 'decoupled'",
         ),
         (
-            lambda: muon(0.1, normuon_b2=0.9, normuon_averaged="rows"),
+            lambda: contrib.normuon(0.1, normuon_averaged="rows"),
             r"averaged must be one of.*got 'rows'",
         ),
         (lambda: convert({}), r"state must have a MuonState in it, got dict with none"),
@@ -421,7 +446,7 @@ def test_wrong_calls_say_what_was_wrong(call, message):
 
 def convert(state=None, *, source="ema", target="heavy_ball", beta=0.95):
     state = MuonState(jnp.array(0), {}) if state is None else state
-    return muon_jax.convert_momentum(state, source=source, target=target, beta=beta)
+    return contrib.convert_momentum(state, source=source, target=target, beta=beta)
 
 
 @pytest.mark.parametrize(
@@ -495,7 +520,7 @@ def test_a_missing_gradient_without_parameters_has_the_dtype_of_the_momentum():
 
 
 def test_a_state_is_restored_from_a_list_of_its_leaves(tmp_path):
-    optimizer = muon(0.1, preset="nanogpt")
+    optimizer = contrib.nanogpt(0.1)
     params = tree(0, ("wide", "bias"))
     params, state = train(optimizer, params, optimizer.init(params), (1, 2))
     np.savez(tmp_path / "state.npz", *jax.tree.leaves(state))
@@ -514,9 +539,7 @@ def test_a_state_loads_under_other_presets():
         optimizer = muon(0.1, preset=preset, muon_weight_dimension_numbers=numbers)
         return jax.eval_shape(optimizer.init, tree(0))
 
-    for preset, kwargs in PRESETS.items():
-        if {"normuon_b2", "adamh"} & kwargs.keys():  # the state has moments of neurons, or a head's
-            continue
+    for preset in PRESETS:
         chex.assert_trees_all_equal_shapes_and_dtypes(structure(preset), structure("optax"))
 
 

@@ -5,6 +5,7 @@
 
 import ast
 import pickle
+import subprocess
 import sys
 import typing
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 import muon_jax
 import pallas_kernels
+from muon_jax import contrib
 
 TREE = Path(__file__).parents[1]
 ALLOWED = {
@@ -53,10 +55,10 @@ ORDER = {
         "_newton_schulz",
         "_scale_by_muon",
         "_presets",
-        "_hyperp",
         "_muon",
         "_reports",
         "__init__",
+        "contrib",
     ),
 }
 # The iteration knows stacks of matrices alone.
@@ -105,12 +107,37 @@ def test_no_module_reaches_itself():
 
 
 def test_what_is_public_is_pickled_by_its_public_name():
-    for name in {*muon_jax.__all__} - {"PRESETS", "MuonDimensionNumbers"}:
-        public = getattr(muon_jax, name)
-        assert public.__module__ == "muon_jax"
-        assert pickle.loads(pickle.dumps(public)) is public
+    for package in (muon_jax, contrib):
+        for name in {*package.__all__} - {"PRESETS", "MuonDimensionNumbers"}:
+            public = getattr(package, name)
+            assert public.__module__ == package.__name__
+            assert pickle.loads(pickle.dumps(public)) is public
     for view in (muon_jax.Split, muon_jax.Unfold):
         assert "view" in typing.get_type_hints(view)
+
+
+WITHOUT_CONTRIB = """
+import sys
+sys.modules["muon_jax.contrib"] = None  # an import of it raises
+import jax, jax.numpy as jnp
+import muon_jax
+params = {"w": jnp.ones((4, 6)), "b": jnp.ones(3)}
+for arguments in ({}, {"preset": "moonlight"}, {"mu_dtype": "bfloat16"}):
+    optimizer = muon_jax.muon(0.1, **arguments)
+    jax.jit(optimizer.update)(params, optimizer.init(params), params)
+muon_jax.describe(params), muon_jax.explain(params)
+try:
+    muon_jax.muon(0.1, mu_dtype="int8")
+except ImportError as error:
+    assert "muon_jax.contrib" in str(error)
+    print("done")
+"""
+
+
+def test_the_core_does_without_contrib():
+    command = [sys.executable, "-c", WITHOUT_CONTRIB]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout.endswith("done\n"), result.stderr
 
 
 def test_the_library_takes_what_is_public_of_the_kernels():

@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from muon_jax import PRESETS, muon, scale_by_muon, scale_by_normuon
+from muon_jax import PRESETS, Exchange, muon, scale_by_muon
 from muon_jax._argument_kinds import CheckedSchedule
+from muon_jax.contrib import nanogpt, scale_by_normuon
 
 PARAMS = helpers.random_tree({"w": (4, 6), "b": (3,)}, 0)
 # Where each schedule goes, with what else it needs.
@@ -20,7 +21,6 @@ ARGUMENTS = {
     "adam_learning_rate": {"learning_rate": 0.1},
     "weight_decay": {"learning_rate": 0.1},
     "adam_weight_decay": {"learning_rate": 0.1},
-    "block_learning_rate": {"learning_rate": 0.1, "block_period": 2},
 }
 WRONG_KINDS = {
     "None": None,
@@ -98,7 +98,8 @@ def test_schedules_in_products_are_named(form):
 
 
 def test_a_gain_of_blocks():
-    transform = scale_by_muon(block_period=2, block_gain=lambda count: jnp.ones(2))
+    exchange = Exchange(block_period=2, block_gain=lambda count: jnp.ones(2))
+    transform = scale_by_muon(shardings=exchange)
     with pytest.raises(TypeError, match="block_gain returns must be one real number"):
         updated(transform, True, {"w": PARAMS["w"]})
 
@@ -143,6 +144,7 @@ MADE = {
     "muon": (muon, (0.1,), PARAMS),
     "moonlight": (functools.partial(muon, **PRESETS["moonlight"]), (0.1,), PARAMS),
     "keller": (functools.partial(muon, **PRESETS["keller"]), (0.1,), PARAMS),
+    "nanogpt": (nanogpt, (0.1,), PARAMS),
     "scale_by_muon": (scale_by_muon, (), {"w": PARAMS["w"]}),
     "scale_by_normuon": (scale_by_normuon, (), {"w": PARAMS["w"]}),
 }
@@ -178,8 +180,8 @@ def test_injected_rates_of_a_tree_with_float32_are_exact():
 def test_numbers_in_16_bits_are_refused_everywhere(name):
     for value in (jnp.bfloat16(0.5), jnp.float16(0.5), np.float16(0.5)):
         with pytest.raises(ValueError, match=f"{name} must have 32 bits, got"):
-            muon(0.1, **{name: value})
-    muon(0.1, **{name: jnp.float32(0.5)})
+            helpers.any_muon(0.1, **{name: value})
+    helpers.any_muon(0.1, **{name: jnp.float32(0.5)})
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "consistent_rms"])

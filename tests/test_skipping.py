@@ -15,19 +15,19 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from muon_jax import (
-    NewtonSchulz,
-    by_role,
+from muon_jax import Exchange, NewtonSchulz, by_role, muon, scale_by_muon
+from muon_jax.contrib import (
+    KeyHeads,
     keep_param_norm,
     metrics,
-    muon,
+    muonh,
+    normuon,
+    on_host,
     qk_clip,
-    scale_by_muon,
     scale_by_normuon,
     scale_to_param_norm,
     with_metrics,
 )
-from muon_jax._transforms.attention_heads import KeyHeads
 
 SHAPES = {"a": (12, 20), "b": (20, 12), "frozen": (12, 20), "bias": (7,), "scale": (5,)}
 FROZEN = ("frozen", "scale")
@@ -76,7 +76,7 @@ MUONS = {
         "weight_decay": 0.1,
         "weight_decay_mask": {name: name != "a" for name in SHAPES},
     },
-    "fixed norms": {"fixed_norms": True, "normuon_b2": 0.9},
+    "fixed norms": {"adamh": None},
     "adamh": {
         "preset": "muonh",
         "adamh": "^(b|frozen)$",
@@ -92,7 +92,7 @@ MUONS = {
         "learning_rate": optax.linear_schedule(0.1, 0.01, 5),
         "weight_decay": lambda count: 0.1 / (1 + count),
     },
-    "blocks": {"block_period": 2, "block_learning_rate": 0.05},
+    "blocks": {"shardings": Exchange(block_period=2, block_gain=0.5)},
     "no groups": {"ns_coeffs": NewtonSchulz(max_group_bytes=0)},
     "by path": {"ns_coeffs": {"^a|frozen": "dion", ".*": "standard"}},
 }
@@ -109,8 +109,8 @@ QUICK = [(name, True) for name in ("l2", "cautious", "adamh", "normuon", "adapti
 def test_a_skipped_parameter_stays_and_others_move_as_without_it(name, jitted):
     """First all parameters move, so that momenta are there; then some are skipped twice."""
     arguments = {"learning_rate": 0.1, "ns_steps": 2, **MUONS[name]}
-    optimizer, params = muon(**arguments), params_of()
-    smaller = muon(**{**arguments, **smaller_arguments(arguments)})
+    optimizer, params = helpers.any_muon(**arguments), params_of()
+    smaller = helpers.any_muon(**{**arguments, **smaller_arguments(arguments)})
     update = jax.jit(optimizer.update) if jitted else optimizer.update
     of_smaller = jax.jit(smaller.update) if jitted else smaller.update
     state, state_of_smaller = optimizer.init(params), smaller.init(only(params))
@@ -146,7 +146,8 @@ def smaller_arguments(arguments):
     "make",
     [
         lambda: muon(0.1, weight_decay=0.1),
-        lambda: muon(0.1, normuon_b2=0.9, fixed_norms=True),
+        lambda: normuon(0.1),
+        lambda: muonh(0.1, adamh=None),
         scale_by_muon,
     ],
 )
@@ -180,8 +181,8 @@ def test_all_skipped():
     """Nothing changes but counts."""
     params = params_of()
     for optimizer in (
-        muon(0.1, weight_decay=0.1, normuon_b2=0.9, adam_weight_decay=0.1),
-        muon(0.1, preset="muonh", adamh=None),
+        normuon(0.1, weight_decay=0.1, normuon_b2=0.9, adam_weight_decay=0.1),
+        muonh(0.1, adamh=None),
         with_metrics(muon(0.1, mu_dtype="int8")),
         optax.inject_hyperparams(muon)(0.1, weight_decay=0.1),
     ):
@@ -196,7 +197,7 @@ def test_all_skipped():
 
 def test_a_momentum_on_the_host_stays_there():
     params = helpers.random_tree({"a": (256, 256), "frozen": (256, 256), "bias": (2**16,)}, 0)
-    optimizer = muon(0.1, ns_steps=1, weight_decay=0.1, state_memory_kind="pinned_host")
+    optimizer = muon(0.1, ns_steps=1, weight_decay=0.1, mu_dtype=on_host())
     update = jax.jit(optimizer.update)
     _, state = optimizer.update(params, optimizer.init(params), params)
     updates, after = update(without(params, ("frozen", "bias")), state, params)
@@ -348,7 +349,7 @@ def test_train_state_of_flax():
 
     model = Model()
     params = model.init(jax.random.key(0), jnp.ones((2, 5)))["params"]
-    optimizer = muon(0.1, weight_decay=0.1, normuon_b2=0.9, adam_weight_decay=0.1)
+    optimizer = normuon(0.1, weight_decay=0.1, normuon_b2=0.9, adam_weight_decay=0.1)
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
     state = state.apply_gradients(grads=params)
     after = state.apply_gradients(grads={**params, "Dense_0": None})
@@ -399,11 +400,11 @@ def test_sharded(kind):
     host = helpers.random_tree({**SHAPES, "frozen": (12, 20)}, 0)
     params = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in host.items()}
     arguments = {"weight_decay": 0.1, "normuon_b2": 0.9, "adam_weight_decay": 0.1, "ns_steps": 2}
-    alone = muon(0.1, **arguments)
+    alone = normuon(0.1, **arguments)
     reference = alone.init(host)
     expected, _ = alone.update(without(host), reference, host)
     if kind == "shard_map":
-        optimizer = muon(0.1, **arguments, shardings=specs)
+        optimizer = normuon(0.1, **arguments, shardings=specs)
         state = alone.init(host)
         of_state = jax.tree.map_with_path(functools.partial(spec_in_state, specs), state)
 
@@ -419,7 +420,7 @@ def test_sharded(kind):
         )
         updates, _ = jax.jit(run)(only(params), state, params)
     else:
-        optimizer = muon(0.1, **arguments)
+        optimizer = normuon(0.1, **arguments)
         state = optimizer.init(params)
         updates, after = jax.jit(optimizer.update)(without(params), state, params)
         chex.assert_trees_all_equal(moments_of(after, "frozen"), moments_of(state, "frozen"))
@@ -446,7 +447,7 @@ def test_patterns_may_match_skipped_parameters_alone():
             "muon_weight_dimension_numbers": {**dict.fromkeys(SHAPES), "a": MATRIX},
         },
     ):
-        optimizer = muon(0.1, **arguments)
+        optimizer = helpers.any_muon(0.1, **arguments)
         _, state = optimizer.update(params, optimizer.init(params), params)
         updates, after = optimizer.update(without(params), state, params)
         assert not np.any(updates["frozen"]) and np.any(updates["a"])

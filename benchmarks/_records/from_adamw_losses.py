@@ -12,10 +12,10 @@ AdamW tries three learning rates and goes on while its best one is the largest o
 `rate` is the best one. The other lines are, for k = ⅓, 1 and 3 and
 `routes = by_use(loss, params, batch)`:
 
-- Muon, by_use: `muon(k * rate, adam_learning_rate=rate, consistent_rms=0.2,
+- Muon, by_use: `muon(k * rate, adam_learning_rate=rate, adam_nesterov=False, consistent_rms=0.2,
   muon_weight_dimension_numbers=routes)`
 - Muon, no routing: the same without `muon_weight_dimension_numbers`
-- Muon at 0.02, by_use: `muon(0.02, adam_learning_rate=3e-4,
+- Muon at 0.02, by_use: `muon(0.02, adam_learning_rate=3e-4, adam_nesterov=False,
   muon_weight_dimension_numbers=routes)`
 
 The last column compares with AdamW at `rate`, seed by seed: the mean difference, and in how many

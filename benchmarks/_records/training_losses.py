@@ -16,7 +16,7 @@ from benchmarks._records.training_statistics import (
     read_study,
     seconds_to_equal_loss,
 )
-from muon_jax._transforms.spectra import LEAST_REACHED
+from muon_jax.contrib._spectra import LEAST_REACHED
 
 
 class Section(NamedTuple):

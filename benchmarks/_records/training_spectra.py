@@ -13,7 +13,7 @@ from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax._iteration.published import DEFAULT_STEPS, NAMED
 from muon_jax._iteration.schedules import resolve_schedule
 from muon_jax._iteration.steps import Schedule
-from muon_jax._transforms.spectra import LEAST_REACHED
+from muon_jax.contrib._spectra import LEAST_REACHED
 
 # What a spectrum is grouped by.
 type Group = tuple[int, str, str]

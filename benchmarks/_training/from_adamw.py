@@ -124,6 +124,7 @@ def optimizer_of(line: str, rate: Any, adam_rate: Any, routes: Any) -> optax.Gra
     if line == ADAMW:
         return optax.adamw(schedule)
     given: dict[str, Any] = {"adam_learning_rate": lambda count: adam_rate * shape(count)}
+    given["adam_nesterov"] = False  # the AdamW that was tuned
     given |= {} if line == UNTUNED else {"consistent_rms": 0.2}
     given |= {} if line == UNROUTED else {"muon_weight_dimension_numbers": routes}
     return muon(schedule, weight_decay=1e-4, adam_weight_decay=1e-4, **given)

@@ -5,11 +5,14 @@ The plan is made when the compiler asks how to partition the operation (`custom_
 
 import contextlib
 import functools
+import hashlib
+import importlib.metadata
 import itertools
 import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,10 +25,11 @@ from jax.experimental.custom_partitioning import (
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax._distributed import sources
+import pallas_kernels
 from muon_jax._distributed.sharding import axes_of_entry
 from pallas_kernels.arguments import standard_promotion
 
+_PACKAGES = (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent)
 # A function of shards, and of the arrays of an iteration, that runs a plan.
 type Planned = Callable[[Sequence[jax.Array], Sequence[jax.Array]], list[jax.Array]]
 
@@ -64,7 +68,7 @@ def run_when_partitioned(
     if of_stacks is not None:  # the mesh is known, and has several devices
         _check_cache()
     precision = jax.config.jax_default_matmul_precision
-    digest = np.uint32(zlib.crc32(repr((sources.digest(), precision, settings)).encode()))
+    digest = np.uint32(zlib.crc32(repr((code_id(), precision, settings)).encode()))
     raised: list[Exception] = []
     operation = _operation(planned, unsharded, raised)
 
@@ -79,6 +83,31 @@ def run_when_partitioned(
         if raised:
             raise raised[0] from None
         raise
+
+
+@functools.cache
+def code_id() -> str:
+    """Returns what differs where the code that makes programs does.
+
+    That is the version and the tables of measured times, which `pallas_kernels.tune` writes. Where
+    the package is not installed, or is editable, the version says nothing: there it is a digest.
+    """
+    found = hashlib.sha256(_installed_version().encode())
+    for root in _PACKAGES:
+        sources = [] if _installed_version() else root.rglob("*.py")
+        for path in sorted([*sources, *root.glob("tuned/*.json")]):
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _installed_version() -> str:
+    """The version of the distribution that this code is of, empty where there is none."""
+    try:
+        distribution = importlib.metadata.distribution("muon-jax")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    installed = Path(str(distribution.locate_file(_PACKAGES[0].name)))
+    return distribution.version if installed.resolve() == _PACKAGES[0].resolve() else ""
 
 
 def _check_cache() -> None:
@@ -103,14 +132,7 @@ def _warn_of_cache() -> None:
 def with_rules(
     run: Planned, by_xla: Planned, of_stacks: Planned | None, *, is_sequential: bool = False
 ) -> Planned:
-    """Returns `run` with rules for `vmap` and derivatives, which its exchanges do not have.
-
-    Args:
-        run: computes the results.
-        by_xla: computes the same, and takes derivatives; also mapped where `of_stacks` does not.
-        of_stacks: runs on leaves with one more axis in front; None where no mesh is known.
-        is_sequential: whether it runs once for each of mapped arrays.
-    """
+    """Returns `run` with rules for `vmap` and derivatives, which its exchanges do not have."""
     mapped = jax.custom_batching.custom_vmap(run)
 
     @mapped.def_vmap

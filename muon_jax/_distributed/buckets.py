@@ -16,7 +16,7 @@ def deal(
     leaves: Sequence[Leaf],
     mesh: Mapping[str, int],
     max_bucket_bytes: int,
-    stays: Callable[[Bucket], bool],
+    stays_sharded: Callable[[Bucket], bool],
 ) -> Plan:
     """Returns who orthogonalizes what, of these leaves on this mesh.
 
@@ -24,7 +24,7 @@ def deal(
         leaves: the parameters, placed.
         mesh: sizes of the mesh's axes, in its order.
         max_bucket_bytes: the most that a device sends at once; a single unit may be larger.
-        stays: whether the units of a bucket, which are all of one kind, stay in pieces.
+        stays_sharded: whether the units of a bucket, which are all of one kind, stay sharded.
     """
     local, groups = [], {}
     for leaf in leaves:
@@ -39,7 +39,7 @@ def deal(
         owners, moved = math.prod(size for _, size in axes), []
         for kind in kinds.values():
             (chunk,) = _chunks([kind], owners)
-            if stays(Bucket(axes, dtype, (chunk,))):
+            if stays_sharded(Bucket(axes, dtype, (chunk,))):
                 for slot in range(chunk.slots):
                     part = _slice(chunk, slot, slot + 1, owners)
                     grams.append(Bucket(axes, dtype, (part,)))
@@ -69,10 +69,6 @@ def _first_owners(remainders: Sequence[tuple[int, int]], owners: int) -> list[in
     Remainders of the most costly units are dealt first. Each goes to neighbours of whom the one
     with the most work has the least; of equal places to the one with the least work in all, and
     then to the next after the last remainder. So units of equal cost go to the owners in turn.
-
-    Args:
-        remainders: pairs of the number of units and the cost of each.
-        owners: how many owners there are.
     """
     loads, firsts, end = np.zeros(owners, np.int64), [0] * len(remainders), 0
     for i in sorted(range(len(remainders)), key=lambda i: -remainders[i][1]):

@@ -20,11 +20,6 @@ def optimizer_by_tree(
 
     Views that are a callable are made from the whole tree. An optimizer is made anew only where the
     views differ from the latest.
-
-    Args:
-        with_views: makes the optimizer.
-        views: as for `muon`.
-        shardings: as for `muon`.
     """
     optimizer = with_views(views)
     if not is_function(views):

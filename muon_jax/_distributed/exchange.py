@@ -1,213 +1,241 @@
-"""The plan at work, on the local shards: pack, exchange, whole matrices, exchange, unpack.
+"""`Exchange`: what happens along each mesh axis to sharded matrices, and to replicas."""
 
-Each bucket is one `all_to_all` to the owners and one back.
-"""
-
-import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import dataclasses
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self, cast
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
+import optax
 
-from muon_jax._coefficients import map_by_iteration
-from muon_jax._distributed.in_pieces import run_in_pieces
-from muon_jax._distributed.on_shards import local_part
-from muon_jax._distributed.packing import pack, pack_results, unit_axes, units_of_parts, unpack
-from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan
-from muon_jax._distributed.shares import gathered, own_units
-from muon_jax._iteration.newton_schulz import NewtonSchulz
-from muon_jax._iteration.passes import is_tall
-from muon_jax._matrices.axes import from_matrices
-from muon_jax._matrices.parts import from_stacks, to_stacks, values_per_matrix
+from muon_jax._argument_kinds import CheckedSchedule
+from muon_jax._checks import BLOCK_GAIN, check_fields
+from muon_jax._distributed.cost import Link
+from muon_jax._distributed.sharding import Shardings, check_axes, check_shardings
+from muon_jax._matrices.shape_factors import ScaleOfBlocks
+from pallas_kernels.arguments import check_name, shown
 
-# The results of stacks, of which each sequence has the iteration of a number.
-type _Orthogonalize = Callable[[Sequence[int], Sequence[Sequence[jax.Array]]], list[jax.Array]]
+SHARDED = ("exchange", "gram", "gram_or_exchange", "block", "raise")
+REPLICAS = ("faster", "repeat", "split")
+type Words = str | tuple[str, ...]
+type Axis = str | types.EllipsisType
 
 
-def run_plan(
-    plan: Plan,
-    shards: Sequence[jax.Array],
-    iterations: Sequence[NewtonSchulz],
-) -> list[jax.Array]:
-    """Returns the shards of the results. The plan's mesh axes must be manual.
+class BlockStep(NamedTuple):
+    """What a step is, under a period.
 
-    Args:
-        plan: of the parameters.
-        shards: the local part of each parameter.
-        iterations: with which the plan was made.
+    Attributes:
+        is_of_blocks: whether it is a block step.
+        gain: what the updates of blocks are multiplied by then.
     """
 
-    def orthogonalize(
-        numbers: Sequence[int], stacks: Sequence[Sequence[jax.Array]]
-    ) -> list[jax.Array]:
-        return map_by_iteration(iterations, numbers, stacks)
-
-    given, shards = shards, [*shards]
-    for leaf in plan.leaves:
-        shards[leaf.index] = given[leaf.index].reshape(leaf.local_shape)
-    shards += [own_units(share, shards) for share in plan.shares]
-    results = [*shards]
-    for i, result in _run_local(plan.local, shards, orthogonalize).items():
-        results[i] = result
-    for i, result in _run_buckets(plan.buckets, shards, orthogonalize).items():
-        results[i] = result
-    for i, result in run_in_pieces(plan.grams, shards, iterations).items():
-        results[i] = result
-    for i, result in gathered(plan.shares, results, shards).items():
-        results[i] = result
-    for leaf in {leaf.index: leaf for leaf in plan.leaves if leaf.gains}.values():
-        results[leaf.index] = _scaled(results[leaf.index], leaf)
-    return [result.reshape(x.shape) for result, x in zip(results, given, strict=False)]
+    is_of_blocks: jax.Array
+    gain: jax.typing.ArrayLike
 
 
-def _scaled(x: jax.Array, leaf: Leaf) -> jax.Array:
-    """The local part of the results for a leaf, each block times its gain."""
-    gains = iter(leaf.gains)
-    values = values_per_matrix(lambda *_: next(gains), leaf.view, leaf.parameter_shape)
-    values = jnp.asarray(values, jnp.promote_types(x.dtype, jnp.float32))
-    return (x * local_part(values, PartitionSpec(*leaf.axes))).astype(x.dtype)
+@dataclasses.dataclass(frozen=True, repr=False)
+class Exchange:
+    """How sharded matrices are orthogonalized; pass it as `shardings`.
+
+        muon(0.02, shardings=Exchange({"data": "split", "tensor": "gram"}))
+
+    It is static. Only `block_gain` may be traced.
+
+    Attributes:
+        axes: what happens along mesh axes, a dict of words by their names. A word, or a tuple of
+            one word from each table, stands for all axes; the key `...` stands for all others.
+            Words that are left out have the default.
+
+            Matrices that the axis shards:
+
+            - default: they are exchanged whole, unless the Gram form of fewer matrices than devices
+              is faster by a model of the times, and no device has a replica.
+            - `"exchange"`: each is orthogonalized whole by one device.
+            - `"gram_or_exchange"`: matrices stay sharded wherever they can, X = (X₁ X₂ …), while
+              devices sum XXᵀ = Σᵢ XᵢXᵢᵀ. They run in the Gram form of `newton_schulz`, and differ
+              from those on one device by the rounding of the sum. `Split` and `Unfold` are
+              exchanged.
+            - `"gram"`: nothing but Gram matrices is ever sent along the axis. The sum is over all
+              axes that shard X, and its rows are the side that no such axis shards.
+            - `"block"`: what devices with equal coordinates along such axes have of a matrix is a
+              matrix of its own.
+            - `"raise"`: an error.
+
+            Replicas, which are devices along an axis that does not shard a parameter:
+
+            - `"faster"`, the default: what a model of the times finds faster for all parameters.
+              They repeat the work under `vmap`, in derivatives, and in a `shard_map` whose replicas
+              may have gradients of their own.
+            - `"repeat"`: each does all the work.
+            - `"split"`: each does a share, and one all-gather brings the updates to all. The bits
+              are the same.
+        links: a `Link` by mesh axis, for the model of the times; others are taken for NVLink.
+        shardings: `PartitionSpec` or `NamedSharding` of each parameter, as in `scale_by_muon`.
+        block_period: a period P (`MuonBP <https://arxiv.org/abs/2510.16981>`_). Steps 0, P, 2P, …
+            are as without it. In all others each device orthogonalizes its own block of a matrix,
+            and nothing is exchanged. A matrix that is not sharded does not depend on P.
+        block_gain: what the updates of blocks are multiplied by in those other steps: the learning
+            rate of blocks over `learning_rate`, a number or a schedule of the count.
+
+    Raises:
+        TypeError: an attribute has another type.
+        ValueError: an attribute is none of the values above or out of range.
+    """
+
+    axes: Words | Mapping[Any, Words] = ()
+    links: Mapping[str, Link] = dataclasses.field(default_factory=dict)
+    shardings: Shardings = None
+    block_period: int | None = None
+    block_gain: optax.ScalarOrSchedule = 1.0
+    # The scale by shape that follows, which blocks have in place of their matrices.
+    _scale_of_blocks: ScaleOfBlocks = "none"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_shardings(self.shardings)
+        given = self.axes if isinstance(self.axes, Mapping) else {...: self.axes}
+        axes = {axis: _checked(axis, words) for axis, words in given.items()}
+        named = dict(sorted((k, words) for k, words in axes.items() if isinstance(k, str)))
+        others = {...: axes[...]} if axes.get(...) else {}
+        _check_links(self.links)
+        object.__setattr__(self, "axes", named | others)
+        object.__setattr__(self, "links", dict(sorted(self.links.items())))
+        if callable(self.block_gain) and not isinstance(self.block_gain, CheckedSchedule):
+            checked = CheckedSchedule("block_gain", BLOCK_GAIN, self.block_gain)
+            object.__setattr__(self, "block_gain", checked)
+
+    def __hash__(self) -> int:
+        return hash((*self._along.items(), *self.links.items(), self.block_period))
+
+    def __repr__(self) -> str:
+        along = {k: words[0] if len(words) == 1 else words for k, words in self._along.items()}
+        axes = ", ".join(f"{'...' if k is ... else repr(k)}: {x!r}" for k, x in along.items())
+        shown_axes = repr(along[...]) if [*along] == [...] else f"{{{axes}}}"
+        defaults = {f.name: f.default for f in dataclasses.fields(self)} | {"links": {}}
+        public = (name for name in defaults if name != "axes" and not name.startswith("_"))
+        fields = {name: getattr(self, name) for name in public}
+        others = [f"{k}={x!r}" for k, x in fields.items() if not _is(x, defaults[k])]
+        return f"Exchange({', '.join([shown_axes] * bool(along) + others)})"
+
+    @property
+    def _along(self) -> Mapping[Axis, tuple[str, ...]]:
+        return cast(Any, self.axes)
+
+    def sharded(self, axis: Axis) -> str | None:
+        """Returns the word for matrices that a mesh axis shards, None for the default."""
+        return self._word(axis, SHARDED)
+
+    def replicas(self, axis: Axis) -> str:
+        """Returns the word for replicas along a mesh axis."""
+        return self._word(axis, REPLICAS) or "faster"
+
+    def _word(self, axis: Axis, words: tuple[str, ...]) -> str | None:
+        said = self._along.get(axis, self._along.get(..., ()))
+        return next((word for word in said if word in words), None)
+
+    def with_(self, **fields: Any) -> Self:
+        """Returns the same with other values, which no check takes."""
+        made = copy.copy(self)
+        for name, value in fields.items():
+            object.__setattr__(made, name, value)
+        return made
+
+    def _map(self, words: Callable[[str | None, str], tuple[str | None, str]]) -> Self:
+        """The same with the words that the function makes of those for matrices and replicas."""
+        pairs = {k: words(self.sharded(k), self.replicas(k)) for k in [*self._along, ...]}
+        return self.with_(axes={k: tuple(filter(None, pair)) for k, pair in pairs.items()})
+
+    def decided(self, word: str) -> Self:
+        """Returns the same with this word for replicas in place of `"faster"`."""
+        return self._map(lambda of, own: (of, word if own == "faster" else own))
+
+    def repeated(self) -> Self:
+        """Returns the same with `"repeat"` for all replicas."""
+        return self._map(lambda of, _: (of, "repeat"))
+
+    def of_blocks(self) -> Self:
+        """Returns what happens in block steps, which exchange nothing."""
+        return self._map(lambda _, own: ("block", "repeat" if own == "repeat" else "faster"))
+
+    def on_mesh(self, mesh: Mapping[str, int]) -> Self:
+        """Returns the same without the names of axes of other meshes."""
+        axes = {k: words for k, words in self._along.items() if k is ... or k in mesh}
+        return self.with_(axes=axes, links={k: x for k, x in self.links.items() if k in mesh})
+
+    def check_names(self, mesh: Mapping[str, int]) -> None:
+        """Raises ValueError where an axis is none of the mesh's."""
+        check_axes("axes of Exchange", [k for k in self._along if isinstance(k, str)], mesh)
+        check_axes("links of Exchange", self.links, mesh)
+
+    def check_sums(self, argument: str) -> None:
+        """Raises ValueError where this argument of the optimizer could not sum over all axes."""
+        found = [word for word in map(self.sharded, self._along) if word in ("gram", "block")]
+        words = [f"{word!r}" for word in found]
+        words += [f"block_period={self.block_period}"] * (self.block_period not in (None, 1))
+        if words:
+            raise ValueError(
+                f"{argument} sums over all mesh axes that shard a matrix, and {words[0]} of"
+                f" Exchange sends nothing else over some: leave out {argument}, or {words[0]}"
+            )
+
+    def may_cut_blocks(self, mesh: Mapping[str, int]) -> bool:
+        """Returns whether matrices may be blocks on the mesh; on one without axes, on any mesh."""
+        axes = [k for k, size in mesh.items() if size > 1] if mesh else [*self._along, ...]
+        return "block" in map(self.sharded, axes)
+
+    @property
+    def needs_shardings(self) -> bool:
+        """Whether it says what only known shardings can tell."""
+        words = {word for k in self._along for word in (self.sharded(k), self.replicas(k))}
+        return not words <= {None, "exchange", "faster", "repeat"}
+
+    def step(self, count: jax.Array) -> BlockStep | None:
+        """Returns what step `count` = 0, 1, … is; None where all steps are of whole matrices."""
+        if self.block_period in (None, 1):
+            return None
+        gain = self.block_gain(count) if callable(self.block_gain) else self.block_gain
+        return BlockStep(count % int(self.block_period) != 0, gain)
 
 
-def _run_local(
-    leaves: Sequence[Leaf], shards: Sequence[jax.Array], orthogonalize: _Orthogonalize
-) -> dict[int, jax.Array]:
-    """The results for leaves whose units are whole on each device."""
-    stacks = [to_stacks(shards[leaf.index], leaf.view) for leaf in leaves]
-    done = iter(orthogonalize([leaf.iteration for leaf in leaves], stacks))
-    return {leaf.index: from_stacks(done, leaf.view, shards[leaf.index].shape) for leaf in leaves}
+def _is(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and value == default
 
 
-def _run_buckets(
-    buckets: Sequence[Bucket], shards: Sequence[jax.Array], orthogonalize: _Orthogonalize
-) -> dict[int, jax.Array]:
-    """The results for units that their owners orthogonalize."""
-    returned: list[jax.Array] = []
-    for i, bucket in enumerate(buckets):
-        sent = pack(bucket, shards)
-        if i > 1:  # XLA would bring back all buckets at the end, where nothing hides it
-            sent, returned[i - 2] = jax.lax.optimization_barrier((sent, returned[i - 2]))
-        returned.append(_run_bucket(bucket, sent, orthogonalize))
-    units: dict[int, list[jax.Array]] = {}
-    leaves = {}
-    for bucket, flat in zip(buckets, returned, strict=True):
-        for chunk, pieces in zip(bucket.chunks, unpack(bucket, flat), strict=True):
-            for leaf, part in units_of_parts(chunk, pieces):
-                units.setdefault(leaf.index, []).append(part)
-                leaves[leaf.index] = leaf
-    return {
-        i: from_matrices(
-            jnp.concatenate(units[i]).astype(leaf.dtype), unit_axes(leaf), shards[i].shape
+def exchange_of(shardings: Any) -> Exchange:
+    """Returns what the argument `shardings` of an optimizer says: it is one, or shardings."""
+    return shardings if isinstance(shardings, Exchange) else Exchange(shardings=shardings)
+
+
+def _checked(axis: Any, words: Any) -> tuple[str, ...]:
+    """The words, those for sharded matrices first.
+
+    Raises:
+        TypeError: `axis` is no name.
+        ValueError: a word is none of the above, or two are for one thing.
+    """
+    if axis is not ... and not isinstance(axis, str):
+        raise TypeError(
+            f"axes of Exchange must have words by the names of mesh axes, got {shown(axis)}: pass"
+            " Exchange({'replica': 'split'}), for example"
         )
-        for i, leaf in leaves.items()
-    }
+    what = "axes of Exchange" if axis is ... else f"axes[{axis!r}] of Exchange"
+    words = words if isinstance(words, tuple) else (words,)
+    for word in words:
+        check_name(what, word, SHARDED + REPLICAS)
+    if any(sum(word in choices for word in words) > 1 for choices in (SHARDED, REPLICAS)):
+        raise ValueError(
+            f"{what} must have one of {SHARDED} at most and one of {REPLICAS} at most, got"
+            f" {words!r}: leave out one word"
+        )
+    return tuple(word for word in SHARDED + REPLICAS if word in words)
 
 
-def _run_bucket(bucket: Bucket, sent: jax.Array, orthogonalize: _Orthogonalize) -> jax.Array:
-    """Exchanges what is packed, orthogonalizes, and exchanges it back."""
-    names = tuple(name for name, _ in bucket.axes)
-    received = unpack(bucket, jax.lax.all_to_all(sent, names, 0, 0))
-    stacks, positions = [], []
-    for chunk, pieces in zip(bucket.chunks, received, strict=True):
-        positions.append((jax.lax.axis_index(names) - chunk.first) % bucket.owners)
-        stacks.append(_assemble(chunk, bucket, pieces, positions[-1]))
-    numbers = [chunk.parts[0][0].iteration for chunk in bucket.chunks]
-    flat = [[jax.lax.collapse(x, 0, 2) for x in whole] for whole in stacks]
-    done = iter(orthogonalize(numbers, flat))
-    back = [
-        _take_apart(chunk, bucket, [next(done).reshape(x.shape) for x in whole], position)
-        for chunk, whole, position in zip(bucket.chunks, stacks, positions, strict=True)
-    ]
-    return jax.lax.all_to_all(pack_results(back, bucket), names, 0, 0)
-
-
-def _assemble(
-    chunk: Chunk, bucket: Bucket, pieces: jax.Array, position: jax.Array
-) -> list[jax.Array]:
-    """Returns whole matrices, in stacks `(slot, batch, m, n)` with m ≤ n.
-
-    Args:
-        chunk: that the pieces are of.
-        bucket: that the chunk is of.
-        pieces: shape `(device, slot, elements)`.
-        position: which owner this device is, counted from the owner of the first unit.
-    """
-    runs = []
-    for leaf, begin, slots in _runs(chunk, bucket):
-        sizes, order = _cuts(leaf, bucket, slots)
-        units = pieces[:, slots].reshape(sizes).transpose(order).reshape(-1, *leaf.shape)
-        stacks = jax.vmap(functools.partial(to_stacks, view=leaf.view))(units)
-        runs.append((begin % bucket.owners, [_as_wide(stack) for stack in stacks]))
-    begins, stacks = zip(*runs, strict=True)
-    return [
-        _join_runs([*zip(begins, each, strict=True)], position)
-        for each in zip(*stacks, strict=True)
-    ]
-
-
-def _take_apart(
-    chunk: Chunk, bucket: Bucket, stacks: list[jax.Array], position: jax.Array
-) -> jax.Array:
-    """The inverse of `_assemble`, in the dtype on the wire."""
-    runs = []
-    for leaf, begin, slots in _runs(chunk, bucket):
-        parts = [
-            (stack if rows <= cols else stack.mT)[slots].astype(bucket.dtype)
-            for stack, (_, rows, cols) in zip(stacks, leaf.stacks, strict=True)
-        ]
-
-        def unit(parts: list[jax.Array], leaf: Leaf = leaf) -> jax.Array:
-            return from_stacks(iter(parts), leaf.view, leaf.shape)
-
-        sizes, order = _cuts(leaf, bucket, slots)
-        cut = jax.vmap(unit)(parts).reshape([sizes[i] for i in order]).transpose(np.argsort(order))
-        pieces = cut.reshape(bucket.owners, slots.stop - slots.start, -1)
-        runs.append((begin % bucket.owners, pieces.swapaxes(0, 1)))
-    return _join_runs(runs, position).swapaxes(0, 1)
-
-
-def _runs(chunk: Chunk, bucket: Bucket) -> Iterator[tuple[Leaf, int, slice]]:
-    """Yields for each layout a leaf that has it, its first unit, and the slots that have units."""
-    for leaf, begin, end in chunk.layouts():
-        yield leaf, begin, slice(begin // bucket.owners, -(-end // bucket.owners))
-
-
-def _join_runs(runs: list[tuple[int, jax.Array]], position: jax.Array) -> jax.Array:
-    """Returns one array of all slots, from the slots of each layout.
-
-    Two runs may share a slot.
-
-    Args:
-        runs: for each layout the owner, counted from the first, on which it begins in its first
-            slot, and its slots `(slot, …)`.
-        position: as for `_assemble`.
-    """
-    parts: list[jax.Array] = []
-    for begin, run in runs:
-        if begin:
-            *parts, last = parts
-            parts += [last[:-1], jnp.where(position < begin, last[-1:], run[:1])]
-            run = run[1:]
-        if len(run):
-            parts.append(run)
-    return jnp.concatenate(parts)
-
-
-def _cuts(leaf: Leaf, bucket: Bucket, slots: slice) -> tuple[list[int], list[int]]:
-    """Returns the sizes of (mesh axes…, slot, axes of a piece…), and the order that makes units."""
-    mesh = dict(bucket.axes)
-    piece = [
-        size // math.prod(mesh[name] for name in names)
-        for size, names in zip(leaf.shape, leaf.axes, strict=True)
-    ]
-    names, slot = [*mesh], len(mesh)
-    order = [slot]
-    for i, entry in enumerate(leaf.axes):
-        order += [*map(names.index, entry), slot + 1 + i]
-    return [*mesh.values(), slots.stop - slots.start, *piece], order
-
-
-def _as_wide(x: jax.Array) -> jax.Array:
-    return x.mT if is_tall(x) else x
+def _check_links(links: Any) -> None:
+    """Raises TypeError where these are no links by mesh axis."""
+    is_dict = isinstance(links, Mapping)
+    if not is_dict or not all(isinstance(k, str) and isinstance(x, Link) for k, x in links.items()):
+        raise TypeError(
+            f"links of Exchange must be a dict of Link by the names of mesh axes, got"
+            f" {shown(links)}: pass links={{'data': Link(bandwidth=50e9)}}, for example"
+        )

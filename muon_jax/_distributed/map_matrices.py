@@ -12,17 +12,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._coefficients import Iterations, map_by_iteration
 from muon_jax._distributed.automatic import Planned, run_when_partitioned, with_rules
-from muon_jax._distributed.block_steps import BlockStep, limits_of_blocks, run_either
 from muon_jax._distributed.devices import asks_how_to_partition, platform_of, traced_for
-from muon_jax._distributed.exchange import run_plan
-from muon_jax._distributed.exchange_axes import ExchangeAxes
+from muon_jax._distributed.exchange import BlockStep, Exchange
 from muon_jax._distributed.on_shards import by_device
-from muon_jax._distributed.plan import Leaf, Plan
-from muon_jax._distributed.planning import Limits, make_plan, units_of
+from muon_jax._distributed.plan import Leaf
+from muon_jax._distributed.planning import make_plan, units_of
+from muon_jax._distributed.run import run_either
 from muon_jax._distributed.sharding import (
     Mesh,
     Placed,
-    Shardings,
     axes_of_spec,
     locate,
     meshes_of,
@@ -39,8 +37,7 @@ def map_matrices(
     iterations: Iterations,
     views: Views,
     tree: Any,
-    shardings: Shardings,
-    limits: Limits,
+    exchange: Exchange,
     step: BlockStep | None = None,
 ) -> Any:
     """Returns the tree with its iterations applied to all matrices.
@@ -50,7 +47,7 @@ def map_matrices(
     | none      | nothing is sharded           | there is no plan                              |
     | not known | the compiler, of a program   | in an operation that the compiler partitions  |
     |           | of several devices           |                                               |
-    | manual    | `shardings`                  | here: arrays are shards                       |
+    | manual    | `exchange.shardings`         | here: arrays are shards                       |
     | explicit  | the types, or `shardings`    | in a shard_map                                |
     | automatic | the compiler                 | in an operation that the compiler partitions  |
     | automatic | nobody, on TPUs              | there is no plan: XLA partitions stacks       |
@@ -61,36 +58,22 @@ def map_matrices(
         iterations: of the tree, whose leaves may be traced.
         views: which matrices, as for `views_of_leaves`.
         tree: the arrays.
-        shardings: as for `scale_by_muon`.
-        limits: of groups and exchanges.
+        exchange: what happens along mesh axes.
         step: None for a step of whole matrices.
 
     Raises:
-        ValueError: the sharding is not known, or does not fit the parameters, or no matrix can
-            stay in pieces as `distributed_gram` says.
+        ValueError: the sharding is not known, or does not fit the parameters, or the exchange.
         NotImplementedError: some mesh axes are manual, others are not; or blocks need shards where
             XLA alone knows them.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    if len(meshes_of(leaves)) > 1:
-        return _map_by_mesh(iterations, views, tree, shardings, limits, step)
-    with traced_for(leaves):
-        return treedef.unflatten(_map_leaves(iterations, views, tree, shardings, limits, step))
-
-
-def _map_by_mesh(
-    iterations: Iterations,
-    views: Views,
-    tree: Any,
-    shardings: Shardings,
-    limits: Limits,
-    step: BlockStep | None,
-) -> Any:
-    """`map_matrices` of the parameters on each mesh, one mesh after the other."""
-    leaves, treedef = jax.tree.flatten(tree)
-    stated = shardings(tree) if is_function(shardings) else shardings
     meshes = meshes_of(leaves)
-    limits.check_names({name: size for mesh in meshes for name, size in mesh.shape.items()})
+    if len(meshes) < 2:
+        with traced_for(leaves):
+            return treedef.unflatten(_map_leaves(iterations, views, tree, exchange, step))
+    stated = exchange.shardings
+    stated = stated(tree) if is_function(stated) else stated
+    exchange.check_names({name: size for mesh in meshes for name, size in mesh.shape.items()})
     where = [(meshes_of([x]) or meshes)[0] for x in leaves]
     results: dict[int, jax.Array] = {}
     for mesh in meshes:
@@ -98,14 +81,13 @@ def _map_by_mesh(
             raise ValueError(
                 f"parameters are on {len(meshes)} meshes, of which {dict(mesh.shape)} has automatic"
                 " axes, whose shardings JAX tells in programs of one mesh alone: pass shardings=,"
-                " the PartitionSpec of each parameter, or call optimizer.init outside jit, on"
-                " parameters that are sharded"
+                " the PartitionSpec of each parameter"
             )
         own = [i for i, of_leaf in enumerate(where) if of_leaf == mesh]
         pairs = zip(leaves, where, strict=True)
         part = treedef.unflatten(x if of_leaf == mesh else None for x, of_leaf in pairs)
-        within = limits.on_mesh(mesh.shape)
-        done = map_matrices(iterations.of_some(own), views, part, stated, within, step)
+        within = exchange.on_mesh(mesh.shape).with_(shardings=stated)
+        done = map_matrices(iterations.of_some(own), views, part, within, step)
         results |= zip(own, jax.tree.leaves(done), strict=True)
     return treedef.unflatten(results[i] for i in range(len(leaves)))
 
@@ -114,18 +96,17 @@ def _map_leaves(
     iterations: Iterations,
     views: Views,
     tree: Any,
-    shardings: Shardings,
-    limits: Limits,
+    exchange: Exchange,
     step: BlockStep | None,
 ) -> list[jax.Array]:
     """The leaves of `map_matrices`."""
-    place, leaves = locate(tree, shardings), jax.tree.leaves(tree)
+    place, leaves = locate(tree, exchange.shardings), jax.tree.leaves(tree)
     if place.kind == AxisType.Auto and not asks_how_to_partition(place.mesh):
-        place = _stated_alone(place, shardings)
+        place = _stated_alone(place, exchange)
         if place.kind != AxisType.Explicit:
-            _check_needs_no_sharding(place, limits, step)
+            _check_needs_no_sharding(place, exchange, step)
     if place.kind == AxisType.Auto:  # before the compiler asks, which buries what is raised there
-        limits.check_names(place.mesh.shape)
+        exchange.check_names(place.mesh.shape)
     if place.kind is None and _may_be_sharded(place.mesh, leaves):
         place = place._replace(kind=AxisType.Auto)
     if place.kind is None:
@@ -135,7 +116,8 @@ def _map_leaves(
         place = _without_empty(place, is_empty)
         iterations = iterations.of_some([i for i, empty in enumerate(is_empty) if not empty])
     full = [x for x, empty in zip(leaves, is_empty, strict=True) if not empty]
-    results = iter(_map_sharded(iterations, views, full, place, limits, step) if full else [])
+    done = _Sharded(iterations, views, place, exchange, step).map(full) if full else []
+    results = iter(done)
     return [x if empty else next(results) for x, empty in zip(leaves, is_empty, strict=True)]
 
 
@@ -148,7 +130,7 @@ def _may_be_sharded(mesh: Mesh, leaves: Sequence[jax.Array]) -> bool:
     return mesh.empty and is_traced and jax.device_count() > 1 and asks_how_to_partition(mesh)
 
 
-def _stated_alone(place: Placed, shardings: Shardings) -> Placed:
+def _stated_alone(place: Placed, exchange: Exchange) -> Placed:
     """The place of leaves on automatic axes, where the compiler tells nothing.
 
     | the mesh is                      | kind                                                     |
@@ -159,7 +141,7 @@ def _stated_alone(place: Placed, shardings: Shardings) -> Placed:
     """
     if not place.mesh.empty:
         return place
-    stated = shardings_of_leaves(shardings, place.whole)
+    stated = shardings_of_leaves(exchange.shardings, place.whole)
     meshes = [s.mesh for s in stated if isinstance(s, NamedSharding) and not s.mesh.empty]
     if meshes:
         return place._replace(mesh=meshes[0], kind=AxisType.Explicit, specs=[*map(spec_of, stated)])
@@ -168,20 +150,14 @@ def _stated_alone(place: Placed, shardings: Shardings) -> Placed:
     return place._replace(kind=None)
 
 
-def _check_needs_no_sharding(place: Placed, limits: Limits, step: BlockStep | None) -> None:
-    """Raises ValueError where the caller's arguments need shardings that nobody knows."""
-    argument = None
-    if limits.exchange_axes not in (ExchangeAxes(), ExchangeAxes().repeated()):
-        argument = "exchange_axes= or outside="
-    elif step:
-        argument = "block_period="
-    elif limits.distributed_gram and place.kind is not None:
-        argument = "distributed_gram=True"
-    if argument and (place.kind is not None or jax.device_count() > 1):
+def _check_needs_no_sharding(place: Placed, exchange: Exchange, step: BlockStep | None) -> None:
+    """Raises ValueError where what the caller asks for needs shardings that nobody knows."""
+    needs = exchange.needs_shardings or step is not None
+    if needs and (place.kind is not None or jax.device_count() > 1):
         raise ValueError(
-            f"{argument} needs to know how parameters are sharded, which on automatic mesh axes the"
-            f" compiler for {platform_of(place.mesh)} devices does not tell: pass shardings=, the"
-            " PartitionSpec of each parameter"
+            f"shardings={exchange} needs to know how parameters are sharded, which on automatic"
+            f" mesh axes the compiler for {platform_of(place.mesh)} devices does not tell: pass"
+            " Exchange(…, shardings=), the PartitionSpec of each parameter"
         )
 
 
@@ -213,66 +189,80 @@ def _without_empty(place: Placed, is_empty: Sequence[bool]) -> Placed:
     return place._replace(specs=specs, whole=whole)
 
 
-def _map_sharded(
-    iterations: Iterations,
-    views: Views,
-    leaves: Sequence[jax.Array],
-    place: Placed,
-    limits: Limits,
-    step: BlockStep | None,
-) -> list[jax.Array]:
-    """The results for these leaves, of `place.whole`, none of them empty."""
-    units = units_of(views, place.whole, iterations)
-    arrays, bind = _arrays_of((iterations.distinct, step))
+class _Sharded:
+    """Leaves of which none is empty, that mesh axes of one kind may shard."""
 
-    def repeating(exchange_axes: ExchangeAxes) -> Limits:
-        return limits._replace(exchange_axes=exchange_axes)
+    def __init__(
+        self,
+        iterations: Iterations,
+        views: Views,
+        place: Placed,
+        exchange: Exchange,
+        step: BlockStep | None,
+    ) -> None:
+        self.units = units_of(views, place.whole, iterations)
+        self.iterations, self.place, self.exchange = iterations, place, exchange
+        self.arrays, self.bind = _arrays_of((iterations.distinct, step))
+        self.step = step
 
-    unless_stated = repeating(limits.exchange_axes.decided("repeat"))
-    repeat = repeating(limits.exchange_axes.repeated())
+    def map(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the results for these leaves of `place.whole`."""
+        kind = self.place.kind
+        is_manual, is_explicit = kind == AxisType.Manual, kind == AxisType.Explicit
+        run = self._manual if is_manual else self._explicit if is_explicit else self._automatic
+        return run(leaves)
 
-    def planned(
-        specs: Sequence[PartitionSpec], mesh: Mapping[str, int], within: Limits = limits
+    def _planned(
+        self, specs: Sequence[PartitionSpec], mesh: Mapping[str, int], exchange: Exchange
     ) -> Planned:
-        def plan_of(limits: Limits) -> Plan:
-            return make_plan(units, specs, mesh, limits, iterations.distinct)
+        def plan_of(exchange: Exchange) -> Any:
+            return make_plan(self.units, specs, mesh, exchange, self.iterations.distinct)
 
-        whole = plan_of(within)
-        blocks = plan_of(limits_of_blocks(within)) if step else whole
+        whole = plan_of(exchange)
+        blocks = plan_of(exchange.of_blocks()) if self.step else whole
 
         def run(shards: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-            distinct, step = bind(arrays)
-            if step is None:
-                return run_plan(whole, shards, distinct)
+            distinct, step = self.bind(arrays)
             return run_either(step, whole, blocks, shards, distinct)
 
         return run
 
-    def splits(within: Limits) -> bool:
-        plan = make_plan(units, place.specs, place.mesh.shape, within, iterations.distinct)
-        return bool(plan.shares)
+    def _splits(self, exchange: Exchange) -> bool:
+        place, distinct = self.place, self.iterations.distinct
+        return bool(make_plan(self.units, place.specs, place.mesh.shape, exchange, distinct).shares)
 
-    def of_stacks(stacks: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        views = [stacked_view(unit.view) for unit in units]
-        distinct, step = bind(arrays)
-        bound = dataclasses.replace(iterations, distinct=distinct)
-        return map_matrices(bound, lambda _: views, [*stacks], None, unless_stated, step)
+    def _of_stacks(
+        self, stacks: Sequence[jax.Array], arrays: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        views = [stacked_view(unit.view) for unit in self.units]
+        distinct, step = self.bind(arrays)
+        bound = dataclasses.replace(self.iterations, distinct=distinct)
+        exchange = self.exchange.decided("repeat").with_(shardings=None)
+        return map_matrices(bound, lambda _: views, [*stacks], exchange, step)
 
-    if place.kind == AxisType.Manual:
-        units = [_varying_like(unit, x) for unit, x in zip(units, leaves, strict=True)]
-        within = unless_stated if _replicas_may_differ(units, place) else limits
-        run = planned(place.specs, place.mesh.shape, within)
-        if splits(within):
-            run = with_rules(run, planned(place.specs, place.mesh.shape, repeat), None)
-        return run(leaves, arrays)
-    if place.kind == AxisType.Explicit:
+    def _manual(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        place, exchange = self.place, self.exchange
+        self.units = [
+            dataclasses.replace(unit, varying=jax.typeof(x).manual_axis_type.varying)
+            for unit, x in zip(self.units, leaves, strict=True)
+        ]
+        if _replicas_may_differ(self.units, place):
+            exchange = exchange.decided("repeat")
+        run = self._planned(place.specs, place.mesh.shape, exchange)
+        if self._splits(exchange):
+            repeating = self._planned(place.specs, place.mesh.shape, exchange.repeated())
+            run = with_rules(run, repeating, None)
+        return run(leaves, self.arrays)
 
-        def on_shards(within: Limits) -> Planned:
+    def _explicit(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        place, repeated = self.place, self.exchange.repeated()
+
+        def on_shards(exchange: Exchange) -> Planned:
             def run(shards: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
                 # From a shard_map, `vmap` takes explicit axes that shard what it maps.
                 types = jax.sharding.get_abstract_mesh().axis_types
-                own = within if {*types} == {AxisType.Manual} else repeat
-                return planned(place.specs, place.mesh.shape, own)(shards, arrays)
+                own = exchange if {*types} == {AxisType.Manual} else repeated
+                return self._planned(place.specs, place.mesh.shape, own)(shards, arrays)
 
             return jax.shard_map(
                 run,
@@ -282,35 +272,46 @@ def _map_sharded(
                 check_vma=False,
             )
 
-        run, types = on_shards(limits), {*place.mesh.axis_types}
+        run, types = on_shards(self.exchange), {*place.mesh.axis_types}
         is_typed = types == {AxisType.Explicit}
-        if is_typed or splits(limits):
+        if is_typed or self._splits(self.exchange):
             is_known = is_typed or (types == {AxisType.Auto} and asks_how_to_partition(place.mesh))
-            run = with_rules(run, on_shards(repeat), of_stacks if is_known else None)
-        return jax.jit(run)(leaves, arrays)
+            run = with_rules(run, on_shards(repeated), self._of_stacks if is_known else None)
+        return jax.jit(run)(leaves, self.arrays)
 
-    if not asks_how_to_partition(place.mesh):
-        _warn(place, "Matrices are stacked, and the stacks spread over all devices")
-        run = functools.partial(run_stacked, units=units, mesh=place.mesh)
-        return jax.jit(run)(iterations.distinct, arrays=leaves)
+    def _automatic(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        place, exchange, units = self.place, self.exchange, self.units
+        if not asks_how_to_partition(place.mesh):
+            _warn(place, "Matrices are stacked, and the stacks spread over all devices")
+            run = functools.partial(run_stacked, units=units, mesh=place.mesh)
+            return jax.jit(run)(self.iterations.distinct, arrays=leaves)
 
-    def unsharded(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        bound = dataclasses.replace(iterations, distinct=bind(arrays)[0])
-        return _map_unsharded(bound, lambda _: [unit.view for unit in units], [*leaves])
+        def unsharded(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+            bound = dataclasses.replace(self.iterations, distinct=self.bind(arrays)[0])
+            return _map_unsharded(bound, lambda _: [unit.view for unit in units], [*leaves])
 
-    def by_xla(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        cuts = limits.exchange_axes.may_cut_blocks(place.mesh.shape)
-        if argument := "block_period=" if step else "outside='block'" if cuts else None:
-            raise NotImplementedError(
-                f"{argument} has no blocks under derivatives on automatic mesh axes, nor under"
-                " vmap of arrays on no mesh: put them on a mesh and pass shardings=, or leave it"
-                " out"
-            )
-        return unsharded(leaves, arrays)
+        def by_xla(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+            cuts = exchange.may_cut_blocks(place.mesh.shape)
+            if argument := "block_period" if self.step else "'block'" if cuts else None:
+                raise NotImplementedError(
+                    f"{argument} has no blocks under derivatives on automatic mesh axes, nor under"
+                    " vmap of arrays on no mesh: put them on a mesh and pass Exchange(…,"
+                    " shardings=), or leave it out"
+                )
+            return unsharded(leaves, arrays)
 
-    settings = repr((bind([None] * len(arrays)), units, limits))
-    mapped = None if place.mesh.empty else of_stacks
-    return run_when_partitioned(planned, unsharded, by_xla, mapped, leaves, arrays, settings)
+        # All that decides what is compiled, and no function, whose address differs by process.
+        said = exchange.axes, exchange.links, exchange._scale_of_blocks
+        settings = repr((self.bind([None] * len(self.arrays)), units, said))
+        return run_when_partitioned(
+            lambda specs, mesh: self._planned(specs, mesh, exchange),
+            unsharded,
+            by_xla,
+            None if place.mesh.empty else self._of_stacks,
+            leaves,
+            self.arrays,
+            settings,
+        )
 
 
 def _replicas_may_differ(units: Sequence[Leaf], place: Placed) -> bool:
@@ -323,11 +324,6 @@ def _replicas_may_differ(units: Sequence[Leaf], place: Placed) -> bool:
         return True
     pairs = zip(units, place.specs, strict=True)
     return any(unit.varying.intersection(sharded) - {*axes_of_spec(spec)} for unit, spec in pairs)
-
-
-def _varying_like(unit: Leaf, x: jax.Array) -> Leaf:
-    """The unit with the mesh axes along which the caller's shard_map knows that `x` differs."""
-    return dataclasses.replace(unit, varying=jax.typeof(x).manual_axis_type.varying)
 
 
 def _arrays_of(tree: Any) -> tuple[list[jax.Array], Any]:

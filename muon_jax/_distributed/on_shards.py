@@ -42,12 +42,7 @@ def by_device(function: Callable[[Any], Any], tree: Any) -> Any:
 def by_element(
     function: Callable[[int, int], float], views: Views, tree: Any, shardings: Shardings
 ) -> list[jax.typing.ArrayLike]:
-    """Returns `function(rows, cols)` of each element's matrix: for each leaf what broadcasts to it.
-
-    Raises:
-        ValueError: the sharding is not known, or does not fit the parameters.
-        NotImplementedError: some mesh axes are manual, others are not.
-    """
+    """Returns for each leaf what broadcasts to `function(rows, cols)` of each element's matrix."""
     kind, specs, whole = None, [], tree
     if is_in_shard_map():
         _, kind, specs, whole = locate(tree, shardings)
@@ -59,12 +54,7 @@ def by_element(
 
 
 def inner_products(x: Any, y: Any, shardings: Shardings) -> Any:
-    """Returns ⟨x, y⟩ at each leaf, in float32 or wider, of whole arrays or of their shards.
-
-    Raises:
-        ValueError: the sharding is not known, or does not fit the parameters.
-        NotImplementedError: some mesh axes are manual, others are not.
-    """
+    """Returns ⟨x, y⟩ at each leaf, in float32 or wider, of whole arrays or of their shards."""
     products, treedef = jax.tree.flatten(
         jax.tree.map(lambda x, y: jnp.sum(wide(x).conj() * y), x, y)
     )
@@ -75,12 +65,7 @@ def inner_products(x: Any, y: Any, shardings: Shardings) -> Any:
 
 
 def distinct_keys(keys: list[jax.Array], tree: Any, shardings: Shardings) -> list[jax.Array]:
-    """Returns keys, one for each leaf of `tree`, that in a shard_map differ from shard to shard.
-
-    Raises:
-        ValueError: the sharding is not known, or does not fit the parameters.
-        NotImplementedError: some mesh axes are manual, others are not.
-    """
+    """Returns keys, one for each leaf of `tree`, that in a shard_map differ from shard to shard."""
     axes = _manual_axes(tree, shardings)
     if axes is None:
         return keys
@@ -99,12 +84,7 @@ def _manual_axes(tree: Any, shardings: Shardings) -> list[tuple[str, ...]] | Non
 
 
 def local_part(value: Any, spec: PartitionSpec) -> Any:
-    """Returns the part on this device of a whole array, or of an array that broadcasts to it.
-
-    Args:
-        value: the array.
-        spec: how the whole array is sharded, over manual mesh axes.
-    """
+    """Returns the part on this device of a whole array, or of an array that broadcasts to it."""
     for axis, entry in enumerate(spec):
         names = axes_of_entry(entry)
         if value.shape[axis] > 1 and names:

@@ -35,10 +35,6 @@ def pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
 
     Each parameter is written to its place by the kernel that computes it. XLA takes twice as long
     to concatenate dozens of parameters.
-
-    Args:
-        bucket: what is exchanged.
-        shards: the local part of each parameter.
     """
     elements = [bucket.elements(chunk) for chunk in bucket.chunks]
     sizes = [chunk.slots * size for chunk, size in zip(bucket.chunks, elements, strict=True)]
@@ -94,13 +90,7 @@ def _minor(bucket: Bucket) -> tuple[int, ...]:
 def _powers_to_float16(
     parts: Sequence[jax.Array], chunk: Chunk, shards: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Two powers of two for each unit, whose product makes its largest entry 2¹⁵.
-
-    Args:
-        parts: shapes `(unit, elements)`.
-        chunk: that the units are of.
-        shards: the local part of each parameter, whose rows XLA finds the largest entries of.
-    """
+    """Two powers of two for each unit, whose product makes its largest entry 2¹⁵."""
     rows = [
         x.reshape(len(x), -1, math.gcd(x.shape[1], shards[leaf.index].shape[-1]))
         for x, (leaf, _, _) in zip(parts, chunk.parts, strict=True)
@@ -153,12 +143,7 @@ def pack_results(pieces: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
 
 
 def unpack(bucket: Bucket, flat: jax.Array) -> list[jax.Array]:
-    """Returns the pieces of each chunk, `(device, slot, elements)`, of what was exchanged.
-
-    Args:
-        bucket: what was exchanged.
-        flat: shape `(device, elements)` or `(device, blocks, block)`, with or without exponents.
-    """
+    """Returns the pieces of each chunk, `(device, slot, elements)`, of what was exchanged."""
     block = math.prod(flat.shape[2:])
     slots = [chunk.slots for chunk in bucket.chunks]
     sizes = [bucket.elements(chunk) // block for chunk in bucket.chunks]
@@ -173,12 +158,7 @@ def unpack(bucket: Bucket, flat: jax.Array) -> list[jax.Array]:
 
 
 def units_of_parts(chunk: Chunk, pieces: jax.Array) -> Iterator[tuple[Leaf, jax.Array]]:
-    """Yields the units `(unit, elements)` of each part.
-
-    Args:
-        chunk: that the pieces are of.
-        pieces: shape `(owner, slot, elements)`.
-    """
+    """Yields the units `(unit, elements)` of each part."""
     units = jnp.roll(pieces.swapaxes(0, 1), -chunk.first, 1).reshape(-1, pieces.shape[-1])
     begin = 0
     for leaf, start, stop in chunk.parts:

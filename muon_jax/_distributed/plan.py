@@ -3,7 +3,7 @@
 A *unit* is one element of the batch axes of a parameter, with all of its matrices.
 
 -   Mesh axes on batch axes leave units whole: each device orthogonalizes its own.
--   Mesh axes D on the other axes of a parameter cut its units in pieces. The O devices along D then
+-   Mesh axes D on the other axes of a parameter cut its units in parts. The O devices along D then
     own the units in turn,
 
         unit q  ->  owner (first + q) mod O,  slot q div O,
@@ -12,7 +12,7 @@ A *unit* is one element of the batch axes of a parameter, with all of its matric
     whatever their layout. `first` is chosen by cost, so that remainders are spread.
 -   All kinds with equal D share one exchange. Exchanges are cut into buckets bounded in bytes, so
     that one bucket is on the wire while another is computed.
--   Kinds that are better left in pieces (`in_pieces`) have buckets of their own, of at most O
+-   Kinds that are better left sharded (`kept_sharded`) have buckets of their own, of at most O
     units.
 """
 
@@ -46,7 +46,7 @@ class Leaf:
         varying: the mesh axes along which the caller's `shard_map` knows that its values differ.
         wire: the dtype in which units are exchanged whole.
         forms: in which each matrix of a unit is orthogonalized whole.
-        form_in_pieces: in which matrices in pieces are orthogonalized, or why they cannot be.
+        sharded_form: in which sharded matrices are orthogonalized, or why they cannot be.
         iteration: the index of their iteration.
         split: names and sizes of the mesh axes over which replicas split the units, in the mesh's
             order.
@@ -55,7 +55,7 @@ class Leaf:
         blocks: the mesh axes that cut each matrix in blocks, which are the leaf's matrices: its
             shapes are those of blocks.
         gains: what the result of each stack is multiplied by; none where all are 1.
-        summed: the side of matrices that have to stay in pieces, over which Gram matrices are sums.
+        gram_side: the side of matrices that have to stay sharded, over which Gram matrices sum.
     """
 
     index: int
@@ -71,13 +71,13 @@ class Leaf:
     local_shape: tuple[int, ...] = ()
     varying: frozenset[str] = frozenset()
     forms: tuple[Form, ...] = ()
-    form_in_pieces: Form | str = "no form was chosen"
+    sharded_form: Form | str = "no form was chosen"
     iteration: int = 0
     split: tuple[tuple[str, int], ...] = ()
     is_replicated: bool = False
     blocks: tuple[str, ...] = ()
     gains: tuple[float, ...] = ()
-    summed: Literal["rows", "columns"] | None = None
+    gram_side: Literal["rows", "columns"] | None = None
 
     @property
     def units(self) -> int:
@@ -97,20 +97,20 @@ class Leaf:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What two leaves have in common whose units one iteration can take."""
-        in_pieces = self.summed and self.shape_in_pieces
-        return self.iteration, self.dtype, self.matrices, in_pieces, self.blocks, self.split
+        kept_sharded = self.gram_side and self.kept_shape
+        return self.iteration, self.dtype, self.matrices, kept_sharded, self.blocks, self.split
 
     @property
-    def shape_in_pieces(self) -> tuple[int, int]:
-        """The rows m and the columns n of a matrix in pieces: XXᵀ is m × m, a sum over columns."""
+    def kept_shape(self) -> tuple[int, int]:
+        """The rows m and the columns n of a sharded matrix: XXᵀ is m × m, a sum over columns."""
         ((_, rows, cols),) = self.stacks
-        return (cols, rows) if self.is_transposed_in_pieces else (rows, cols)
+        return (cols, rows) if self.is_transposed else (rows, cols)
 
     @property
-    def is_transposed_in_pieces(self) -> bool:
-        """Whether the rows of a matrix in pieces are the columns of the parameter's matrix."""
+    def is_transposed(self) -> bool:
+        """Whether the rows of a sharded matrix are the columns of the parameter's matrix."""
         ((_, rows, cols),) = self.stacks
-        return self.summed == "rows" if self.summed else rows > cols
+        return self.gram_side == "rows" if self.gram_side else rows > cols
 
     @property
     def layout(self) -> str:
@@ -227,7 +227,7 @@ class Plan:
     Attributes:
         local: leaves whose units are whole on each device.
         buckets: units that their owners orthogonalize.
-        grams: units that stay in pieces, in buckets of one chunk of one slot.
+        grams: units that stay sharded, in buckets of one chunk of one slot.
         shares: units that replicas split. Their stacks are among the leaves of the above.
     """
 

@@ -69,11 +69,7 @@ def check_axes(argument: str, axes: Iterable[str], mesh: Mapping[str, int]) -> N
 def mesh_axes_by_dim(
     spec: PartitionSpec, ndim: int, mesh: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
-    """Returns the mesh axes that each axis of an array of rank `ndim` is sharded over.
-
-    Raises:
-        ValueError: `spec` has an axis that the mesh lacks, an axis twice, or too many entries.
-    """
+    """Returns the mesh axes that each axis of an array of rank `ndim` is sharded over."""
     named = axes_of_spec(spec)
     if len(spec) > ndim or any(axis not in mesh for axis in named):
         raise ValueError(
@@ -90,17 +86,10 @@ def mesh_axes_by_dim(
 def spec_that_fits(
     spec: PartitionSpec, mesh: Mapping[str, int], whole: tuple[int, ...], shape: tuple[int, ...]
 ) -> PartitionSpec:
-    """Returns the spec of a parameter for an array that belongs to it and has another shape.
+    """Returns the spec of a parameter of shape `whole` for an array that belongs to it.
 
-    Args:
-        spec: of the parameter.
-        mesh: the sizes of the mesh axes.
-        whole: the shape of the parameter.
-        shape: the shape of the array. An axis of another size keeps its mesh axes if they divide
-            that size. An array of another rank is on each device whole.
-
-    Raises:
-        ValueError: as `mesh_axes_by_dim`.
+    An axis of another size keeps its mesh axes if they divide that size. An array of another rank
+    is on each device whole.
     """
     by_dim = mesh_axes_by_dim(spec, len(whole), mesh)
     if shape == whole:
@@ -183,22 +172,12 @@ def is_in_shard_map() -> bool:
 
 
 def whole_tree(tree: Any, shardings: Shardings) -> Any:
-    """Returns `Placed.whole`; outside a shard_map the sharding need not be known.
-
-    Raises:
-        ValueError: the sharding is not known, or does not fit the parameters.
-        NotImplementedError: some mesh axes are manual, others are not.
-    """
+    """Returns `Placed.whole`; outside a shard_map the sharding need not be known."""
     return locate(tree, shardings).whole if is_in_shard_map() else tree
 
 
 def shardings_of_leaves(shardings: Shardings, tree: Any) -> list[PartitionSpec | NamedSharding]:
-    """Returns the sharding of each leaf of `tree`.
-
-    Raises:
-        ValueError: a leaf of `shardings` is neither a PartitionSpec nor a NamedSharding nor None,
-            or leaves an axis unconstrained.
-    """
+    """Returns the sharding of each leaf of `tree`."""
 
     return broadcast_prefix("shardings", _as_sharding, shardings, tree, _is_sharding)
 
@@ -227,11 +206,7 @@ def _is_sharding(node: Any) -> bool:
 
 
 def _as_sharding(path: tuple[Any, ...], node: Any) -> PartitionSpec | NamedSharding:
-    """The sharding that a leaf stands for.
-
-    Raises:
-        ValueError: `node` is no sharding, or leaves an axis unconstrained.
-    """
+    """The sharding that a leaf stands for."""
     sharding = PartitionSpec() if node is None else node
     if not _is_sharding(sharding):
         raise ValueError(

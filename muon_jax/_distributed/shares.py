@@ -57,12 +57,7 @@ def _local_unit(leaf: Leaf) -> list[int]:
 
 
 def own_units(share: Share, shards: Sequence[jax.Array]) -> jax.Array:
-    """Returns the stack of this device's replica.
-
-    Args:
-        share: whose mesh axes must be manual.
-        shards: the local part of each parameter.
-    """
+    """Returns the stack of this device's replica."""
     stacks = [to_matrices(shards[leaf.index], unit_axes(leaf)) for leaf in share.leaves]
     units, count = jnp.concatenate(stacks), share.stack.units
     units = jnp.pad(units, [(0, count * share.replicas - len(units)), (0, 0), (0, 0)])
@@ -83,13 +78,7 @@ def gathered_together(shares: Sequence[Share]) -> list[list[Share]]:
 def gathered(
     shares: Sequence[Share], results: Sequence[jax.Array], shards: Sequence[jax.Array]
 ) -> dict[int, jax.Array]:
-    """Returns the results of all replicas, by the index of their parameter.
-
-    Args:
-        shares: whose mesh axes must be manual.
-        results: of parameters and stacks.
-        shards: the local part of each parameter.
-    """
+    """Returns the results of all replicas, by the index of their parameter."""
     found = {}
     for group in gathered_together(shares):
         flat = [results[share.stack.index].astype(share.dtype).reshape(-1) for share in group]

@@ -38,14 +38,7 @@ def run_stacked(
     arrays: Sequence[jax.Array],
     mesh: Mesh,
 ) -> list[jax.Array]:
-    """Returns the results for parameters that are sharded over automatic axes, nobody knows how.
-
-    Args:
-        iterations: with which the units were made.
-        units: the parameters.
-        arrays: of the parameters, whole.
-        mesh: that the arrays are on.
-    """
+    """Returns the results for parameters that are sharded over automatic axes, nobody knows how."""
     results = {}
     for group in _alike_and_small(iterations, units, mesh):
         own = [arrays[leaf.index] for leaf in group]

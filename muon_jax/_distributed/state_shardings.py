@@ -28,7 +28,7 @@ def state_shardings(
         state = jax.jit(optimizer.init, out_shardings=shardings_of_state)(params)
 
     `optimizer` may be any of optax. An array of the state belongs to the parameter whose path its
-    own path ends with, but for what a `Quantized` or `NorMuonState` adds, and is sharded like the
+    own path ends with, but for what momenta in 8 bits or NorMuon add, and is sharded like the
     parameter. An axis of another size, such as the blocks of momenta in 8 bits, keeps its mesh axes
     where they divide that size. What belongs to no parameter, or has another rank than its
     parameter, each device has whole.

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from muon_jax._foreign.names import CONTRIB
 from muon_jax._foreign.ways import (
     BY_NAME,
     CALL_OF_BY_USE,
@@ -166,6 +167,7 @@ def _advice(
 ) -> str:
     """What to write for names, of those given, that the function does not have."""
     passed, elsewhere, others, near = [], [], [], []
+    moved: dict[str, list[str]] = {}
     for name, value in unknown.items():
         row, known = row_of(name, parameters)
         if row is None and known:
@@ -177,6 +179,8 @@ def _advice(
             others += [row.note] if row.note and row.ways else []
         elif row.chained and function.startswith("scale_by"):
             elsewhere.append(f"chain {function} with {row.chained.format(written(value))}")
+        elif row.taker.startswith(CONTRIB):
+            moved.setdefault(row.taker, ["..."]).append(way_of(row, value, None) or "")
         elif way := way_of(row, value, None):
             elsewhere.append(f"{row.taker} takes {way}")
         elif row.note:
@@ -184,24 +188,27 @@ def _advice(
         else:
             choices = [f"{way} for {key!r}" for key, way in row.by_value.items()]
             others.append(f"in its place {', '.join(choices)}")
-    found = [f"pass {_with_coeffs(', '.join(each_once(passed)), given)}"] if passed else []
+    found = [f"pass {_with_given(', '.join(each_once(passed)), given)}"] if passed else []
     if factor := factor_beside_shape(passed):
         others.append(
             f"shape_scale has no factor: multiply learning_rate by {factor} and divide weight_decay"
             " by it"
         )
+    found += [f"use {f}({', '.join(filter(None, ways))})" for f, ways in moved.items()]
     found += dict.fromkeys(elsewhere + others + [text for text in near if text])
     return f": {'; '.join(found)}" if found else ""
 
 
-def _with_coeffs(ways: str, given: Mapping[str, Any]) -> str:
-    """The ways, in which a `NewtonSchulz` has the coefficients of the call or of its preset."""
+def _with_given(ways: str, given: Mapping[str, Any]) -> str:
+    """The ways, with what the call or its preset says in a `NewtonSchulz` or an `Exchange`."""
     coeffs, preset = given.get("ns_coeffs"), given.get("preset")
     made = "NewtonSchulz("
     if isinstance(coeffs, str | tuple):
         made += f"{written(coeffs)}, "
     elif preset and coeffs is None:
         made = f"dataclasses.replace(PRESETS[{preset!r}]['ns_coeffs'], "
+    if given.get("shardings") is not None:
+        ways = ways.replace("Exchange(", "Exchange(shardings=..., ")
     return ways.replace("NewtonSchulz(", made)
 
 

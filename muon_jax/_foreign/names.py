@@ -15,7 +15,8 @@ class Foreign:
             function takes the first way whose arguments it has.
         by_value: what to write for some values.
         note: why there is nothing to write, or what to do besides.
-        taker: the function that takes the ways where the function that was called takes none.
+        taker: the function that takes the ways where the function that was called takes none. One
+            of contrib is to be called in its place.
         chained: for `scale_by_muon`, the transformation to chain with it.
     """
 
@@ -27,7 +28,10 @@ class Foreign:
     chained: str = ""
 
 
-_OTHERS = "other code"
+CONTRIB = "muon_jax.contrib"
+# What were presets, and are functions.
+MOVED_PRESETS = {name: f"{CONTRIB}.{name}(...)" for name in ("nanogpt", "muonh")}
+_OTHERS, _BEFORE = "other code", "muon of 0.2.0"
 _KELLER, _TORCH, _DION, _EMERGING = "Keller Jordan", "PyTorch", "Dion", "Emerging-Optimizers"
 _GRAM, _HUGGING_FACE, _MEGATRON = "gram-newton-schulz", "Hugging Face", "Megatron"
 _ZEROPOWER = "zeropower_via_newtonschulz5"
@@ -97,7 +101,12 @@ FOREIGN: tuple[Foreign, ...] = (
         },
         ("adam_b2={}", "b2={}"),
     ),
-    Foreign({"muon_beta2": f"NorMuon of {_DION}"}, ("normuon_b2={}", "b2={}")),
+    Foreign(
+        {"normuon_b2": _BEFORE, "muon_beta2": f"NorMuon of {_DION}"},
+        ("normuon_b2={}", "b2={}"),
+        taker=f"{CONTRIB}.normuon",
+        chained=f"{CONTRIB}.scale_by_normuon(b2={{}})",
+    ),
     Foreign(
         {
             "betas": f"{_TORCH}'s AdamW, {_DION}",
@@ -260,10 +269,45 @@ FOREIGN: tuple[Foreign, ...] = (
             ("max_group_bytes",),
         )
     ),
-    Foreign({"averaged": "scale_by_normuon"}, ("normuon_averaged={}",)),
-    Foreign({"normuon_b2": "muon"}, ("b2={}",)),
-    Foreign({"normuon_averaged": "muon"}, ("averaged={}",)),
-    Foreign({"block_lr": _OTHERS}, ("block_learning_rate={}",)),
+    Foreign(
+        {"normuon_averaged": _BEFORE, "averaged": "scale_by_normuon"},
+        ("normuon_averaged={}", "averaged={}"),
+        taker=f"{CONTRIB}.normuon",
+        chained=f"{CONTRIB}.scale_by_normuon(averaged={{}})",
+    ),
+    Foreign({"fixed_norms": _BEFORE}, taker=f"{CONTRIB}.muonh"),
+    Foreign({"adamh": _BEFORE}, ("adamh={}",), taker=f"{CONTRIB}.muonh"),
+    Foreign(
+        {"state_memory_kind": _BEFORE},
+        by_value={"pinned_host": f"mu_dtype={CONTRIB}.on_host()"},
+        note="the default is the memory of the device",
+    ),
+    Foreign(
+        {"block_lr": _OTHERS, "block_learning_rate": "Exchange"},
+        ("shardings=Exchange(block_gain={} / learning_rate)",),
+    ),
+    Foreign({"block_period": "Exchange"}, ("shardings=Exchange(block_period={})",)),
+    Foreign({"block_gain": "Exchange"}, ("shardings=Exchange(block_gain={})",)),
+    Foreign(
+        {"distributed_gram": "Exchange"},
+        by_value={
+            True: "shardings=Exchange(axes='gram_or_exchange')",
+            False: "shardings=Exchange(axes='exchange')",
+        },
+    ),
+    Foreign(
+        {"outside": "Exchange"},
+        ("shardings=Exchange(axes={})",),
+        {word: f"shardings=Exchange(axes={{'tensor': {word!r}}})" for word in ("gram", "block")},
+    ),
+    Foreign(
+        {"exchange_axes": "Exchange"},
+        note="shardings=Exchange({'fsdp': 'exchange', ...: 'raise'}) says it",
+    ),
+    Foreign(
+        {"bandwidth": "Exchange", "latency": "Exchange"},
+        note="shardings=Exchange(links={'data': Link(50e9, 2e-5)}) says it",
+    ),
     Foreign(
         {"G": f"{_KELLER}'s {_ZEROPOWER}", "M": _OTHERS, "grad": _TORCH},
         ("x={}",),
@@ -272,11 +316,11 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         {"qk_clip_threshold": _MEGATRON, "tau": "Kimi K2", "clip_threshold": _OTHERS},
         ("threshold={}",),
-        taker="qk_clip",
+        taker=f"{CONTRIB}.qk_clip",
     ),
     Foreign(
         {"qk_clip_alpha": _MEGATRON, "qk_clip": _MEGATRON, "alpha": "Kimi K2"},
-        note="chain qk_clip(100.0, heads) after muon; KeyHeads and QueryHeads have the power",
+        note="chain contrib.qk_clip(100.0, heads) after muon; the heads have the power",
     ),
     Foreign(
         {

@@ -32,7 +32,7 @@ _ORDER_OF_ADAMW = (
 )
 # The scale by the longer side, which has a factor.
 _FACTOR, _NO_FACTOR = re.compile(r"consistent_rms=([\d.e-]+)$"), "consistent_rms=1.0"
-_CALL = re.compile(r"(\w+=(?:by_role|NewtonSchulz))(?:\((.*)\))?$")
+_CALL = re.compile(r"(\w+=(?:by_role|NewtonSchulz|Exchange))(?:\((.*)\))?$")
 CALL_OF_BY_USE = "by_use(loss, params, batch)"
 # The words in names that say whose an argument is.
 _ADAM, _MUON = {"adam", "adamw", "aux"}, {"muon", "matrix", "hidden"}
@@ -67,7 +67,7 @@ def way_of(row: Foreign, value: Any, parameters: Sequence[str] | None) -> str | 
             if "{0}" in way:
                 pair = [written(each) for each in value] if is_pair(value) else ["...", "..."]
                 return way.format(*pair)
-            return way.format(written(value))
+            return way.replace("{}", written(value))
     return None
 
 

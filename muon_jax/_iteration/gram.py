@@ -133,7 +133,7 @@ def run_gram_form(
         x: shape `(..., m, n)`, or several stacks, as `operand` takes them.
         schedule: quintic steps, none of them traced.
         normalization: of X.
-        operand: the matrices whole, or in pieces.
+        operand: the matrices whole, or sharded.
     """
     (gram,) = operand.gram(x, normalization.gain**2)
     x, gram, s, factor = normalization(x, gram, operand.spread)

@@ -170,8 +170,8 @@ class NewtonSchulz:
         form = fastest_form(self._wanted, shape, jnp.dtype(in_dtype), backend_in_force())
         return form._replace(implementation=self.implementation)
 
-    def form_in_pieces(self, in_dtype: jnp.dtype) -> Form | str:
-        """Returns the gram form, which matrices in pieces run in, or why there is none."""
+    def sharded_form(self, in_dtype: jnp.dtype) -> Form | str:
+        """Returns the gram form, which sharded matrices run in, or why there is none."""
         if self.method == "standard":
             return "the standard form was asked for, where every step multiplies with X"
         form = gram_form(self._wanted, jnp.dtype(in_dtype), backend_in_force())
@@ -245,7 +245,7 @@ class NewtonSchulz:
             form: of the matrices.
             scale: of each matrix that `operand` gives the Gram matrix of, from `scale_down`.
             gain: the `gram_gain`, or one for each matrix.
-            operand: the matrices whole or, in the gram form, in pieces.
+            operand: the matrices whole or, in the Gram form, sharded.
         """
         schedule, given = self.schedule, x
         norm = "schatten_4" if schedule.is_composed else self.preconditioning or "frobenius"

@@ -41,7 +41,7 @@ def scale_down(
         largest: the largest entry of each matrix, shape `(total batch,)`.
         n: the larger size of the matrices.
         dtype: of the products.
-        operand: the matrices whole, or in pieces.
+        operand: the matrices whole, or sharded.
     """
     narrow = min(dtype, stacks[0].dtype, key=lambda dtype: jnp.finfo(dtype).nmant)
     rounded = functools.partial(_rounded, dtype=narrow)

@@ -33,7 +33,7 @@ def run_steps(
         x: shape `(..., m, n)`, or several stacks, as `operand` takes them.
         schedule: the steps. A number of steps that the trace does not know becomes a loop.
         normalization: of X.
-        operand: the matrices whole, or in pieces.
+        operand: the matrices whole, or sharded.
     """
     dtype = jax.tree.leaves(x)[0].dtype
     steps, loop = schedule.steps_in(dtype), schedule.loop

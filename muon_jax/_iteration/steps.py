@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from muon_jax._iteration.cost import Products
 from muon_jax._iteration.noise import noise_addend
 from muon_jax._iteration.published import DEFAULT_STEPS
-from pallas_kernels import Link, syrk_chain
+from pallas_kernels import ChainLink, syrk_chain
 
 type Triple = tuple[float | jax.Array, float | jax.Array, float | jax.Array]
 
@@ -131,7 +131,7 @@ class Step:
                 is_last = j + 1 == len(self.products)
                 addends.append((amplitude * product.diagonal if is_last else amplitude, number))
             has_residual = low is not None and j + 1 < len(self.residual_betas)
-            links.append(Link(product.alpha, tuple(addends), product.diagonal, has_residual))
+            links.append(ChainLink(product.alpha, tuple(addends), product.diagonal, has_residual))
             numbers.append(made)
             low = made + 1 if has_residual else None
             made += 1 + has_residual

@@ -1,7 +1,8 @@
 """The arguments of `muon` that reports are about, and the iterations that they stand for."""
 
+import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,16 +13,19 @@ import optax
 from muon_jax._coefficients import Iterations, check_patterns, iterations_by_path
 from muon_jax._foreign.calls import check_names
 from muon_jax._matrices.views import View, assigned_views
-from muon_jax._muon import muon
-from muon_jax._presets import with_preset
+from muon_jax._presets import all_given
+from muon_jax._transforms.storage import Memory, storage_of
 from muon_jax._tree_checks import check_params
 
 
-def all_arguments(report: str, given: Mapping[str, Any], params: Any) -> dict[str, Any]:
-    """Returns the arguments of `muon`: these, the arguments of their preset, and defaults.
+def all_arguments(
+    report: str, optimizer: Callable[..., Any], given: Mapping[str, Any], params: Any
+) -> tuple[dict[str, Any], Any]:
+    """Returns all arguments, those of the preset and defaults too, and the shapes of the state.
 
     Args:
         report: the function that got them, for errors.
+        optimizer: `muon`, or one that takes its arguments.
         given: the arguments. The learning rate may be missing.
         params: the parameters.
 
@@ -30,18 +34,19 @@ def all_arguments(report: str, given: Mapping[str, Any], params: Any) -> dict[st
         ValueError: there is no such preset, or `muon` refuses an argument or, in `init`, the
             parameters.
     """
-    signature = inspect.signature(muon)
+    signature = inspect.signature(optimizer)
     check_names(report, given, [*signature.parameters])
     given = {"learning_rate": 0.0, **given}
-    muon(**given)
+    optimizer(**given)
     check_params(params, f"{report}(params)")
     # A report is about any devices, so its arrays need not be in the memory of these.
-    optimizer = muon(**given | {"state_memory_kind": "device", "shardings": None})
+    storage = dataclasses.replace(storage_of(given.get("mu_dtype")), memory=Memory())
+    made = optimizer(**given | {"mu_dtype": storage, "shardings": None})
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params)
-    jax.eval_shape(optimizer.init, shapes)
-    call = signature.bind(**with_preset(given))
+    state = jax.eval_shape(made.init, shapes)
+    call = signature.bind(**all_given(optimizer, given))
     call.apply_defaults()
-    return call.arguments
+    return call.arguments, state
 
 
 def iterations_of_muon(arguments: Mapping[str, Any], matrices: Any) -> Iterations:

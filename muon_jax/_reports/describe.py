@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from muon_jax._by_use.by_use import Routes
 from muon_jax._checks import checks_arguments
@@ -17,6 +18,7 @@ from muon_jax._matrices.by_role import by_role, named_shapes, routes
 from muon_jax._matrices.parts import parts_of
 from muon_jax._matrices.roles import NamedShape
 from muon_jax._matrices.views import View
+from muon_jax._muon import muon
 from muon_jax._reports.arguments import (
     all_arguments,
     iterations_of_muon,
@@ -24,8 +26,7 @@ from muon_jax._reports.arguments import (
     views_of_muon,
 )
 from muon_jax._table import table
-from muon_jax._transforms.adamh import label_of_adam
-from muon_jax._transforms.quantized import computed_dtype
+from muon_jax._transforms.storage import Storage, storage_of
 from muon_jax._trees import errors_naming
 from pallas_kernels import select_implementation, unsupported_reason
 from pallas_kernels.arguments import check_supported, standard_promotion
@@ -40,7 +41,7 @@ class DescribedParameter:
         shape: its own.
         role: what `by_use` saw it used for, and why; or what `by_role` takes it for, "unknown" if
             nothing tells, or the rule that decides.
-        optimizer: "muon", "adamw" or "adamh".
+        optimizer: "muon" or "adamw", or what else has it, such as "adamh".
         matrices: the shapes `(batch, rows, cols)` of its stacks of matrices.
         groups: for each of these, which group it is orthogonalized in.
     """
@@ -116,15 +117,15 @@ class Description:
 
 @checks_arguments
 @standard_promotion()
-def describe(params: Any, **arguments: Any) -> Description:
+def describe(params: Any, *, optimizer: Callable[..., Any] = muon, **arguments: Any) -> Description:
     """Prints and returns which parameters `muon` takes for matrices, and what it does with them.
 
-    Matrices are those of one device. `explain` tells what mesh axes, `exchange_axes` and `outside`
-    make of them.
+    Matrices are those of one device. `explain` tells what mesh axes and an `Exchange` make of them.
 
     Args:
         params: the parameters, or shapes of them.
-        **arguments: those of `muon`, by name. You can pass all arguments of your optimizer:
+        optimizer: `muon`, or a function of `muon_jax.contrib` that takes its arguments.
+        **arguments: those of the optimizer, by name. You can pass all arguments of your optimizer:
             `describe` ignores those that do not concern the matrices, such as `learning_rate`,
             which you can also leave out.
 
@@ -133,7 +134,7 @@ def describe(params: Any, **arguments: Any) -> Description:
         ValueError: as `muon` and its `init`, and `by_role` where it is used.
         NotImplementedError: the named implementation cannot run here.
     """
-    given = all_arguments("describe", arguments, params)
+    given, state = all_arguments("describe", optimizer, arguments, params)
     named = named_shapes(params)
     leaves = jax.tree.leaves_with_path(params)
     views = views_of_muon(given, params)
@@ -148,22 +149,18 @@ def describe(params: Any, **arguments: Any) -> Description:
     grouped = _grouped(iterations.distinct, numbers, flat)
     group_of = {j: i for i, (_, group) in enumerate(grouped) for j in group}
     positions = itertools.count()
+    labels = _optimizers(state, params, storage_of(given["mu_dtype"]))
     parameters = [
         DescribedParameter(
             path=name,
             shape=shape,
             role=role,
-            optimizer=_optimizer_of(path, x, view, given["adamh"]),
+            optimizer=label,
             matrices=tuple(stack.shape for stack in own),
             groups=tuple(group_of[next(positions)] for _ in own),
         )
-        for (name, shape), (path, x), view, own, role in zip(
-            named,
-            leaves,
-            views,
-            stacks,
-            _roles(named, given),
-            strict=True,
+        for (name, shape), label, own, role in zip(
+            named, labels, stacks, _roles(named, given), strict=True
         )
     ]
     described = [
@@ -177,9 +174,24 @@ def describe(params: Any, **arguments: Any) -> Description:
     return description
 
 
-def _optimizer_of(path: tuple[Any, ...], x: Any, view: View | None, adamh: str | None) -> str:
-    label = "muon" if view is not None else label_of_adam(adamh, path, x)
-    return "adamw" if label == "adam" else label
+def _optimizers(state: Any, params: Any, storage: Storage) -> list[str]:
+    """The optimizer of each parameter: the one whose state has a momentum for it."""
+
+    def has_momenta(node: Any) -> bool:
+        return hasattr(node, "mu")
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    treedef = jax.tree.structure(params)
+    found = [""] * treedef.num_leaves
+    for label, inner in state.inner_states.items():
+        nodes = jax.tree.leaves(inner, is_leaf=has_momenta)
+        (mu,) = (node.mu for node in nodes if has_momenta(node))
+        for i, m in enumerate(treedef.flatten_up_to(storage.unpack(mu))):
+            if not any(map(is_masked, jax.tree.leaves(m, is_leaf=is_masked))):
+                found[i] = "adamw" if label == "adam" else label
+    return found
 
 
 def _grouped(
@@ -208,7 +220,7 @@ def _roles(named: Sequence[NamedShape], given: dict[str, Any]) -> list[str]:
 
 def _momentum_of(x: Any, given: dict[str, Any]) -> jax.ShapeDtypeStruct:
     """What is orthogonalized for a parameter whose gradients have its dtype."""
-    computed = computed_dtype(given["mu_dtype"]) or x.dtype
+    computed = storage_of(given["mu_dtype"]).computed_dtype or x.dtype
     dtype = "float32" if given["mu_rounding"] == "stochastic" else computed
     return jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, dtype))
 

@@ -1,7 +1,7 @@
 """`explain`: what `muon` will do with sharded parameters, as data and as a table."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,10 +9,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._checks import checks_arguments
-from muon_jax._distributed.block_steps import limits_of_blocks
-from muon_jax._distributed.exchange_axes import ExchangeAxes
-from muon_jax._distributed.links import Links
-from muon_jax._distributed.planning import Limits, make_plan, units_of
+from muon_jax._distributed.exchange import Exchange, exchange_of
+from muon_jax._distributed.init_shardings import are_from_init
+from muon_jax._distributed.planning import make_plan, units_of
 from muon_jax._distributed.sharding import (
     Mesh,
     Shardings,
@@ -21,6 +20,7 @@ from muon_jax._distributed.sharding import (
     spec_of,
 )
 from muon_jax._iteration.schedules import is_traced
+from muon_jax._muon import muon
 from muon_jax._reports.arguments import (
     all_arguments,
     iterations_of_muon,
@@ -34,15 +34,21 @@ from pallas_kernels.arguments import standard_promotion
 @checks_arguments
 @standard_promotion()
 def explain(
-    params: Any, shardings: Shardings = None, mesh: Mesh | None = None, **arguments: Any
+    params: Any,
+    shardings: Shardings | Exchange = None,
+    mesh: Mesh | None = None,
+    *,
+    optimizer: Callable[..., Any] = muon,
+    **arguments: Any,
 ) -> Explanation:
     """Prints and returns how `muon` with these arguments shares the matrices among devices.
 
     Args:
         params: arrays, or shapes (`jax.ShapeDtypeStruct`), of the dtype of the momentum.
-        shardings: as for `muon`; None for the shardings that the arrays have.
+        shardings: as for `muon`, also an `Exchange`; None for the shardings that the arrays have.
         mesh: None for the mesh of the shardings, or of `jax.set_mesh`.
-        **arguments: those of `muon`, by name. You can pass all arguments of your optimizer:
+        optimizer: `muon`, or a function of `muon_jax.contrib` that takes its arguments.
+        **arguments: those of the optimizer, by name. You can pass all arguments of your optimizer:
             `explain` ignores those that do not concern the matrices, such as `learning_rate`,
             which you can also leave out.
 
@@ -53,24 +59,30 @@ def explain(
     """
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh | None):
         raise TypeError(f"mesh must be a Mesh or None, got {mesh!r}: pass that of the shardings")
-    given = all_arguments("explain", arguments, params)
+    exchange = exchange_of(shardings)
+    with_exchange = arguments | {"shardings": shardings}
+    given, _ = all_arguments("explain", optimizer, with_exchange, params)
     views, matrices = _matrices_of(params, given)
-    placed = _stated_shardings(matrices) if shardings is None else None
-    placed = placed or shardings_of_leaves(shardings, matrices)
+    placed = (
+        _stated_shardings(matrices)
+        if exchange.shardings is None
+        else shardings_of_leaves(exchange.shardings, matrices)
+    )
     specs = [*map(spec_of, placed)]
     mesh = _mesh_for(placed, mesh)
     # A callable, because a tree of views may itself be callable.
     iterations = iterations_of_muon(given, matrices)
     units = units_of(lambda _: views, matrices, iterations)
-    exchange_axes = ExchangeAxes.of_arguments(given["exchange_axes"], given["outside"])
-    links = Links.of_arguments(given["bandwidth"], given["latency"])
-    limits = Limits(given["distributed_gram"], exchange_axes, links=links)
-    plan = make_plan(units, specs, mesh.shape, limits, iterations.distinct)
-    explanation = explained(plan, iterations.names, links)
-    period = int(given["block_period"] or 1)
+    plan = make_plan(units, specs, mesh.shape, exchange, iterations.distinct)
+    explanation = explained(plan, iterations.names, exchange.links)
+    period = int(exchange.block_period or 1)
     if period > 1:
-        make_plan(units, specs, mesh.shape, limits_of_blocks(limits), iterations.distinct)  # raises
-        explanation = dataclasses.replace(explanation, block_period=period)
+        make_plan(units, specs, mesh.shape, exchange.of_blocks(), iterations.distinct)  # raises
+    explanation = dataclasses.replace(
+        explanation,
+        block_period=period,
+        are_shardings_from_init=exchange.shardings is None and are_from_init(mesh),
+    )
     print(explanation)
     return explanation
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from muon_jax._distributed.in_pieces import estimate
-from muon_jax._distributed.links import Links, Sent
+from muon_jax._distributed.cost import Links, Sent
+from muon_jax._distributed.kept_sharded import estimate
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan, Share
-from muon_jax._distributed.plan_cost import collectives_of
+from muon_jax._distributed.planning import collectives_of
 from muon_jax._distributed.shares import gathered_together
 from muon_jax._iteration.form import Form
 from muon_jax._table import table
@@ -35,7 +35,7 @@ class ExplainedGroup:
     Attributes:
         matrices: shapes `(batch, m, n)` of what moves together, mostly one matrix.
         coefficients: their name, or the numbers.
-        mode: `"local"`, `"exchange over"` mesh axes, or `"gram over"` mesh axes: in pieces. Before
+        mode: `"local"`, `"exchange over"` mesh axes, or `"gram over"` mesh axes: sharded. Before
             it, `"split over"` axes whose replicas split the work, and `"blocks over"` axes that cut
             matrices in blocks, which are then the matrices of the group.
         count: how many there are on all devices that share the owners.
@@ -82,6 +82,8 @@ class Explanation:
         links: by mesh axis the bytes that each device sends over it, and the µs of a model.
         is_measured: whether the model has the measured bandwidth and latency of NVLink on all axes.
         block_period: P, of whose steps one is as above, and others exchange nothing.
+        are_shardings_from_init: whether, in `jit`, the optimizer takes arrays to be sharded as
+            those of the latest `init` outside `jit`: on automatic axes of TPUs.
     """
 
     groups: tuple[ExplainedGroup, ...]
@@ -93,6 +95,7 @@ class Explanation:
     links: Mapping[str, Sent] = dataclasses.field(default_factory=dict)
     is_measured: bool = True
     block_period: int = 1
+    are_shardings_from_init: bool = False
 
     @property
     def imbalance(self) -> float:
@@ -146,6 +149,8 @@ class Explanation:
                 f"So is one step of {self.block_period}; the others exchange nothing: in the mean"
                 f" {self.mean_megabytes:.1f} MB a step"
             )
+        if self.are_shardings_from_init:
+            lines.append("in jit, if the latest `init` outside of jit had these shardings")
         return "\n".join(lines)
 
 
@@ -215,12 +220,12 @@ def explained(plan: Plan, names: Sequence[str], links: Links) -> Explanation:
     groups = [row.group(*numbers) for row, *numbers in rows.values()]
     sums = 0
     for bucket in plan.grams:
-        group, num_sums = _group_in_pieces(bucket, names, shares)
+        group, num_sums = _group_kept_sharded(bucket, names, shares)
         groups.append(group)
         sums += num_sums
     by_axis: dict[str, Sent] = {}
     for name, (num_bytes, time) in itertools.chain.from_iterable(
-        links.sent(collective).items() for collective in collectives_of(plan)
+        collective.sent(links).items() for collective in collectives_of(plan)
     ):
         before = by_axis.get(name, Sent(0.0, 0.0))
         by_axis[name] = Sent(before.bytes + num_bytes, before.microseconds + time)
@@ -232,7 +237,7 @@ def explained(plan: Plan, names: Sequence[str], links: Links) -> Explanation:
         exchange_microseconds=sum(sent.microseconds for sent in by_axis.values()),
         gathers=len(gathered_together(plan.shares)),
         links=by_axis,
-        is_measured=links == Links(),
+        is_measured=not links,
     )
 
 
@@ -258,13 +263,13 @@ def _of_replicas(
     return count, num_bytes
 
 
-def _group_in_pieces(
+def _group_kept_sharded(
     bucket: Bucket, names: Sequence[str], shares: Mapping[int, Share]
 ) -> tuple[ExplainedGroup, int]:
-    """The group of matrices that stay in pieces, and how many sums it has."""
+    """The group of matrices that stay sharded, and how many sums it has."""
     (chunk,) = bucket.chunks
     leaf = chunk.parts[0][0]
-    form = leaf.form_in_pieces
+    form = leaf.sharded_form
     assert isinstance(form, Form)
     cost = estimate(bucket)
     count, gathered = _of_replicas(chunk.parts, shares)

@@ -6,12 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._transforms.on_host import (
-    MemoryKind,
-    check_memory,
-    map_leaf_by_leaf,
-    place_state,
-)
+from muon_jax._transforms.storage import Storage
 from muon_jax._tree_checks import check_gradients, check_state
 
 
@@ -20,11 +15,10 @@ def scale_by_adam(
     b2: float | jax.Array,
     eps: float | jax.Array,
     eps_root: float | jax.Array,
-    mu_dtype: jax.typing.DTypeLike | None,
     nesterov: bool,
-    memory_kind: MemoryKind,
+    storage: Storage,
 ) -> optax.GradientTransformation:
-    """Returns `optax.scale_by_adam`, whose state may be on the host.
+    """Returns `optax.scale_by_adam`, whose state is kept as `storage` says.
 
     With gradient g at step t = 1, 2, …,
 
@@ -37,26 +31,26 @@ def scale_by_adam(
         b1, b2: decay rates of the moments.
         eps: added to the denominator.
         eps_root: added under its square root.
-        mu_dtype: dtype of m; None for what optax promotes the parameters' and the gradients' to.
         nesterov: whether u looks one step ahead.
-        memory_kind: as `state_memory_kind` of `scale_by_muon`.
+        storage: of arrays. Its dtype is that of m; None is what optax promotes the parameters' and
+            the gradients' to.
 
     Raises:
         TypeError: the state is not what `init` returned.
         ValueError: gradients do not fit the state, or the state is in another memory.
         NotImplementedError: the device has no such memory.
     """
-    init = optax.scale_by_adam(mu_dtype=mu_dtype).init
+    init = optax.scale_by_adam(mu_dtype=storage.dtype).init
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        return place_state(init(params), memory_kind)
+        return storage.memory.place(init(params))
 
     def update_fn(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, Any]:
         check_state(updates, state, params, "mu")
         check_gradients(updates, state.mu, "the state")
-        check_memory(state, memory_kind)
+        storage.memory.check(state)
         count = jnp.asarray(optax.safe_increment(state.count))
         # Computed once, as in optax: XLA may divide in another way by what only one leaf needs.
         mu_weight, nu_weight = 1 - b1**count, 1 - b2**count
@@ -70,10 +64,12 @@ def scale_by_adam(
             else:
                 u = _divide(mu, mu_weight)
             u = u / (jnp.sqrt(_divide(nu, nu_weight) + eps_root) + eps)
-            return u, (optax.tree.cast(mu, mu_dtype), nu.astype(moments[1].dtype))
+            return u, (optax.tree.cast(mu, storage.dtype), nu.astype(moments[1].dtype))
 
         moments = jax.tree.map(lambda *both: both, state.mu, state.nu)
-        updates, moments = map_leaf_by_leaf(update_leaf, moments, updates, are_read_again=False)
+        updates, moments = storage.update_leaves(
+            update_leaf, moments, updates, are_read_again=False
+        )
         treedef = jax.tree.structure(updates)
         both = zip(*treedef.flatten_up_to(moments), strict=True)
         mu, nu = map(treedef.unflatten, both) if treedef.num_leaves else (state.mu, state.nu)

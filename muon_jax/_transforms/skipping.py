@@ -14,11 +14,12 @@ import optax
 
 from muon_jax._distributed.sharding import Shardings, whole_tree
 from muon_jax._matrices.views import Views
-from muon_jax._transforms.quantized import shapes_of_momenta, with_quantized
+from muon_jax._transforms.storage import Storage
 from muon_jax._tree_checks import check_gradients, check_state, check_update
 from muon_jax._trees import any_missing, fill_missing, is_box, is_function, is_missing
 
 # The fields of a state that are trees like the parameters.
+_ARRAYS = Storage()
 _OF_PARAMETERS = ("mu", "nu")
 
 
@@ -51,7 +52,8 @@ class Present:
 def skip_missing(
     update: Callable[..., tuple[Any, Any]],
     field: str | None = None,
-    shapes_in_state: Callable[[Any], Any] | None = None,
+    storage: Storage = _ARRAYS,
+    has_momenta: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Returns the update of a transformation that skips parameters whose gradient is None.
 
@@ -62,7 +64,9 @@ def skip_missing(
         update: as of a transformation, with another argument `whole`: a tree like the parameters,
             with arrays in the places of skipped ones, too.
         field: that the state must have; None for any state.
-        shapes_in_state: makes arrays like the parameters of a state, to call without parameters.
+        storage: of the momenta in the state.
+        has_momenta: whether the state has a momentum `mu` for each parameter, which tells its shape
+            where a call has no parameters.
 
     Raises:
         TypeError: a gradient is no array, or the state is not what `init` returned.
@@ -78,8 +82,8 @@ def skip_missing(
         if not any_missing(updates):
             return update(updates, state, params, whole=updates, **extra_args)
         of_state = None
-        if shapes_in_state is not None:
-            of_state = shapes_in_state(state)
+        if has_momenta:
+            of_state = storage.map(storage.load, storage.unpack(state.mu))
             check_gradients(updates, of_state, "the state")
         like = of_state if params is None else params
         if like is None:
@@ -88,7 +92,7 @@ def skip_missing(
                 " needs the parameters, for its shape: call update(updates, state, params)"
             )
         present = Present(updates, like)
-        zeros = _zeros(present, like, state)
+        zeros = _zeros(present, like, state, storage)
         whole = fill_missing(updates, zeros)
         new_updates, new_state = update(
             present.mask(whole),
@@ -141,11 +145,11 @@ def _is_node(node: Any) -> bool:
     return any(name in fields for name in _OF_PARAMETERS)
 
 
-def _zeros(present: Present, like: Any, state: Any) -> Any:
+def _zeros(present: Present, like: Any, state: Any, storage: Storage) -> Any:
     """Zeros like the parameters, in the dtypes that these and their momenta promote to."""
     nodes = jax.tree.leaves(state, is_leaf=_is_node)
     of_nodes = (node.mu for node in nodes if _is_node(node) and hasattr(node, "mu"))
-    momenta = [shapes_of_momenta(with_quantized(mu)) for mu in of_nodes]
+    momenta = [storage.map(storage.shape_of, storage.unpack(mu)) for mu in of_nodes]
 
     def zeros(keep: Any, *subtrees: Any) -> Any:
         if _all(keep):

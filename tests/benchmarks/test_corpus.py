@@ -145,5 +145,5 @@ def test_what_is_written_is_read(tmp_path, text):
         (b"int main", "must be a file of tokens, got Input format not supported"),
     ):
         path.write_bytes(contents)
-        with pytest.raises(ValueError, match=f"{found}.*: make it with `python -m muon_jax"):
+        with pytest.raises(ValueError, match=f"{found}.*: make it with `python -m benchmarks"):
             read_corpus(path)

@@ -32,7 +32,7 @@ from benchmarks._records.training_statistics import (
     seconds_to_equal_loss,
     steps_to_loss,
 )
-from muon_jax._transforms.spectra import unreached_share
+from muon_jax.contrib._spectra import unreached_share
 
 WIDTHS, EVALUATIONS, STEPS = [256, 384, 512, 768], 10, 200
 # Of each variant: what it adds to the loss, its deviation over seeds, log₂ of its best learning

@@ -7,6 +7,7 @@ Writes the shards of the parameters that its devices have into FOLDER, a file ea
 """
 
 import argparse
+import functools
 import os
 import signal
 from pathlib import Path
@@ -17,7 +18,8 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import metrics, muon, with_metrics
+from muon_jax import muon
+from muon_jax.contrib import metrics, normuon, with_metrics
 
 STEPS = 3
 SHAPES = {**{f"matrix {i}": (16, 24) for i in range(5)}, "bias": (16,)}
@@ -37,7 +39,8 @@ def train(options: argparse.Namespace) -> tuple[dict[str, jax.Array], Any]:
     """Returns parameters and state after all steps."""
     mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), (AxisType[options.axes],))
     sharding, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), ()))
-    optimizer = muon(0.1, ns_steps=2, normuon_b2=0.9 if options.checkpoints else None)
+    make = functools.partial(normuon, normuon_b2=0.9) if options.checkpoints else muon
+    optimizer = make(0.1, ns_steps=2)
     if options.checkpoints:
         optimizer = with_metrics(optimizer)
     params = drawn(0, sharding)

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
-from test_exchange_axes import COLLECTIVE, FRONT_ENDS, MATRICES, SIZES
 from test_layouts import placed
+from test_words import COLLECTIVE, FRONT_ENDS, MATRICES, SIZES
 
-from muon_jax import NewtonSchulz, Split, explain, muon, newton_schulz, scale_by_muon
+from muon_jax import Exchange, NewtonSchulz, Split, explain, muon, newton_schulz, scale_by_muon
 
 # Cut along both sides, along a batch axis alone, and not at all.
 TREE = {
@@ -74,17 +74,17 @@ def orthogonal(grads, cuts=(1, 1)):
 
 
 # What exchanges over fsdp, the rows, leaves of a matrix: blocks of columns.
-WORDS = {"exchange_axes": "fsdp", "outside": ("split", "block")}
-CASES = [(front_end, words) for front_end in FRONT_ENDS for words in ({}, WORDS)]
+WORDS = {"tp": ("block", "split"), ...: "split"}
+CASES = [(front_end, words) for front_end in FRONT_ENDS for words in ((), WORDS)]
 
 
 @pytest.mark.parametrize("case", helpers.mostly_nightly(CASES, CASES[:1]), ids=str)
 def test_every_third_step_is_of_whole_matrices_and_others_exchange_nothing(case):
     (axis_type, is_stated), words = case
     grads, specs, views = placed(SIZES, {key: TREE[key] for key in ("up", "whole")}, axis_type)
-    kwargs = {**KWARGS, "weight_dimension_numbers": views, **words}
-    kwargs |= {"shardings": specs} if is_stated else {}
-    compiled, found = steps(scale_by_muon(block_period=3, **kwargs), grads, 5)
+    exchange = Exchange(words, shardings=specs if is_stated else None, block_period=3)
+    kwargs = {**KWARGS, "weight_dimension_numbers": views, "shardings": exchange}
+    compiled, found = steps(scale_by_muon(**kwargs), grads, 5)
     (of_whole, of_blocks), outside = collectives_of_branches(compiled)
     assert (of_blocks, outside) == (0, 0)
     assert of_whole >= 3 if words else of_whole == 2  # replicas that split the work gather it
@@ -97,8 +97,9 @@ def test_every_third_step_is_of_whole_matrices_and_others_exchange_nothing(case)
 @pytest.mark.parametrize("check_vma", helpers.mostly_nightly([True, False], [True]))
 def test_inside_the_caller_s_shard_map(check_vma):
     grads, specs, views = placed(SIZES, {"up": TREE["up"]}, AxisType.Auto)
-    kwargs = {**KWARGS, "weight_dimension_numbers": views, "shardings": specs}
-    transform = scale_by_muon(block_period=2, momentum="ema", **kwargs)
+    exchange = Exchange(shardings=specs, block_period=2)
+    kwargs = {**KWARGS, "weight_dimension_numbers": views, "shardings": exchange}
+    transform = scale_by_muon(momentum="ema", **kwargs)
 
     def update(grads, count):
         return transform.update(grads, transform.init(grads)._replace(count=count))[0]
@@ -130,11 +131,11 @@ def test_blocks_alone_have_the_rate_of_blocks_and_the_scale_of_their_shape(sched
     """Where the learning rate is 0, at step 3, nothing moves."""
     grads, _, views = placed(SIZES, {key: TREE[key] for key in ("up", "whole")}, AxisType.Auto)
     of = fading if schedules else float
+    gain = (lambda count: 1 / 3) if schedules else 1 / 3
     _, found = of_muon(
         *(grads, views, 4),
         learning_rate=of(0.3),
-        block_learning_rate=of(0.1),
-        block_period=4,
+        shardings=Exchange(block_period=4, block_gain=gain),
         consistent_rms=0.2,
         weight_decay=0.5,
     )
@@ -153,7 +154,7 @@ def test_matrices_that_are_whole_on_each_device_do_not_depend_on_the_period():
     parameters = {key: TREE[key] for key in ("layers", "whole")}
     grads, _, views = placed(SIZES, parameters, AxisType.Auto)
     on_one = {key: jnp.asarray(np.asarray(grad)) for key, grad in grads.items()}
-    period = {"block_period": 2, "block_learning_rate": 0.01}
+    period = Exchange(block_period=2, block_gain=0.1)
     for kept in ({"layers": grads["layers"]}, {"whole": on_one["whole"]}):
         assert_same_without(kept, {key: views[key] for key in kept}, period, {"learning_rate": 0.1})
 
@@ -161,12 +162,12 @@ def test_matrices_that_are_whole_on_each_device_do_not_depend_on_the_period():
 @helpers.nightly
 def test_a_period_of_one_is_none():
     grads, _, views = placed(SIZES, {"up": TREE["up"]}, AxisType.Auto)
-    assert_same_without(grads, views, {"block_period": 1}, {"learning_rate": 0.1})
+    assert_same_without(grads, views, Exchange(block_period=1), {"learning_rate": 0.1})
 
 
 def assert_same_without(grads, views, period, kwargs):
-    """Updates have no condition, and the bits of those without these arguments."""
-    compiled, found = of_muon(grads, views, **period, **kwargs)
+    """Updates have no condition, and the bits of those without a period."""
+    compiled, found = of_muon(grads, views, shardings=period, **kwargs)
     assert " conditional(" not in compiled.as_text()
     chex.assert_trees_all_equal(found, of_muon(grads, views, **kwargs)[1])
 
@@ -174,22 +175,30 @@ def assert_same_without(grads, views, period, kwargs):
 @helpers.nightly
 def test_the_period_is_static_and_rates_may_be_injected():
     grads, _, views = placed(SIZES, {"up": TREE["up"]}, AxisType.Auto)
-    rates = {"learning_rate": 0.3, "block_learning_rate": 0.1, "block_period": 2}
-    injected = optax.inject_hyperparams(muon, static_args="block_period")(
-        muon_weight_dimension_numbers=views, **KWARGS, **rates
-    )
+
+    def made(learning_rate, block_gain):
+        exchange = Exchange(block_period=2, block_gain=block_gain)
+        given = {"muon_weight_dimension_numbers": views, "shardings": exchange}
+        return muon(learning_rate, **given, **KWARGS)
+
+    def periodic(learning_rate, block_period):
+        return muon(learning_rate, shardings=Exchange(block_period=block_period))
+
+    injected = optax.inject_hyperparams(made)(learning_rate=0.3, block_gain=1 / 3)
     _, found = steps(injected, grads, 2, grads)
-    _, expected = of_muon(grads, views, **rates)
+    _, expected = steps(made(0.3, 1 / 3), grads, 2, grads)
     chex.assert_trees_all_close(found, expected, atol=1e-6)
     with pytest.raises(ValueError, match="give it static_args='block_period'"):
-        optax.inject_hyperparams(muon)(**rates).init(grads)
+        optax.inject_hyperparams(periodic)(0.3, block_period=2).init(grads)
 
 
 @helpers.nightly
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_under_vmap(axis_type):
     grads, _, views = placed(SIZES, {"up": TREE["up"]}, axis_type)
-    optimizer = scale_by_muon(block_period=2, weight_dimension_numbers=views, **KWARGS)
+    optimizer = scale_by_muon(
+        shardings=Exchange(block_period=2), weight_dimension_numbers=views, **KWARGS
+    )
 
     def second(grads):
         state = optimizer.update(grads, optimizer.init(grads))[1]
@@ -204,14 +213,15 @@ def test_under_vmap(axis_type):
 @pytest.mark.parametrize(
     ("kwargs", "argument"),
     [
-        ({"block_period": 2}, "block_period="),
-        ({"exchange_axes": "fsdp", "outside": "block"}, "outside='block'"),
-        ({"exchange_axes": "fsdp", "outside": {"tp": "block"}}, "outside='block'"),
+        ({"block_period": 2}, "block_period"),
+        ({"axes": "block"}, "'block'"),
+        ({"axes": {"tp": "block"}}, "'block'"),
     ],
 )
 def test_a_derivative_that_would_leave_blocks_to_xla_is_refused(kwargs, argument):
     grads, specs, views = placed(SIZES, {"up": TREE["up"]}, AxisType.Auto)
-    optimizer = scale_by_muon(weight_dimension_numbers=views, **kwargs, **KWARGS)
+    given = {"weight_dimension_numbers": views, **KWARGS}
+    optimizer = scale_by_muon(shardings=Exchange(**kwargs), **given)
 
     def update(grads):
         return optimizer.update(grads, optimizer.init(grads))[0]["up"].sum()
@@ -220,7 +230,7 @@ def test_a_derivative_that_would_leave_blocks_to_xla_is_refused(kwargs, argument
     for mapped, x in ((jax.grad(update), grads), (jax.vmap(update), on_no_mesh)):
         with pytest.raises(NotImplementedError, match=f"{argument} has no blocks under derivat"):
             jax.eval_shape(mapped, x)
-    optimizer = scale_by_muon(weight_dimension_numbers=views, shardings=specs, **kwargs, **KWARGS)
+    optimizer = scale_by_muon(shardings=Exchange(shardings=specs, **kwargs), **given)
     assert jax.eval_shape(jax.grad(update), grads)["up"].shape == grads["up"].shape
 
 
@@ -229,8 +239,8 @@ MESH = AbstractMesh((2, 4), ("fsdp", "tp"))
 
 def explained(view=MATRICES, **kwargs):
     params = {"w": jax.ShapeDtypeStruct((8, 1024, 4096), jnp.float32)}
-    specs = PartitionSpec(None, "fsdp", "tp")
-    return explain(params, specs, MESH, muon_weight_dimension_numbers={"w": view}, **kwargs)
+    exchange = Exchange(shardings=PartitionSpec(None, "fsdp", "tp"), **kwargs)
+    return explain(params, exchange, MESH, muon_weight_dimension_numbers={"w": view})
 
 
 def test_explain_has_the_mean_of_a_period():
@@ -247,5 +257,5 @@ def test_explain_has_the_mean_of_a_period():
 
 
 def test_blocks_of_parts_of_an_axis_are_refused():
-    with pytest.raises(ValueError, match=r"takes axis 2 apart, .*, without block_period"):
+    with pytest.raises(ValueError, match=r"takes axis 2 apart, .* and without block_period"):
         explained(Split(-1, (1024, 3072)), block_period=4)

@@ -3,21 +3,24 @@
 import functools
 
 import flax.linen as nn
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import mostly_nightly
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from muon_jax import MuonDimensionNumbers, NewtonSchulz, muon, scale_by_normuon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz
 from muon_jax._matrices.views import Split, Unfold
+from muon_jax.contrib import scale_by_normuon
 
 NORMUONS = {"argument": {"normuon_b2": 0.9}, "nanogpt": {"preset": "nanogpt"}}
-MUON = functools.partial(muon, 1e-2, ns_steps=2, ns_coeffs=NewtonSchulz(dtype="float32"))
-each_normuon = pytest.mark.parametrize("name", mostly_nightly(NORMUONS, (), ["argument"]))
+MUON = functools.partial(
+    helpers.any_muon, 1e-2, ns_steps=2, ns_coeffs=NewtonSchulz(dtype="float32")
+)
+each_normuon = pytest.mark.parametrize("name", helpers.mostly_nightly(NORMUONS, (), ["argument"]))
 
 
 def mesh_of_two_axes():

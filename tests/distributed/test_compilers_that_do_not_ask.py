@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_layouts import LAYOUTS, problem
 
 from benchmarks._times.sharded import collectives
-from muon_jax import NewtonSchulz, muon, scale_by_muon
+from muon_jax import Exchange, NewtonSchulz, explain, muon, scale_by_muon
 from muon_jax._distributed import devices
 
 UNKNOWN = "shardings of the parameters are not known.*cpu devices.*Pass shardings=.*optimizer.init"
@@ -74,12 +74,26 @@ def test_layouts_that_nobody_knows(name):
 @pytest.mark.parametrize("name", helpers.mostly_nightly(LAYOUTS, ["TP + FSDP", "DDP"]))
 def test_what_init_saw_outside_jit_makes_the_plan(name):
     grads, specs, views = problem(name, AxisType.Auto)
-    seeing = scale_by_muon(weight_dimension_numbers=views)
-    told = scale_by_muon(weight_dimension_numbers=views, shardings=specs)
-    state = seeing.init(grads)
-    program = lowered(seeing, grads, state).as_text()
-    assert program == lowered(told, grads, state).as_text()
+    plain = scale_by_muon(weight_dimension_numbers=views)
+    stated = scale_by_muon(weight_dimension_numbers=views, shardings=specs)
+    state = plain.init(grads)
+    program = lowered(plain, grads, state).as_text()
+    assert program == lowered(stated, grads, state).as_text()
     assert ("all_to_all" in program) == bool(LAYOUTS[name][2])
+
+
+def test_explain_says_that_init_makes_the_plan(monkeypatch):
+    grads, specs, views = problem("FSDP", AxisType.Auto)
+
+    def said(shardings=None):
+        mesh = jax.typeof(jax.tree.leaves(grads)[0]).sharding.mesh
+        return explain(grads, shardings, mesh, muon_weight_dimension_numbers=views)
+
+    assert said().are_shardings_from_init
+    assert "if the latest `init` outside of jit had these shardings" in str(said())
+    assert not said(specs).are_shardings_from_init
+    monkeypatch.undo()
+    assert not said().are_shardings_from_init
 
 
 def test_what_is_stated_makes_the_program_that_it_made_before(monkeypatch):
@@ -154,23 +168,25 @@ def test_shardings_that_only_jit_knows(named):
     np.testing.assert_allclose(compiled(x), expected, atol=2e-6)
 
 
-def test_pieces_that_are_asked_for_need_shardings():
+def test_matrices_that_are_to_stay_sharded_need_shardings():
     x, sharding = matrix([None, "x"])
-    optimizer = scale_by_muon(distributed_gram=True)
+    optimizer = scale_by_muon(shardings=Exchange("gram_or_exchange"))
     x = {"w": jax.device_put(x, sharding)}
     state = state_of(optimizer, x)
-    with pytest.raises(ValueError, match="distributed_gram=True needs to know.*pass shardings="):
+    with pytest.raises(
+        ValueError, match=r"\('gram_or_exchange'\) needs to know.*pass .*shardings="
+    ):
         lowered(optimizer, x, state)
     optimizer.init(x)
     assert "psum" in str(jax.make_jaxpr(optimizer.update)(x, state))
 
 
-@pytest.mark.parametrize("arguments", [{"exchange_axes": "x"}, {"outside": "split"}], ids=str)
-def test_what_may_travel_cannot_be_said_of_unknown_shardings(arguments):
+@pytest.mark.parametrize("axes", ["raise", {"y": "raise"}, {"x": "gram"}, "split"], ids=str)
+def test_words_that_need_shardings(axes):
     x, sharding = matrix([None, "x"])
-    optimizer = scale_by_muon(**arguments)
+    optimizer = scale_by_muon(shardings=Exchange(axes))
     x = {"w": jax.device_put(x, sharding)}
-    with pytest.raises(ValueError, match="exchange_axes= or outside= needs to know.*pass shard"):
+    with pytest.raises(ValueError, match="shardings=Exchange.* needs to know.*pass .*shardings="):
         lowered(optimizer, x, state_of(optimizer, x))
 
 

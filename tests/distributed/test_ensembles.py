@@ -6,10 +6,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks._times.sharded import collectives
-from muon_jax import NewtonSchulz, scale_by_muon
+from muon_jax import Exchange, Link, NewtonSchulz, scale_by_muon
 
 AXES = ("member", "data", "rows")
-FREE = {"bandwidth": dict.fromkeys(AXES, 1e15), "latency": dict.fromkeys(AXES, 0.0)}
+FREE = dict.fromkeys(AXES, Link(1e15, 0.0))
 P = PartitionSpec
 
 
@@ -21,8 +21,8 @@ def _members(kind, spec, count=2):
     return jax.device_put(whole, NamedSharding(mesh, spec))
 
 
-def _mapped(grads, mapping=None, **arguments):
-    transform = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), **arguments)
+def _mapped(grads, exchange, mapping=None):
+    transform = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), shardings=exchange)
 
     def update(g):
         return transform.update(g, transform.init(g))[0]
@@ -46,7 +46,7 @@ def _one_by_one(grads):
 )
 def test_an_ensemble_repeats_the_work_by_default(kind, spec):
     grads = _members(kind, spec)
-    default, repeat = _mapped(grads, **FREE), _mapped(grads, **FREE, outside="repeat")
+    default, repeat = (_mapped(grads, Exchange(axes, FREE)) for axes in ((), "repeat"))
     assert collectives(default) == collectives(repeat)
     assert "all-gather" not in collectives(default)
     found = default(grads)
@@ -56,20 +56,19 @@ def test_an_ensemble_repeats_the_work_by_default(kind, spec):
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("spec", [P("member"), P(), P("member", "rows")])
-@pytest.mark.parametrize("outside", ["split", {"data": "split"}], ids=str)
-def test_an_ensemble_that_splits_the_work_has_the_same_bits(kind, spec, outside):
+@pytest.mark.parametrize("axes", ["split", {"data": "split"}], ids=str)
+def test_an_ensemble_that_splits_the_work_has_the_same_bits(kind, spec, axes):
     grads = _members(kind, spec)
-    split, repeat = _mapped(grads, outside=outside), _mapped(grads, outside="repeat")
+    split, repeat = (_mapped(grads, Exchange(said)) for said in (axes, "repeat"))
     assert collectives(split)["all-gather"] == 1
     chex.assert_trees_all_equal(split(grads), repeat(grads))
 
 
-@pytest.mark.parametrize("outside", ["faster", "split", "repeat"])
+@pytest.mark.parametrize("word", ["faster", "split", "repeat"])
 @pytest.mark.parametrize("mapping", [{}, {"spmd_axis_name": "member"}], ids=str)
-def test_members_on_automatic_axes_with_stated_shardings(mapping, outside):
+def test_members_on_automatic_axes_with_stated_shardings(mapping, word):
     grads = _members(AxisType.Auto, P("member", "rows"))
-    arguments = {"shardings": P("rows"), "outside": outside, **FREE}
-    found = _mapped(grads, mapping, **arguments)(grads)
+    found = _mapped(grads, Exchange(word, FREE, P("rows")), mapping)(grads)
     chex.assert_trees_all_close(jax.device_get(found), _one_by_one(grads), atol=1e-5)
 
 
@@ -78,7 +77,8 @@ def test_members_on_automatic_axes_with_stated_shardings(mapping, outside):
 def test_members_over_the_caller_s_shard_map(mapping, check_vma):
     grads = _members(AxisType.Auto, P("member"))
     mesh = grads["a"].sharding.mesh
-    transform = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), shardings=P("rows"), **FREE)
+    exchange = Exchange(links=FREE, shardings=P("rows"))
+    transform = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), shardings=exchange)
 
     def update(g):
         return transform.update(g, transform.init(g))[0]

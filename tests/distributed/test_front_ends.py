@@ -18,8 +18,16 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from benchmarks._times.sharded import collectives
-from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, muon, newton_schulz, scale_by_muon
-from muon_jax._distributed import sources as _sources
+from muon_jax import (
+    Exchange,
+    MuonDimensionNumbers,
+    NewtonSchulz,
+    explain,
+    muon,
+    newton_schulz,
+    scale_by_muon,
+)
+from muon_jax._distributed import automatic
 from muon_jax._matrices.views import Split
 
 SPECS = {"qkv": PartitionSpec("fsdp"), "out": PartitionSpec(None, "fsdp"), "bias": PartitionSpec()}
@@ -322,6 +330,24 @@ def test_an_ensemble_over_hyperparameters():
     assert not np.allclose(*together, atol=1e-2)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_the_program_of_update_does_not_depend_on_where_init_ran(kind):
+    params = {"out": parameters(mesh_of(kind))["out"]}
+    replicated = jax.device_put(params, NamedSharding(mesh_of(kind), PartitionSpec()))
+    state = scale_by_muon().init(params)
+
+    def program(init):
+        transform = scale_by_muon()
+        init(transform)
+        text = jax.jit(transform.update).lower(params, state).as_text()
+        return re.sub(r'backend_config = "\d+"', "", text)
+
+    nowhere = program(lambda _: None)
+    assert nowhere == program(lambda transform: transform.init(params))
+    assert nowhere == program(lambda transform: transform.init(replicated))
+    assert nowhere == program(lambda transform: jax.jit(transform.init)(params))
+
+
 def test_programs_differ_where_the_partitioned_operation_does(monkeypatch):
     """JAX's cache of compiled programs may leave the pointer to the operation out of its key."""
     params = {"out": parameters(mesh_of(AxisType.Auto))["out"]}
@@ -337,16 +363,16 @@ def test_programs_differ_where_the_partitioned_operation_does(monkeypatch):
         {"ns_coeffs": NewtonSchulz(max_group_bytes=1)},
         {"ns_coeffs": NewtonSchulz(dtype="float32")},
     ]
-    others += [{"distributed_gram": value} for value in (True, False)]
-    others += [{"outside": "split"}, {"exchange_axes": "fsdp"}]
+    words = ("gram_or_exchange", "exchange", "split", {"fsdp": "exchange", ...: "raise"})
+    others += [{"shardings": Exchange(axes)} for axes in words]
     programs = {program(**kwargs) for kwargs in [{}, *others]}
     with jax.default_matmul_precision("highest"):
         programs.add(program())
-    _sources.digest.cache_clear()
+    automatic.code_id.cache_clear()
     read_bytes = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read_bytes(path) + b"\n")  # edited
     programs.add(program())
-    _sources.digest.cache_clear()
+    automatic.code_id.cache_clear()
     assert len(programs) == 10
 
 

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks._times.sharded import collectives
-from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, muon
+from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, explain, muon
 from muon_jax._matrices.views import Split, Unfold
 
 MATRICES, HEADS = MuonDimensionNumbers(-2, -1), MuonDimensionNumbers(-3, -1)
@@ -294,20 +294,21 @@ def assert_a_random_layout_is_right(data):
     )
     kwargs = {
         "max_group_bytes": data.draw(st.sampled_from([None, 1, 2**15])),
-        "distributed_gram": data.draw(st.sampled_from([None, False])),
-        # As slow and as fast as it takes for small matrices to stay in pieces.
-        "bandwidth": {name: data.draw(st.sampled_from([1e4, 1e6, 1e12])) for name in sizes},
-        "latency": dict.fromkeys(sizes, data.draw(st.sampled_from([0, 1e-6, 1e-3]))),
     }
+    axes = data.draw(st.sampled_from([(), "exchange"]))
+    # As slow and as fast as it takes for small matrices to stay sharded.
+    bandwidth = {name: data.draw(st.sampled_from([1e4, 1e6, 1e12])) for name in sizes}
+    latency = data.draw(st.sampled_from([0, 1e-6, 1e-3]))
+    links = {name: Link(bandwidth[name], latency) for name in sizes}
     grads, specs, views = placed(sizes, parameters, axis_type)
     expected = helpers.on_one_device(grads, weight_dimension_numbers=views)
-    shardings = specs if is_stated else None
+    exchange = Exchange(axes, links, specs if is_stated else None)
     compiled, updates = helpers.compiled_update(
-        grads, weight_dimension_numbers=views, shardings=shardings, **kwargs
+        grads, weight_dimension_numbers=views, shardings=exchange, **kwargs
     )
     are_whole = {*collectives(compiled)} <= {"all-to-all", "all-gather"}  # of replicas' shares
-    assert are_whole or kwargs["distributed_gram"] is None
-    # Matrices that stay in pieces have the gram form, whose rounding is another.
+    assert are_whole or axes != "exchange"
+    # Matrices that stay sharded have the Gram form, whose rounding is another.
     helpers.assert_close(updates, expected, atol=4e-6 if are_whole else 2e-5)
 
 

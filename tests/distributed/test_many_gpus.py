@@ -9,7 +9,7 @@ import pytest
 from framework_shapes import maxtext_deepseek3
 from gpu_compiler import needs_compiler, output_of
 from helpers import nightly
-from test_exchange_axes import COLLECTIVE, axes_of
+from test_words import COLLECTIVE, axes_of
 
 from muon_jax._distributed.sharding import axes_of_spec
 
@@ -29,10 +29,11 @@ gradients = {
     name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, specs[name]))
     for name, (shape, *_) in case["tree"].items()
 }
+exchange = Exchange(case["words"], shardings=specs)
 explanation = explain(
-    gradients, specs, mesh, muon_weight_dimension_numbers=views, **case["arguments"]
+    gradients, exchange, mesh, muon_weight_dimension_numbers=views
 )
-optimizer = scale_by_muon(weight_dimension_numbers=views, **case["arguments"])
+optimizer = scale_by_muon(weight_dimension_numbers=views, shardings=Exchange(case["words"]))
 with jax.set_mesh(mesh):
     state = jax.eval_shape(optimizer.init, gradients)._replace(mu=gradients)
     compiled = jax.jit(optimizer.update).lower(gradients, state).compile()
@@ -63,9 +64,9 @@ class Update(NamedTuple):
     products: list[int]
 
 
-def compiled(tree, sizes, **arguments) -> Update:
+def compiled(tree, sizes, words=()) -> Update:
     """The update of parameters with these shapes, specs and axes on a mesh of H200s."""
-    case = {"tree": tree, "sizes": sizes, "arguments": arguments}
+    case = {"tree": tree, "sizes": sizes, "words": words}
     printed = output_of(f"case = {case!r}\n{PROGRAM}", "NVIDIA H200")
     first, *lines = printed.rpartition("compiled ")[2].splitlines()
     counts, sent = collections.Counter(), 0
@@ -153,7 +154,7 @@ def test_one_matrix_for_each_owner_is_exchanged_at_once(devices):
 def test_divided_layers_are_not_exchanged():
     """48 layers over 16 of 64 devices: 64 do not divide 48, and `jit` takes no uneven shards."""
     sizes = {"data": 16, "replica": 4}
-    update = compiled(dense(0), sizes, outside="repeat")
+    update = compiled(dense(0), sizes, "repeat")
     assert not update.counts
     assert update.temporaries <= 2 * shard_bytes(dense(0), sizes) + 2**16
 
@@ -197,15 +198,15 @@ def deepseek(*layers):
 @nightly
 @pytest.mark.parametrize("layers", [(1, 1), (3, 58)], ids=str)
 @pytest.mark.parametrize(
-    ("arguments", "axes"),
+    ("words", "axes"),
     [
-        ({"outside": "repeat"}, {EMBED, ("fsdp", "tensor"), ("fsdp", "tensor", "expert")}),
-        ({"exchange_axes": EMBED, "outside": ("repeat", "block")}, {EMBED, ("fsdp",)}),
+        (("exchange", "repeat"), {EMBED, ("fsdp", "tensor"), ("fsdp", "tensor", "expert")}),
+        ({"tensor": ("block", "repeat"), ...: ("exchange", "repeat")}, {EMBED, ("fsdp",)}),
     ],
     ids=["all axes", "blocks over tensor"],
 )
-def test_deepseek_is_exchanged_twice_for_each_bucket(layers, arguments, axes):
-    update = compiled(deepseek(*layers), SIZES, distributed_gram=False, **arguments)
+def test_deepseek_is_exchanged_twice_for_each_bucket(layers, words, axes):
+    update = compiled(deepseek(*layers), SIZES, words)
     assert {*update.counts} == {("all-to-all", names) for names in axes}
     assert sum(update.counts.values()) == 2 * update.buckets
     assert sum(map(bool, update.products)) >= 0.4 * len(update.products)

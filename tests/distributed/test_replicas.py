@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from benchmarks._times.sharded import collectives
-from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, muon, scale_by_muon
+from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, explain, scale_by_muon
 
 P = PartitionSpec
 # Sizes of the mesh, and the spec of four matrices and of a stack of experts.
@@ -24,9 +24,9 @@ VIEWS = {name: MuonDimensionNumbers() for name in "abcd"} | {"experts": MuonDime
 kinds = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 
 
-def free(mesh):
-    """Links over which everything is faster exchanged."""
-    return {"bandwidth": dict.fromkeys(mesh, 1e15), "latency": dict.fromkeys(mesh, 0.0)}
+def free(mesh, axes=(), shardings=None):
+    """With links over which everything is faster exchanged."""
+    return Exchange(axes, dict.fromkeys(mesh, Link(1e15, 0.0)), shardings)
 
 
 def parameters(layout, kind):
@@ -64,8 +64,10 @@ def test_the_default_has_the_bits_of_repeat(arguments, layout, kind):
     arguments = {"weight_decay": 0.0, "muon_weight_dimension_numbers": VIEWS, **arguments}
     if "preset" in arguments:
         del arguments["weight_decay"]
-    default, program = two_updates(muon(0.1, **arguments, **free(sizes)), grads)
-    repeat, repeating = two_updates(muon(0.1, **arguments, outside="repeat"), grads)
+    default, program = two_updates(helpers.any_muon(0.1, **arguments, shardings=free(sizes)), grads)
+    repeat, repeating = two_updates(
+        helpers.any_muon(0.1, **arguments, shardings=Exchange("repeat")), grads
+    )
     if arguments.get("preset") == "muonh":  # XLA fuses the norms with what they are of
         chex.assert_trees_all_close(default, repeat, rtol=0, atol=5e-7)
     else:
@@ -76,21 +78,22 @@ def test_the_default_has_the_bits_of_repeat(arguments, layout, kind):
 
 @pytest.mark.parametrize("layout", ["HSDP", "HSDP, replicas inside"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_the_default_keeps_no_matrix_in_pieces_that_repeat_does_not(layout, kind):
-    """Over so slow a link, matrices stay in pieces where no device has a replica."""
+def test_the_default_keeps_no_matrix_sharded_that_repeat_does_not(layout, kind):
+    """Over so slow a link, matrices stay sharded where no device has a replica."""
     sizes, _, _ = LAYOUTS[layout]
     mesh = jax.make_mesh((*sizes.values(),), (*sizes,), (kind,) * 2)
     grads = {str(i): jax.random.normal(jax.random.key(i), (16, 256)) for i in range(6)}
     grads = jax.device_put(grads, NamedSharding(mesh, P(None, "fsdp")))
-    links = {"bandwidth": {"fsdp": 1e5, "replica": 1e15}, "latency": dict.fromkeys(sizes, 0.0)}
-    arguments = {"ns_coeffs": NewtonSchulz(dtype="float32"), "ns_steps": 2, **links}
-    modes = {group.mode for group in explain(grads, **arguments).groups}
+    links = {"fsdp": Link(1e5, 0.0), "replica": Link(1e15, 0.0)}
+    arguments = {"ns_coeffs": NewtonSchulz(dtype="float32"), "ns_steps": 2}
+    faster, repeat, split = (Exchange(word, links) for word in ((), "repeat", "split"))
+    modes = {group.mode for group in explain(grads, faster, **arguments).groups}
     assert modes == {"split over replica; exchange over fsdp"}
-    (stated,) = explain(grads, outside="split", **arguments).groups
+    (stated,) = explain(grads, split, **arguments).groups
     assert "gram" in stated.mode
-    default, _ = two_updates(scale_by_muon(**arguments), grads)
-    repeat, _ = two_updates(scale_by_muon(**arguments, outside="repeat"), grads)
-    chex.assert_trees_all_equal(default, repeat)
+    default, _ = two_updates(scale_by_muon(**arguments, shardings=faster), grads)
+    repeated, _ = two_updates(scale_by_muon(**arguments, shardings=repeat), grads)
+    chex.assert_trees_all_equal(default, repeated)
 
 
 def of_layers(count, size, **arguments):
@@ -150,7 +153,8 @@ def test_gradients_of_each_replica_stay_its_own(names, check_vma):
     """Nothing is averaged: each device orthogonalizes what it has."""
     mesh = jax.make_mesh((8, 1)[: len(names)], names, (AxisType.Auto,) * len(names))
     own = {str(i): jax.random.normal(jax.random.key(i), (8, 16, 32)) for i in range(8)}
-    transform = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), shardings=P(), **free(names))
+    exchange = free(names, shardings=P())
+    transform = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), shardings=exchange)
     program = in_shard_map(transform, check_vma, P(names), P(names), mesh, own)
     assert collectives(program) == {}
     found = jax.tree.map(lambda x: x.reshape(8, 16, 32), program(own))
@@ -162,12 +166,14 @@ def test_gradients_of_each_replica_stated_as_equal():
     """Without `check_vma` nothing says that they are not: the first device's come back."""
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
     own = {str(i): jax.random.normal(jax.random.key(i), (8, 16, 32)) for i in range(8)}
-    arguments = {"ns_coeffs": NewtonSchulz(dtype="float32"), "shardings": P()}
+    iteration = NewtonSchulz(dtype="float32")
+    transforms = {
+        name: scale_by_muon(iteration, shardings=free(["data"], words, P()))
+        for name, words in {"default": (), "repeat": "repeat"}.items()
+    }
     found = {
-        word: in_shard_map(
-            scale_by_muon(**arguments, **free(["data"]), **kwargs), False, P("data"), P(), mesh, own
-        )(own)
-        for word, kwargs in {"default": {}, "repeat": {"outside": "repeat"}}.items()
+        name: in_shard_map(transform, False, P("data"), P(), mesh, own)(own)
+        for name, transform in transforms.items()
     }
     chex.assert_trees_all_equal(found["default"], found["repeat"])
     for name, x in found["default"].items():
@@ -177,25 +183,27 @@ def test_gradients_of_each_replica_stated_as_equal():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "check_vma", "gathers"),
+    ("axes", "check_vma", "gathers"),
     [
-        ({}, True, {"all-gather": 1}),
-        ({}, False, {}),
-        ({"outside": "faster"}, False, {}),
-        ({"outside": "split"}, False, {"all-gather": 1}),
-        ({"outside": "split"}, True, {"all-gather": 1}),
-        ({"outside": "repeat"}, True, {}),
+        ((), True, {"all-gather": 1}),
+        ((), False, {}),
+        ("faster", False, {}),
+        ("split", False, {"all-gather": 1}),
+        ("split", True, {"all-gather": 1}),
+        ("repeat", True, {}),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("names", [("data",), ("data", "one")])
-def test_the_caller_s_shard_map_with_equal_gradients(names, arguments, check_vma, gathers):
+def test_the_caller_s_shard_map_with_equal_gradients(names, axes, check_vma, gathers):
     mesh = jax.make_mesh((8, 1)[: len(names)], names, (AxisType.Auto,) * len(names))
     grads = {str(i): jax.random.normal(jax.random.key(i), (16, 32)) for i in range(9)}
-    kwargs = {"ns_coeffs": NewtonSchulz(dtype="float32"), "shardings": P(), **free(names)}
-    program = in_shard_map(scale_by_muon(**kwargs, **arguments), check_vma, P(), P(), mesh, grads)
-    repeat = in_shard_map(
-        scale_by_muon(**kwargs, outside="repeat"), check_vma, P(), P(), mesh, grads
+    transforms = (
+        scale_by_muon(NewtonSchulz(dtype="float32"), shardings=free(names, words, P()))
+        for words in (axes, "repeat")
+    )
+    program, repeat = (
+        in_shard_map(transform, check_vma, P(), P(), mesh, grads) for transform in transforms
     )
     assert collectives(program) == gathers
     chex.assert_trees_all_equal(program(grads), repeat(grads))
@@ -207,13 +215,9 @@ def test_derivatives_are_those_of_repeat(kind, stated):
     grads, sizes = parameters("DDP", kind)
     grads = {name: grads[name] for name in "ab"}
     found = []
-    for outside in ("faster", "repeat", "split"):
-        transform = scale_by_muon(
-            ns_coeffs=NewtonSchulz(dtype="float32"),
-            outside=outside,
-            shardings=P() if stated else None,
-            **free(sizes),
-        )
+    for word in ("faster", "repeat", "split"):
+        exchange = free(sizes, word, P() if stated else None)
+        transform = scale_by_muon(ns_coeffs=NewtonSchulz(dtype="float32"), shardings=exchange)
 
         def loss(g, transform=transform):
             updates, _ = transform.update(g, transform.init(g))

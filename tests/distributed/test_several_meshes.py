@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks._times.sharded import collectives
-from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, muon, scale_by_muon, with_metrics
+from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, explain, scale_by_muon
+from muon_jax.contrib import with_metrics
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SHAPES = {"dense": (16, 32), "experts": (4, 16, 32), "bias": (16,), "last": (32, 16)}
@@ -20,12 +21,8 @@ SPECS = {
     "last": PartitionSpec("fsdp"),
 }
 # Of both meshes.
-AXES = {
-    "exchange_axes": ("fsdp", "tensor"),
-    "outside": {"fsdp": "split", "expert": ("split", "block")},
-    "bandwidth": {"fsdp": 1e9, "expert": 1e9},
-    "latency": {"tensor": 1e-4},
-}
+AXES = {"fsdp": "split", "expert": ("split", "block"), "tensor": "exchange", ...: "raise"}
+LINKS = {"fsdp": Link(1e9), "expert": Link(1e9), "tensor": Link(latency=1e-4)}
 VIEWS = {**dict.fromkeys(SHAPES, MuonDimensionNumbers(-2, -1)), "bias": None}
 
 
@@ -39,7 +36,7 @@ def parameters(dense_type, expert_type):
 
 
 def of_muon(**kwargs):
-    return muon(
+    return helpers.any_muon(
         0.1,
         ns_steps=2,
         ns_coeffs=NewtonSchulz(dtype="float32"),
@@ -51,13 +48,14 @@ def of_muon(**kwargs):
 @pytest.mark.parametrize(
     ("dense_type", "expert_type", "kwargs"),
     [
-        (AUTO, EXPLICIT, {}),
-        pytest.param(AUTO, AUTO, {}, marks=helpers.slow),
-        pytest.param(EXPLICIT, AUTO, {}, marks=helpers.nightly),
+        (AUTO, EXPLICIT, {"shardings": SPECS}),
+        pytest.param(AUTO, AUTO, {"shardings": SPECS}, marks=helpers.slow),
+        pytest.param(EXPLICIT, AUTO, {"shardings": SPECS}, marks=helpers.nightly),
         pytest.param(EXPLICIT, EXPLICIT, {}, marks=helpers.nightly),
         pytest.param(EXPLICIT, EXPLICIT, {"normuon_b2": 0.9}, marks=helpers.slow),
-        pytest.param(AUTO, EXPLICIT, {"shardings": SPECS}, marks=helpers.nightly),
-        pytest.param(AUTO, AUTO, AXES, marks=helpers.nightly),
+        pytest.param(
+            AUTO, AUTO, {"shardings": Exchange(AXES, LINKS, SPECS)}, marks=helpers.nightly
+        ),
     ],
 )
 def test_each_mesh_has_a_plan(dense_type, expert_type, kwargs):
@@ -77,17 +75,19 @@ def test_each_mesh_has_a_plan(dense_type, expert_type, kwargs):
 def test_axes_of_all_meshes_may_be_named_and_no_others():
     params = parameters(EXPLICIT, EXPLICIT)
 
-    def traced(**kwargs):
-        optimizer = of_muon(**AXES | kwargs)
+    def traced(axes=AXES, links=LINKS):
+        optimizer = of_muon(shardings=Exchange(axes, links))
         return jax.eval_shape(optimizer.update, params, optimizer.init(params), params)[0]
 
     chex.assert_trees_all_equal_shapes(traced(), params)
-    for argument, value in {"exchange_axes": "data", "latency": {"data": 0}}.items():
-        lacking = rf"{argument} must name axes of .*, got 'data'.*\['fsdp', 'expert', 'tensor'"
+    for argument, value in {"axes": {"data": "exchange"}, "links": {"data": Link()}}.items():
+        lacking = rf"{argument} of .* must name axes .*, got 'data'.*\['fsdp', 'expert', 'tensor'"
         with pytest.raises(ValueError, match=lacking):
             traced(**{argument: value})
-    with pytest.raises(ValueError, match="shards its matrices over 'tensor', which exchange_axes"):
-        traced(exchange_axes="fsdp")
+    with pytest.raises(
+        ValueError, match="shards its matrices over 'tensor', where Exchange says 'raise'"
+    ):
+        traced({"fsdp": "exchange", ...: "raise"})
 
 
 def test_explain_is_for_one_mesh():
@@ -102,24 +102,26 @@ def test_two_optimizers_with_a_mesh_each():
     params = parameters(AUTO, AUTO)
     params = {name: params[name] for name in ("dense", "experts")}
     labels = {name: name for name in params}
-    kwargs = {"ns_steps": 1, "distributed_gram": False}
-    kwargs["weight_dimension_numbers"] = MuonDimensionNumbers(-2, -1)
+    kwargs = {"ns_steps": 1, "weight_dimension_numbers": MuonDimensionNumbers(-2, -1)}
 
     def lowered(**stated):
-        own = {name: scale_by_muon(**kwargs, **stated.get(name, {})) for name in params}
+        exchanges = {name: Exchange("exchange", shardings=stated.get(name)) for name in params}
+        own = {name: scale_by_muon(**kwargs, shardings=exchanges[name]) for name in params}
         optimizer = optax.partition(own, labels)
         return jax.jit(optimizer.update).lower(params, optimizer.init(params))
 
     with pytest.raises(ValueError, match="mesh should be the same"):
         lowered()
-    compiled = lowered(**{name: {"shardings": SPECS[name]} for name in params}).compile()
+    compiled = lowered(**{name: SPECS[name] for name in params}).compile()
     assert collectives(compiled) == {"all-to-all": 2 * 2}
 
 
-def test_what_nobody_knows_on_two_meshes_is_refused():
+@pytest.mark.parametrize("seen", [False, True])
+def test_unknown_shardings_on_two_meshes_are_refused(seen):
+    """Whether `init` ran on sharded parameters outside `jit` changes nothing."""
     params = {name: parameters(EXPLICIT, AUTO)[name] for name in ("dense", "experts")}
     optimizer = scale_by_muon(weight_dimension_numbers=MuonDimensionNumbers(-2, -1))
-    state = optimizer.init(jax.device_get(params))
+    state = optimizer.init(params if seen else jax.device_get(params))
     with pytest.raises(ValueError, match=r"2 meshes, of which \{'expert': 4.*pass shardings="):
         jax.eval_shape(optimizer.update, params, state)
 

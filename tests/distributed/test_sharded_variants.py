@@ -14,18 +14,15 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks._times.sharded import collectives
-from muon_jax import (
-    MuonDimensionNumbers,
-    NewtonSchulz,
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, scale_by_muon
+from muon_jax._matrices.views import Split, Unfold
+from muon_jax.contrib import (
     keep_param_norm,
     metrics,
-    muon,
-    scale_by_muon,
     scale_by_normuon,
     scale_to_param_norm,
     with_metrics,
 )
-from muon_jax._matrices.views import Split, Unfold
 
 PARAMETERS = {
     "plain": ((16, 32), MuonDimensionNumbers(), P("x", "y")),
@@ -44,7 +41,7 @@ SUMS, MUONS = {"all-reduce"}, {"all-reduce", "all-to-all"}
 
 def of_muon(**kwargs):
     return functools.partial(
-        muon,
+        helpers.any_muon,
         1e-2,
         ns_coeffs=NewtonSchulz(dtype="float32"),
         muon_weight_dimension_numbers=VIEWS,

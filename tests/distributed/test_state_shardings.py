@@ -14,9 +14,10 @@ from flax.linen import spmd
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from muon_jax import MuonDimensionNumbers, NewtonSchulz, Quantized, muon, state_shardings
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, muon, state_shardings
+from muon_jax.contrib import Quantized
 
-MUON = functools.partial(muon, 0.1, ns_steps=2, ns_coeffs=NewtonSchulz(dtype="float32"))
+MUON = functools.partial(helpers.any_muon, 0.1, ns_steps=2, ns_coeffs=NewtonSchulz(dtype="float32"))
 SHAPES = {"in": {"kernel": (256, 96), "bias": (96,)}, "heads": (64, 4, 32)}
 SPECS = {"in": {"kernel": P("x"), "bias": P("x")}, "heads": P("x")}
 VIEWS = {
@@ -31,7 +32,9 @@ OPTIMIZERS = {
     "muonh": OF_MUON(preset="muonh", adamh=None),
     "adamw": optax.adamw(0.1),
     "chain": optax.chain(optax.clip_by_global_norm(1.0), OF_MUON(mu_dtype="int8"), optax.ema(0.9)),
-    "injected": optax.inject_hyperparams(OF_MUON)(mu_dtype="int8"),
+    "injected": optax.inject_hyperparams(muon)(
+        **{"learning_rate": 0.1, **OF_MUON.keywords}, mu_dtype="int8"
+    ),
     "accumulated": optax.MultiSteps(OF_MUON(mu_dtype="int8"), 2),
 }
 
@@ -142,7 +145,7 @@ def test_states_in_logical_boxes_are_made_where_their_boxes_say(name, rules):
         "int8": MUON(mu_dtype="int8"),
         "nanogpt": MUON(preset="nanogpt", mu_dtype="int8"),
         "muonh": MUON(preset="muonh", adamh=None, mu_dtype="int8"),
-        "injected": optax.inject_hyperparams(MUON)(mu_dtype="int8"),
+        "injected": optax.inject_hyperparams(muon)(0.1, **MUON.keywords, mu_dtype="int8"),
     }[name]
     mesh = mesh_of_eight()
 

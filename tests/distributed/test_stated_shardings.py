@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import NewtonSchulz, muon, scale_by_muon
+from muon_jax import Exchange, Link, NewtonSchulz, muon, scale_by_muon
 from muon_jax._distributed import automatic
 
 P = PartitionSpec
@@ -91,16 +91,15 @@ def test_where_nothing_is_known_to_differ_nothing_warns(where):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"exchange_axes": ("fdsp",)},
-        {"outside": {"datta": "split"}},
-        {"bandwidth": {"nvlink": 1e9}},
-        {"latency": {"nvlink": 1e-6}},
+        {"axes": {"fdsp": "exchange"}},
+        {"axes": {"datta": "split"}},
+        {"links": {"nvlink": Link(1e9)}},
     ],
 )
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_wrong_name_on_automatic_axes_is_one_sentence(arguments, jitted):
     params = _sharded(P("fsdp"))
-    transform = scale_by_muon(**arguments)
+    transform = scale_by_muon(shardings=Exchange(**arguments))
     state = transform.init(params)
     update = jax.jit(transform.update) if jitted else transform.update
     with pytest.raises(ValueError, match="must name axes of the mesh") as caught:
@@ -108,10 +107,12 @@ def test_a_wrong_name_on_automatic_axes_is_one_sentence(arguments, jitted):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("arguments", [{"exchange_axes": ("fdsp",)}, {"latency": {"nvlink": 0.0}}])
+@pytest.mark.parametrize(
+    "arguments", [{"axes": {"fdsp": "exchange"}}, {"links": {"nvlink": Link()}}], ids=str
+)
 def test_the_mesh_in_force_says_which_names_are_wrong(arguments):
     """Neither the arrays nor their types name a mesh while this is traced."""
-    transform = scale_by_muon(**arguments)
+    transform = scale_by_muon(shardings=Exchange(**arguments))
     mesh = _sharded(P("fsdp"))["w"].sharding.mesh
     sharding = NamedSharding(mesh, P("fsdp"))
     step = jax.jit(lambda g: transform.update(g, transform.init(g))[0], in_shardings=sharding)
@@ -120,27 +121,17 @@ def test_the_mesh_in_force_says_which_names_are_wrong(arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("axes", "method", "message"),
     [
-        ({"exchange_axes": "tensor"}, r"which exchange_axes=\('tensor',\) leaves out"),
-        ({"exchange_axes": ()}, r"which exchange_axes=\(\) leaves out"),
-        (
-            {"distributed_gram": True, "ns_coeffs": NewtonSchulz(method="standard")},
-            "no sharded matrix can stay in pie",
-        ),
-        (
-            {
-                "exchange_axes": "tensor",
-                "outside": "gram",
-                "ns_coeffs": NewtonSchulz(method="standard"),
-            },
-            "its matrices cannot stay in pieces",
-        ),
+        ({"fsdp": "raise"}, None, "over 'fsdp', where Exchange says 'raise'"),
+        ("raise", None, "over 'fsdp', where Exchange says 'raise'"),
+        ("gram_or_exchange", "standard", "no sharded matrix can stay sharded"),
+        ({"fsdp": "gram"}, "standard", "its matrices cannot stay sharded"),
     ],
 )
-def test_what_only_the_compiler_finds_is_one_sentence_outside_jit(arguments, message):
+def test_what_only_the_compiler_finds_is_one_sentence_outside_jit(axes, method, message):
     params = _sharded(P("fsdp"))
-    transform = scale_by_muon(**arguments)
+    transform = scale_by_muon(NewtonSchulz(method=method), shardings=Exchange(axes))
     with pytest.raises(ValueError, match=message) as caught:
         transform.update(params, transform.init(params))
     assert "\n" not in str(caught.value)

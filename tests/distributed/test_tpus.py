@@ -27,17 +27,10 @@ from benchmarks._tpu.described import (
     temp_bytes,
 )
 from benchmarks._tpu.layouts import layouts_on_pod
-from muon_jax import (
-    KeyHeads,
-    MuonDimensionNumbers,
-    muon,
-    newton_schulz,
-    qk_clip,
-    scale_by_muon,
-    with_metrics,
-)
+from muon_jax import MuonDimensionNumbers, muon, newton_schulz, scale_by_muon
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax._iteration.published import DIVERGING, NAMED
+from muon_jax.contrib import KeyHeads, normuon, qk_clip, with_metrics
 
 pytestmark = [
     pytest.mark.skipif(
@@ -195,7 +188,7 @@ def test_updates_compile(topology, name, who_knows):
 @pytest.mark.parametrize(
     "make",
     [
-        functools.partial(muon, normuon_b2=0.95),
+        functools.partial(normuon, normuon_b2=0.95),
         functools.partial(muon, mu_dtype="bfloat16", mu_rounding="stochastic"),
         functools.partial(muon, ns_coeffs="balanced"),
         functools.partial(muon, preset="moonlight"),

@@ -286,8 +286,8 @@ def test_losses_from_adamw_are_those_of_the_results():
             assert max(routed) < best < unrouted[0]  # "worse than AdamW at a third"
             assert f"held-out loss of {min(routed):.2f}, tuned AdamW {best:.2f}" in said
         else:
-            assert routed[1] < best < min(routed[0], routed[2])  # "lower at 1 alone"
-            assert max(abs(loss - best) for loss in unrouted) < 0.01
+            assert max(routed[1:]) < best < routed[0]  # "lower at 1 and 3, and worse at a third"
+            assert max(abs(loss - best) for loss in unrouted) < 0.02
 
 
 # Where an AdamW user looks for what to write.

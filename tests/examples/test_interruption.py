@@ -36,13 +36,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from muon_jax import muon
+from muon_jax.contrib import normuon
 
 folder, cache, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 jax.config.update("jax_compilation_cache_dir", cache)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-optimizer = muon(0.02, normuon_b2=0.9, mu_dtype="bfloat16", mu_rounding="stochastic")
+optimizer = normuon(0.02, normuon_b2=0.9, mu_dtype="bfloat16", mu_rounding="stochastic")
 
 
 @jax.jit

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import muon_jax
 from muon_jax._iteration import steps
 from muon_jax._iteration.fitted import SCHEDULES
-from pallas_kernels import Link, syrk_chain, syrk_with_residual
+from pallas_kernels import ChainLink, syrk_chain, syrk_with_residual
 from pallas_kernels._mosaic_gpu import chain as mosaic_gpu
 from pallas_kernels._mosaic_gpu.chain import LARGE, SMALL, ChainProgram
 from pallas_kernels._mosaic_gpu.chain import syrk_chain as mosaic_syrk_chain
@@ -25,10 +25,10 @@ from pallas_kernels._mosaic_gpu.work_list import deal_chains, lower_triangle, pl
 
 # Two addends that are inputs; a residual and its reader; a place that is used again.
 LINKS = (
-    Link(0.5, ((2.0, 1), (-1.0, 2)), 1.0, residual=True),
-    Link(0.0, ((1.0, 3), (0.5, 4), (3.0, 0), (1.0, 2)), 0.0),
-    Link(0.25, (), -2.0),
-    Link(0.125, ((-1.0, 5), (2.0, 3)), 3.0),
+    ChainLink(0.5, ((2.0, 1), (-1.0, 2)), 1.0, residual=True),
+    ChainLink(0.0, ((1.0, 3), (0.5, 4), (3.0, 0), (1.0, 2)), 0.0),
+    ChainLink(0.25, (), -2.0),
+    ChainLink(0.125, ((-1.0, 5), (2.0, 3)), 3.0),
 )
 IN_INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
 STEPS = [

@@ -144,7 +144,7 @@ gradients = jax.ShapeDtypeStruct(({count}, 512, 4096), jnp.float32, sharding=col
 optimizer = scale_by_muon(
     NewtonSchulz(implementation="mosaic_gpu"),
     weight_dimension_numbers=MuonDimensionNumbers(-2, -1),
-    distributed_gram=True,
+    shardings=Exchange("gram_or_exchange"),
 )
 with jax.set_mesh(mesh):
     state = jax.eval_shape(optimizer.init, gradients)._replace(mu=gradients)

@@ -31,6 +31,7 @@ from muon_jax import (
 from muon_jax._matrices.by_role import routes
 from muon_jax._matrices.roles import Unknown
 from muon_jax._matrices.views import MATRICES
+from muon_jax.contrib import normuon
 
 QKV = {"^qkv/": Split(-1, (8, 2, 2)), "^(o_proj|down)/": MATRICES}
 MLP = r"^mlp_\w+/kernel$"
@@ -598,7 +599,7 @@ def test_an_update_has_the_views_of_the_whole_tree():
     params = {"stages": {f"Block_{i}": block(i) for i in range(2)}}  # a stack, but for the norms
     updates = []
     for views in (by_role, by_role(params)):
-        optimizer = muon(1.0, muon_weight_dimension_numbers=views, normuon_b2=0.9)
+        optimizer = normuon(1.0, muon_weight_dimension_numbers=views, normuon_b2=0.9)
         updates.append(optimizer.update(params, optimizer.init(params), params)[0])
     chex.assert_trees_all_equal(*updates)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, NewtonSchulz, Split, explain
+from muon_jax import Exchange, MuonDimensionNumbers, NewtonSchulz, Split, explain
 
 MESH = AbstractMesh((8, 2), ("fsdp", "ep"))
 
@@ -27,8 +27,9 @@ def test_a_model(capsys):
     specs |= {"up": PartitionSpec(None, "fsdp"), "down": PartitionSpec(None, None, "fsdp")}
     specs["experts"] = PartitionSpec("ep")
     views = {name: MuonDimensionNumbers(-2, -1) for name in params} | {"bias": None}
-    arguments = {"ns_coeffs": NewtonSchulz(method="standard"), "outside": "repeat"}
-    result = explain(params, specs, MESH, muon_weight_dimension_numbers=views, **arguments)
+    arguments = {"ns_coeffs": NewtonSchulz(method="standard")}
+    exchange = Exchange("repeat", shardings=specs)
+    result = explain(params, exchange, MESH, muon_weight_dimension_numbers=views, **arguments)
     by_shape = {group.matrices[0]: group for group in result.groups}
     experts = by_shape[1, 512, 512]
     assert (experts.mode, experts.count, experts.each, experts.megabytes) == ("local", 2, 2, 0)

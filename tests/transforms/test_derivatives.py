@@ -9,23 +9,24 @@ import numpy as np
 import optax
 import pytest
 
-from muon_jax import (
-    NewtonSchulz,
+from muon_jax import NewtonSchulz, scale_by_muon
+from muon_jax.contrib import (
     keep_param_norm,
-    muon,
-    scale_by_muon,
+    normuon,
     scale_by_normuon,
     scale_to_param_norm,
     with_metrics,
 )
-from muon_jax._numerics import norm_of_any_size
+from muon_jax.contrib._reductions import norm_of_any_size
 
 ORTHOGONAL = functools.partial(scale_by_muon, ns_steps=2, ns_coeffs=NewtonSchulz(dtype=None))
 OPTIMIZERS = {
     "normuon": lambda rate: optax.chain(scale_by_normuon(0.9), optax.sgd(rate)),
     "to norm": lambda rate: optax.chain(scale_to_param_norm(), optax.sgd(rate)),
     "keep norm": lambda rate: optax.chain(optax.sgd(rate), keep_param_norm()),
-    "muon": lambda rate: muon(rate, ns_steps=2, ns_coeffs=NewtonSchulz(dtype=None), normuon_b2=0.9),
+    "muon": lambda rate: normuon(
+        rate, ns_steps=2, ns_coeffs=NewtonSchulz(dtype=None), normuon_b2=0.9
+    ),
     "metrics": lambda rate: optax.chain(with_metrics(ORTHOGONAL()), optax.sgd(rate)),
 }
 

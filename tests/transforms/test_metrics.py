@@ -8,18 +8,12 @@ import numpy as np
 import optax
 import pytest
 
-from muon_jax import (
-    MuonDimensionNumbers,
-    metrics,
-    muon,
-    scale_by_muon,
-    scale_by_normuon,
-    with_metrics,
-)
+from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
 from muon_jax._iteration.fitted import SCHEDULES
 from muon_jax._iteration.published import DEFAULT_STEPS, NAMED
 from muon_jax._matrices.views import Split
-from muon_jax._transforms.spectra import LEAST_REACHED, unreached_share
+from muon_jax.contrib import metrics, scale_by_normuon, with_metrics
+from muon_jax.contrib._spectra import LEAST_REACHED, unreached_share
 
 VIEWS = {
     "a": MuonDimensionNumbers(),

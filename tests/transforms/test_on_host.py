@@ -14,17 +14,15 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import (
-    MuonDimensionNumbers,
-    NewtonSchulz,
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, muon, scale_by_muon
+from muon_jax.contrib import (
+    _on_host,
     cast_momentum,
     convert_momentum,
     metrics,
-    muon,
-    scale_by_muon,
+    on_host,
     with_metrics,
 )
-from muon_jax._transforms import on_host
 
 SHAPES = {"up": (64, 96), "down": (96, 64), "head": (64, 128), "bias": (64,)}
 VIEWS = {"up": MuonDimensionNumbers(), "down": MuonDimensionNumbers(), "head": None, "bias": None}
@@ -35,21 +33,26 @@ SPECS = {
     "bias": PartitionSpec(),
 }
 MUON = functools.partial(
-    muon,
+    helpers.any_muon,
     0.1,
     ns_steps=1,
     ns_coeffs=NewtonSchulz(dtype="float32"),
     muon_weight_dimension_numbers=VIEWS,
 )
-ON_HOST = functools.partial(MUON, state_memory_kind="pinned_host")
-HOST, DEVICE = on_host.HOST, on_host.DEVICE
+
+
+def ON_HOST(mu_dtype=None, **given):
+    return MUON(mu_dtype=on_host(mu_dtype), **given)
+
+
+HOST, DEVICE = _on_host.HOST, _on_host.DEVICE
 
 
 @pytest.fixture(autouse=True)
 def small_bounds(monkeypatch):
     """Matrices are large, and two are under way at once."""
-    monkeypatch.setattr(on_host, "LEAST_ENTRIES_ON_HOST", 2**12)
-    monkeypatch.setattr(on_host, "MOST_BYTES_UNDER_WAY", 2 * 4 * 64 * 96)
+    monkeypatch.setattr(_on_host, "LEAST_ENTRIES_ON_HOST", 2**12)
+    monkeypatch.setattr(_on_host, "MOST_BYTES_UNDER_WAY", 2 * 4 * 64 * 96)
 
 
 def drawn(seed, axis_type=None):
@@ -85,7 +88,7 @@ def kinds(tree):
     """The kinds of memory: those of large arrays, and those of small arrays."""
     found = set(), set()
     for x in jax.tree.leaves(tree):
-        found[x.size < on_host.LEAST_ENTRIES_ON_HOST].add(jax.typeof(x).memory_space)
+        found[x.size < _on_host.LEAST_ENTRIES_ON_HOST].add(jax.typeof(x).memory_space)
     return found
 
 
@@ -111,7 +114,7 @@ def assert_equal_bits(found, expected):
             for axis_type in (None, AxisType.Auto, AxisType.Explicit)
             for given in (
                 {"normuon_b2": 0.9, "mu_dtype": "int8"},
-                {"adamh": "head", "fixed_norms": True},
+                {"adamh": "head"},
                 {"momentum": "heavy_ball", "nesterov": False, "adam_b2": 0.95},
                 {"nesterov": False, "mu_dtype": "bfloat16"},
             )
@@ -129,7 +132,7 @@ def test_each_bit_is_that_of_a_state_on_the_device(axis_type, given):
     assert kinds(found[0]) == ({DEVICE}, {DEVICE})
     assert kinds(found[1]) == ({HOST}, {DEVICE})
     for x, like in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert x.sharding.memory_kind == ("pinned_host" if on_host.is_on_host(x) else "device")
+        assert x.sharding.memory_kind == ("pinned_host" if _on_host.is_on_host(x) else "device")
         on_device = x.sharding.with_memory_kind("device")
         assert on_device.is_equivalent_to(like.sharding, x.ndim)
 
@@ -137,7 +140,7 @@ def test_each_bit_is_that_of_a_state_on_the_device(axis_type, given):
 def test_bytes_under_way_are_bounded():
     """Fetches wait for the gradient, and for leaves that are back on the host."""
     gradients = {f"w{i}": jnp.ones((64, 96)) for i in range(5)}
-    transform = scale_by_muon(state_memory_kind="pinned_host")
+    transform = scale_by_muon(mu_dtype=on_host())
     state = transform.init(gradients)
     jaxpr = jax.make_jaxpr(lambda g, s: transform.update(g, s))(gradients, state).jaxpr
     given = dict(zip(jaxpr.invars, [*gradients, "count", *gradients], strict=True))
@@ -154,7 +157,12 @@ def test_bytes_under_way_are_bounded():
 
 def test_arrays_that_optax_and_flax_wrap_stay_where_they_are():
     params = drawn(0)
-    tx = optax.apply_if_finite(optax.inject_hyperparams(ON_HOST)(), 3)
+    tx = optax.apply_if_finite(
+        optax.inject_hyperparams(muon)(
+            0.1, ns_steps=1, muon_weight_dimension_numbers=VIEWS, mu_dtype=on_host()
+        ),
+        3,
+    )
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
     stepped = jax.make_jaxpr(lambda s, g: s.apply_gradients(grads=g))(state, params).jaxpr
     before, after = (
@@ -182,8 +190,8 @@ def test_in_a_shard_map(axis_type):
 def test_metrics_are_those_of_a_state_on_the_device():
     gradients = {"w": drawn(0)["up"]}
     found = []
-    for kind in ("device", "pinned_host"):
-        transform = with_metrics(scale_by_muon(ns_steps=1, state_memory_kind=kind))
+    for mu_dtype in (None, on_host()):
+        transform = with_metrics(scale_by_muon(ns_steps=1, mu_dtype=mu_dtype))
         _, state = jax.jit(transform.update)(gradients, transform.init(gradients))
         found.append(metrics(state))
     assert_equal_bits(*found)
@@ -197,6 +205,14 @@ def test_converted_states_stay_on_the_host():
     expected, found = (jax.jit(converted)(make().init(drawn(0))) for make in (MUON, ON_HOST))
     assert_equal_bits(found, expected)
     assert kinds(found) == ({HOST}, {DEVICE})
+
+
+def test_cast_momentum_moves_a_state_to_the_host():
+    params, optimizer = drawn(0), ON_HOST("bfloat16")
+    state = cast_momentum(MUON().init(params), on_host("bfloat16"))
+    assert kinds(state) == ({HOST}, {DEVICE})
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, optimizer.init(params))
+    jax.eval_shape(optimizer.update, params, state, params)
 
 
 def test_a_checkpoint_is_restored_to_the_host(tmp_path):
@@ -237,13 +253,13 @@ def test_a_device_without_pinned_memory_is_refused(monkeypatch):
     device = SimpleNamespace(
         device_kind="toaster", addressable_memories=lambda: [SimpleNamespace(kind="device")]
     )
-    monkeypatch.setattr(on_host.backend, "get_default_device", lambda: device)
+    monkeypatch.setattr(_on_host.backend, "get_default_device", lambda: device)
     with pytest.raises(
         NotImplementedError, match=r"got toaster with the memory kinds \['device'\]"
     ):
         ON_HOST().init(drawn(0))
-    with pytest.raises(ValueError, match=r"must be one of \('device', 'pinned_host'\), got 'host'"):
-        muon(0.1, state_memory_kind="host")
+    with pytest.raises(ValueError, match="mu_dtype must be the name of a float dtype, got 'host'"):
+        on_host("host")
 
 
 @pytest.mark.gpu
@@ -257,10 +273,11 @@ def test_on_a_gpu(given, monkeypatch):
         jax.device_put(helpers.random_tree(shapes, seed), jax.devices()[0]) for seed in range(4)
     )
     found, sizes = [], []
-    for kind in ("device", "pinned_host"):
+    mu_dtype = given.get("mu_dtype")
+    for stored in (mu_dtype, on_host(mu_dtype)):
         optimizer = optax.chain(
             optax.clip_by_global_norm(1.0),
-            muon(0.1, muon_weight_dimension_numbers=views, state_memory_kind=kind, **given),
+            muon(0.1, muon_weight_dimension_numbers=views, mu_dtype=stored),
         )
 
         def step(params, state, gradients, optimizer=optimizer):
@@ -278,6 +295,6 @@ def test_on_a_gpu(given, monkeypatch):
         {HOST},
         {DEVICE},
     )
-    of_state = sum(x.nbytes for x in jax.tree.leaves(found[1][1]) if on_host.is_on_host(x))
+    of_state = sum(x.nbytes for x in jax.tree.leaves(found[1][1]) if _on_host.is_on_host(x))
     assert sizes[1].host_argument_size_in_bytes == of_state > 2**22
     assert sizes[0].argument_size_in_bytes - sizes[1].argument_size_in_bytes == of_state

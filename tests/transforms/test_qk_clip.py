@@ -11,8 +11,9 @@ import optax
 import pytest
 from flax import linen
 
-from muon_jax import KeyHeads, QueryHeads, muon, qk_clip
+from muon_jax import muon
 from muon_jax._matrices.views import Split
+from muon_jax.contrib import KeyHeads, QueryHeads, qk_clip
 
 TOKENS, WIDTH = 12, 10
 

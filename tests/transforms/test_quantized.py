@@ -15,9 +15,11 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import muon_jax
-from muon_jax import MuonState, NewtonSchulz, Quantized, cast_momentum, muon, scale_by_muon
-from muon_jax._transforms import quantized
-from muon_jax._transforms.quantized import (
+import muon_jax.contrib
+from muon_jax import MuonState, NewtonSchulz, muon, scale_by_muon
+from muon_jax.contrib import Quantized, cast_momentum
+from muon_jax.contrib import _quantized as quantized
+from muon_jax.contrib._quantized import (
     count_blocks,
     dequantize,
     quantize,
@@ -216,7 +218,9 @@ def test_states_of_version_0_2_0_are_cast_once():
     old = {"codes": codes, "scales": jnp.full((64, 2), 0.5)}
     state = MuonState(jnp.array(1), {"w": old})
     transform = scale_by_muon(ns_steps=1, mu_dtype="int8")
-    with pytest.raises(ValueError, match=r"\['w'\] in the 8 bits of version 0.2.0: pass cast_mom"):
+    with pytest.raises(
+        ValueError, match=r"\['w'\] in the 8 bits of version 0.2.0: pass contrib.cast_mom"
+    ):
         transform.update({"w": jnp.ones((64, 256))}, state)
     cast = cast_momentum(state, "int8")
     np.testing.assert_allclose(dequantize(cast.mu["w"]), 1.5, rtol=1e-2)
@@ -480,9 +484,9 @@ def test_with_schedules_and_metrics():
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
     measured = {}
     for dtype in ("float32", "int8"):
-        transform = muon_jax.with_metrics(scale_by_muon(ns_steps=1, mu_dtype=dtype))
+        transform = muon_jax.contrib.with_metrics(scale_by_muon(ns_steps=1, mu_dtype=dtype))
         _, state = jax.jit(transform.update)(params, transform.init(params))
-        measured[dtype] = muon_jax.metrics(state)
+        measured[dtype] = muon_jax.contrib.metrics(state)
     chex.assert_trees_all_close(measured["int8"], measured["float32"], rtol=1e-2)
 
 
@@ -494,7 +498,7 @@ def test_a_run_goes_on_from_a_float32_checkpoint_and_back(tmp_path):
     of_float32 = MUON(mu_dtype="float32", muon_weight_dimension_numbers=VIEWS)
     params = helpers.random_tree(SHAPES, 0)
     saved = train(of_float32, params, of_float32.init(params), (1, 2))
-    with pytest.raises(ValueError, match=r"\['up'\] in float32: pass cast_momentum\(state"):
+    with pytest.raises(ValueError, match=r"\['up'\] in float32: pass contrib.cast_momentum\(state"):
         OPTIMIZER.update(params, saved[1], params)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "float32", saved)
@@ -522,7 +526,9 @@ def test_a_run_goes_on_from_a_float32_checkpoint_and_back(tmp_path):
 def test_forms_of_momentum_and_errors():
     x = helpers.random_tree({"w": (64, 96)}, 0)["w"]
     state = MuonState(jnp.array(1), {"w": STORE(x)})
-    converted = muon_jax.convert_momentum(state, source="ema", target="heavy_ball", beta=0.75)
+    converted = muon_jax.contrib.convert_momentum(
+        state, source="ema", target="heavy_ball", beta=0.75
+    )
     found, expected = (np.asarray(WIDEN(m)) for m in (converted.mu["w"], state.mu["w"]))
     assert helpers.relative_error(found, 4 * expected) < 0.01
     with pytest.raises(ValueError, match="state must have momenta in it, got dict with none"):
@@ -547,7 +553,7 @@ def test_nnx_optimizers_have_the_updates_and_the_states_of_trees():
         params = optax.apply_updates(params, updates)
     chex.assert_trees_all_equal(model.kernel[...], params["kernel"])
     convert = functools.partial(
-        muon_jax.convert_momentum, source="ema", target="heavy_ball", beta=0.75
+        muon_jax.contrib.convert_momentum, source="ema", target="heavy_ball", beta=0.75
     )
     for change in (convert, functools.partial(cast_momentum, mu_dtype="float32")):
         found, expected = change(nnx.as_pure(of_model.opt_state)), change(state)

@@ -8,16 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from muon_jax import (
-    MuonDimensionNumbers,
-    keep_param_norm,
-    muon,
-    scale_by_muon,
-    scale_by_normuon,
-    scale_to_param_norm,
-)
+from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
 from muon_jax._matrices.views import Split, Unfold
 from muon_jax._transforms import rounding as _rounding
+from muon_jax.contrib import keep_param_norm, scale_by_normuon, scale_to_param_norm
 
 VIEWS = {
     "wide": MuonDimensionNumbers(),

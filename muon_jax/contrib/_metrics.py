@@ -5,7 +5,7 @@ import functools
 import itertools
 import re
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._checks import checks_arguments
-from muon_jax._distributed.reductions import Matrices, matrices_of_tree, stack
 from muon_jax._distributed.sharding import (
     Placed,
     Shardings,
@@ -23,19 +22,21 @@ from muon_jax._distributed.sharding import (
 )
 from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
-from muon_jax._numerics import norm_of_any_size, wide
+from muon_jax._numerics import wide
 from muon_jax._transforms.momentum import MuonState
-from muon_jax._transforms.quantized import dequantize, map_momenta, with_quantized
 from muon_jax._transforms.skipping import Present
-from muon_jax._transforms.spectra import (
+from muon_jax._tree_checks import check_state
+from muon_jax._trees import fill_missing
+from muon_jax.contrib._quantized import QUANTIZED
+from muon_jax.contrib._reductions import Matrices, matrices_of_tree, norm_of_any_size, stack
+from muon_jax.contrib._spectra import (
     grams_of,
     orthogonality_residual,
     stable_rank,
     unreached_share,
 )
-from muon_jax._tree_checks import check_state
-from muon_jax._trees import fill_missing, is_placeholder
-from pallas_kernels.arguments import standard_promotion
+from muon_jax.contrib._trees import is_placeholder
+from pallas_kernels.arguments import shown, standard_promotion
 
 
 class MetricsState(NamedTuple):
@@ -50,9 +51,17 @@ class MetricsState(NamedTuple):
     metrics: dict[str, jax.Array]
 
 
+def _check_transform(name: str, value: Any) -> None:
+    if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
+        raise TypeError(
+            f"{name} must be a transformation with init and update, got {shown(value)}: pass"
+            " scale_by_muon(), for example"
+        )
+
+
 @checks_arguments
 def with_metrics(
-    transform: optax.GradientTransformation,
+    transform: Annotated[optax.GradientTransformation, _check_transform],
     weight_dimension_numbers: Views = None,
     shardings: Shardings = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -163,7 +172,7 @@ def _measure_update(
             f"with_metrics must wrap one MuonState, got {len(found)} in the state of its"
             " transformation: wrap one scale_by_muon, or one chain or muon that holds it"
         )
-    mu = map_momenta(dequantize, with_quantized(found[0].mu))
+    mu = QUANTIZED.map(QUANTIZED.load, QUANTIZED.unpack(found[0].mu))
     filled = fill_missing(gradients, mu)
     mu = Present(gradients, mu).mask(mu)
     gradients, updates = (_masked_like(mu, tree) for tree in (filled, updates))

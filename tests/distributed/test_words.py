@@ -1,8 +1,9 @@
-"""Mesh axes that matrices are not exchanged over: repeated, split, in pieces, in blocks."""
+"""What happens along mesh axes: work repeated or split, Gram matrices summed, blocks."""
 
 import collections
 import itertools
 import math
+import pickle
 import re
 from typing import NamedTuple
 
@@ -17,7 +18,17 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from test_layouts import MESHES, layouts, placed
 
-from muon_jax import MuonDimensionNumbers, NewtonSchulz, Split, Unfold, explain, muon, scale_by_muon
+from muon_jax import (
+    Exchange,
+    Link,
+    MuonDimensionNumbers,
+    NewtonSchulz,
+    Split,
+    Unfold,
+    explain,
+    muon,
+    scale_by_muon,
+)
 from muon_jax._distributed.sharding import axes_of_entry
 from muon_jax._matrices.axes import matrix_axes
 
@@ -60,6 +71,23 @@ def collectives_over(compiled, sizes):
     lines = compiled.as_text().splitlines()
     found = [(re.search(COLLECTIVE, line), line) for line in lines]
     return dict(collections.Counter((kind[1], axes_of(x, sizes)) for kind, x in found if kind))
+
+
+def test_an_exchange_is_a_value():
+    for exchange in (
+        Exchange(),
+        Exchange("gram"),
+        Exchange({"b": ("split", "block"), "a": "raise", ...: "repeat"}, {"b": Link(1e9)}),
+        Exchange(shardings={"w": PartitionSpec("x")}, block_period=4, block_gain=0.5),
+    ):
+        again = eval(repr(exchange), {"Exchange": Exchange, "Link": Link, "P": PartitionSpec})
+        assert again == exchange == pickle.loads(pickle.dumps(exchange))
+        assert hash(again) == hash(exchange)
+    assert repr(Exchange({"b": ("split", "block"), "a": ()})) == (
+        "Exchange({'a': (), 'b': ('block', 'split')})"
+    )
+    assert Exchange({"b": "split", "a": "gram"}) == Exchange({"a": "gram", "b": ("split",)})
+    assert Exchange("gram") != Exchange("block") != Exchange({"x": "block"})
 
 
 def test_replica_groups_are_read_in_every_notation():
@@ -122,14 +150,14 @@ front_ends = pytest.mark.parametrize(
 every_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS, ids=str)
 
 
-def compiled_update(parameters, front_end, **kwargs):
+def compiled_update(parameters, front_end, axes=(), **kwargs):
     """Gradients, specs, views; the program and its updates."""
     axis_type, is_stated = front_end
     grads, specs, views = placed(SIZES, parameters, axis_type)
     compiled, updates = helpers.compiled_update(
         grads,
         weight_dimension_numbers=views,
-        shardings=specs if is_stated else None,
+        shardings=Exchange(axes, shardings=specs if is_stated else None),
         **kwargs,
     )
     return (grads, specs, views), compiled, updates
@@ -139,9 +167,7 @@ def compiled_update(parameters, front_end, **kwargs):
 def test_replicas_that_split_the_work_have_the_bits_of_those_that_repeat_it(front_end):
     parameters = {name: TREE[name] for name in ("up", "experts")}
     _, _, repeated = compiled_update(parameters, front_end, dtype="auto")
-    _, compiled, split = compiled_update(
-        parameters, front_end, dtype="auto", outside={"replica": "split"}
-    )
+    _, compiled, split = compiled_update(parameters, front_end, {"replica": "split"}, dtype="auto")
     chex.assert_trees_all_equal(split, repeated)
     found = collectives_over(compiled, SIZES)
     (of_replicas,) = [(kind, n) for kind, n in found.items() if "replica" in kind[1]]
@@ -160,9 +186,7 @@ BLOCKS = TREE | {
 @helpers.nightly
 @every_front_end
 def test_blocks_are_matrices_of_their_own(front_end):
-    (grads, specs, views), compiled, updates = compiled_update(
-        BLOCKS, front_end, exchange_axes="fsdp", outside="block"
-    )
+    (grads, specs, views), compiled, updates = compiled_update(BLOCKS, front_end, {"tp": "block"})
     assert {axes for _, axes in collectives_over(compiled, SIZES)} == {("fsdp",)}
     expected = block_by_block(on_one_device, grads, specs, views, SIZES, ["tp"])
     helpers.assert_close(updates, expected)
@@ -174,8 +198,7 @@ def test_blocks_that_need_no_exchange_have_the_bits_of_a_loop():
     (grads, specs, views), compiled, updates = compiled_update(
         {"up": BLOCKS["up"], "both": BLOCKS["both"]},
         FRONT_ENDS[0],
-        exchange_axes=(),
-        outside="block",
+        "block",
         dtype="auto",
     )
     assert not collectives_over(compiled, SIZES)
@@ -205,7 +228,7 @@ GRAMS = {
 )
 def test_sums_of_gram_matrices_alone_are_over_axes_outside(names, front_end):
     (grads, _, views), compiled, updates = compiled_update(
-        {name: GRAMS[name] for name in names}, front_end, exchange_axes="fsdp", outside="gram"
+        {name: GRAMS[name] for name in names}, front_end, {"tp": "gram"}
     )
     assert {axes for _, axes in collectives_over(compiled, SIZES)} == {
         ("fsdp",),
@@ -249,7 +272,7 @@ def test_the_scale_of_a_block_is_that_of_its_shape(scale):
         )
         return jax.jit(optimizer.update)(grads, optimizer.init(grads), grads)[0]
 
-    updates = update(grads, views, exchange_axes="fsdp", outside="block")
+    updates = update(grads, views, shardings=Exchange({"tp": "block"}))
     helpers.assert_close(updates, block_by_block(update, grads, specs, views, SIZES, ["tp"]))
 
 
@@ -262,9 +285,8 @@ def test_inside_the_caller_s_shard_map(check_vma):
         "ns_coeffs": NewtonSchulz(dtype="float32"),
         "weight_dimension_numbers": views,
     }
-    transform = scale_by_muon(
-        shardings=specs, exchange_axes="fsdp", outside=("split", "block"), **kwargs
-    )
+    exchange = Exchange({"tp": ("block", "split"), ...: "split"}, shardings=specs)
+    transform = scale_by_muon(shardings=exchange, **kwargs)
     run = jax.jit(
         jax.shard_map(
             lambda grads: transform.update(grads, transform.init(grads))[0],
@@ -284,19 +306,17 @@ def test_inside_the_caller_s_shard_map(check_vma):
 
 
 class Case(NamedTuple):
-    """A mesh, parameters as in `LAYOUTS`, where they may travel, links, and a front end."""
+    """A mesh, parameters as in `LAYOUTS`, words and a link for each mesh axis, and a front end."""
 
     sizes: dict
     parameters: dict
-    exchange_axes: tuple | None
-    outside: dict  # a tuple of words for each mesh axis; of axes outside it has two
-    bandwidth: dict
-    latency: dict
+    axes: dict
+    links: dict
     front_end: tuple = FRONT_ENDS[1]
 
     def over(self, *words):
         """The mesh axes over which one of these words says what becomes of sharded matrices."""
-        said = {n: words for n, words in self.outside.items() if self.sizes[n] > 1}
+        said = {n: words for n, words in self.axes.items() if self.sizes[n] > 1}
         return [name for name in said if {*words} & {*said[name]}]
 
 
@@ -304,19 +324,17 @@ class Case(NamedTuple):
 def cases(draw):
     sizes = draw(st.sampled_from(MESHES))
     drawn = draw(st.lists(layouts(sizes), min_size=1, max_size=4))
-    names = draw(st.none() | st.lists(st.sampled_from([*sizes]), unique=True).map(tuple))
-    replicas = st.sampled_from(["repeat", "split", "faster"])
-    sharded = st.sampled_from(["block", "gram", "block", "gram", "raise"])
-    is_exchanged = {name: names is None or name in names for name in sizes}
+    replicas = st.sampled_from([("repeat",), ("split",), ("faster",)])
+    own = st.sampled_from([(word,) for word in ("block", "gram", "block", "gram", "raise")])
+    sharded = own | st.sampled_from([(), (), ("exchange",), ("gram_or_exchange",)])
     # As slow and as fast as it takes for replicas to split the work, and for small matrices to stay
-    # in pieces.
-    links = (st.sampled_from([1e4, 1e6, 1e12]), st.sampled_from([0, 1e-6, 1e-3]))
+    # sharded.
+    links = st.builds(Link, st.sampled_from([1e4, 1e6, 1e12]), st.sampled_from([0, 1e-6, 1e-3]))
     return Case(
         sizes,
         {str(i): layout for i, layout in enumerate(drawn)},
-        names,
-        {n: (draw(replicas), *(() if is_exchanged[n] else [draw(sharded)])) for n in sizes},
-        *({name: draw(of_axis) for name in sizes} for of_axis in links),
+        {name: draw(sharded) + draw(replicas) for name in sizes},
+        {name: draw(links) for name in sizes},
         draw(st.sampled_from(FRONT_ENDS)),
     )
 
@@ -335,11 +353,11 @@ def test_random_exchange_axes():
 def test_faster_replicas_have_the_results_of_one_device_whatever_the_links():
     """Replicas split the work over a fast axis, and repeat it over a slow one."""
     parameters = {"0": ((3, 24, 40), ((), ("fsdp",), ("tp",)), (-2, -1))}
-    outside = {"replica": ("faster", "raise"), "fsdp": ("repeat",), "tp": ("split", "block")}
+    axes = {"replica": ("raise", "faster"), "fsdp": ("repeat",), "tp": ("block", "split")}
     found = []
     for replica in (1e3, 1e12):
-        links = {"replica": replica, "fsdp": 1e6}, {"replica": 0}
-        found.append(check(Case(SIZES, parameters, ("fsdp",), outside, *links)))
+        links = {"replica": Link(replica, 0), "fsdp": Link(1e6)}
+        found.append(check(Case(SIZES, parameters, axes, links)))
     gather = ("all-gather", ("replica",))
     assert [gather in collectives for collectives in found] == [False, True]
 
@@ -353,11 +371,7 @@ def check(case):
         return helpers.compiled_update(
             grads,
             weight_dimension_numbers=views,
-            shardings=specs if is_stated else None,
-            exchange_axes=case.exchange_axes,
-            outside=case.outside,
-            bandwidth=case.bandwidth,
-            latency=case.latency,
+            shardings=Exchange(case.axes, case.links, specs if is_stated else None),
         )
 
     def sides(*words):
@@ -367,7 +381,7 @@ def check(case):
         ]
 
     if any(map(any, sides("raise"))) or any(map(all, sides("gram"))):
-        said = "shards its matrices over .* leaves out|shard rows and columns of its matrices"
+        said = "shards its matrices over .* says 'raise'|shard rows and columns of its matrices"
         with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=said):
             update()
         return {}
@@ -382,7 +396,7 @@ def check(case):
     expected = block_by_block(
         on_one_device, grads, of_matrices, views, case.sizes, case.over("block")
     )
-    # Matrices that stay in pieces have the gram form, whose rounding is another.
+    # Matrices that stay sharded have the Gram form, whose rounding is another.
     is_whole = {kind for kind, _ in found} <= {"all-to-all", "all-gather"}
     helpers.assert_close(updates, expected, atol=4e-6 if is_whole else 2e-5)
     return found
@@ -404,13 +418,12 @@ def over_matrices(spec, view, ndim):
 MESH = AbstractMesh((2, 4, 2), ("replica", "fsdp", "tp"))
 
 
-def modes(shape=(24, 1024, 4096), spec=(None, "fsdp", "tp"), view=MATRICES, **kwargs):
+def modes(axes=(), shape=(24, 1024, 4096), spec=(None, "fsdp", "tp"), view=MATRICES, **kwargs):
     """What `explain` says of one parameter: mode, count, owners and each of its only group."""
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
     views = {"w": view}
-    explanation = explain(
-        params, PartitionSpec(*spec), MESH, muon_weight_dimension_numbers=views, **kwargs
-    )
+    exchange = Exchange(axes, shardings=PartitionSpec(*spec))
+    explanation = explain(params, exchange, MESH, muon_weight_dimension_numbers=views, **kwargs)
     groups = {(g.mode, g.matrices[0][1:], g.count, g.owners, g.each) for g in explanation.groups}
     return explanation, *groups
 
@@ -420,31 +433,29 @@ def modes(shape=(24, 1024, 4096), spec=(None, "fsdp", "tp"), view=MATRICES, **kw
     [
         ({}, ("split over replica; exchange over fsdp, tp", (1024, 4096), 24, 16, 2)),
         ({"shape": (24, 64, 128)}, ("exchange over fsdp, tp", (64, 128), 24, 8, 3)),
-        ({"outside": "repeat"}, ("exchange over fsdp, tp", (1024, 4096), 24, 8, 3)),
+        ({"axes": "repeat"}, ("exchange over fsdp, tp", (1024, 4096), 24, 8, 3)),
         (
-            {"outside": "split"},
+            {"axes": "split"},
             ("split over replica; exchange over fsdp, tp", (1024, 4096), 24, 16, 2),
         ),
         (
-            {"outside": ("repeat", "block"), "exchange_axes": "fsdp"},
+            {"axes": {"tp": ("block", "repeat"), ...: "repeat"}},
             ("blocks over tp; exchange over fsdp", (1024, 2048), 24, 4, 6),
         ),
         (
-            {"outside": ("split", "block"), "exchange_axes": ()},
+            {"axes": ("split", "block")},
             ("split over replica; blocks over fsdp, tp; local", (256, 2048), 24, 2, 12),
         ),
         (
             {
-                "outside": {"replica": "repeat", "tp": "gram"},
-                "exchange_axes": "fsdp",
+                "axes": {"replica": "repeat", "tp": "gram"},
                 "shape": (8, 1024, 4096),
             },
             ("gram over fsdp, tp", (1024, 4096), 8, 1, 8),
         ),
         (
             {
-                "outside": {"replica": "split", "fsdp": "block", "tp": "gram"},
-                "exchange_axes": (),
+                "axes": {"replica": "split", "fsdp": "block", "tp": "gram"},
                 "shape": (3, 1024, 4096),
             },
             ("split over replica; blocks over fsdp; gram over tp", (256, 4096), 3, 2, 2),
@@ -457,7 +468,7 @@ def test_explain_says_what_happens_where(kwargs, group):
 
 
 def test_explain_counts_what_is_gathered():
-    explanation, _ = modes(outside="split")
+    explanation, _ = modes("split")
     (group,) = explanation.groups
     exchanged = 2 * 2 * 8 * 1024 * 4096 / 8 * 2 * 7 / 8  # 2 slots of 8 owners, in 16 bits
     assert group.megabytes == pytest.approx((exchanged + 12 * 1024 * 4096 / 8 * 2) / 1e6)
@@ -469,33 +480,29 @@ def test_explain_counts_what_is_gathered():
     ("kwargs", "message"),
     [
         (
-            {"exchange_axes": "fsdp"},
-            r"\['w'\] of shape .* over 'tp', which exchange_axes=\('fsdp',\) leaves out: name 'tp'"
-            r" there, or pass outside='gram'.*outside='block'",
+            {"axes": {"tp": "raise"}},
+            r"\['w'\] of shape .* over 'tp', where Exchange says 'raise': pass"
+            r" Exchange\(\{'tp': 'exchange'\}\), or 'gram', .*, or 'block'",
         ),
         (
-            {"exchange_axes": ("fsdp", "tensor")},
-            r"exchange_axes must name axes of the mesh, got 'tensor', .*\['replica', 'fsdp', 'tp",
+            {"axes": {"tensor": "exchange"}},
+            r"axes of Exchange must name axes of .*, got 'tensor', .*\['replica', 'fsdp', 'tp",
         ),
-        ({"outside": {"data": "split"}}, r"outside must name axes of the mesh, got 'data'"),
+        ({"axes": {"data": "split"}}, r"axes of Exchange must name axes of the mesh, got 'data'"),
         (
-            {"exchange_axes": (), "outside": "gram"},
-            r"\['fsdp', 'tp'\] shard rows and columns .*of one side in exchange_axes",
-        ),
-        (
-            {"exchange_axes": "fsdp", "outside": "gram", "view": Split(-2, (512, 512))},
-            r"outside='gram', but its matrices cannot .* its view, Split.*Pass outside='block'",
+            {"axes": "gram"},
+            r"\['fsdp', 'tp'\] shard rows and columns .* or 'block' for the axes of the other",
         ),
         (
-            {
-                "exchange_axes": "fsdp",
-                "outside": "gram",
-                "ns_coeffs": NewtonSchulz(method="standard"),
-            },
-            r"cannot stay in pieces: the standard form was asked for.*name in exchange_axes",
+            {"axes": {"tp": "gram"}, "view": Split(-2, (512, 512))},
+            r"its matrices cannot stay sharded: its view, Split.*Pass Exchange with 'block'",
         ),
         (
-            {"exchange_axes": "fsdp", "outside": "block", "view": Split(-1, (1024, 3072))},
+            {"axes": {"tp": "gram"}, "ns_coeffs": NewtonSchulz(method="standard")},
+            r"cannot stay sharded: the standard form was asked for.*'exchange' in place of 'gram'",
+        ),
+        (
+            {"axes": {"tp": "block"}, "view": Split(-1, (1024, 3072))},
             r"takes axis 2 apart, where \['tp'\] cut blocks: shard another axis",
         ),
     ],
@@ -507,5 +514,7 @@ def test_what_cannot_be_is_said(kwargs, message):
 
 def test_under_jit_the_compiler_says_that_a_matrix_must_not_travel():
     grads, _, views = placed(SIZES, {"up": TREE["up"]}, AxisType.Auto)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="over 'tp', which exchange_axes="):
-        helpers.compiled_update(grads, weight_dimension_numbers=views, exchange_axes="fsdp")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="over 'tp', where Exchange says 'raise'"):
+        helpers.compiled_update(
+            grads, weight_dimension_numbers=views, shardings=Exchange({"tp": "raise"})
+        )

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax._checks import checks_arguments
-from muon_jax._distributed.reductions import Matrices, matrices_of_tree
 from muon_jax._distributed.sharding import Shardings, check_shardings
 from muon_jax._matrices.shape_factors import ShapeScale
 from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, wide
 from muon_jax._transforms.skipping import settled_views, skip_missing
+from muon_jax.contrib._reductions import Matrices, matrices_of_tree
 from pallas_kernels.arguments import standard_promotion
 
 
@@ -45,11 +45,8 @@ def scale_to_param_norm(
     Raises:
         ValueError: `update` got no `params`, a parameter is no matrix, or `shardings` is missing or
             does not fit.
-        NotImplementedError: one of
-
-            *   on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an axis apart
-                where its sharding does not;
-            *   the shard_map is over only some axes of a mesh.
+        NotImplementedError: on explicit axes or in a shard_map, a view takes an axis apart where
+            its sharding does not; or a shard_map is over only some axes of a mesh.
 
     References:
         MuonH in `levanter <https://github.com/marin-community/marin>`_.
@@ -78,11 +75,8 @@ def keep_param_norm(
     Raises:
         ValueError: `update` got no `params`, a parameter is no matrix, or `shardings` is missing or
             does not fit.
-        NotImplementedError: one of
-
-            *   on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an axis apart
-                where its sharding does not;
-            *   the shard_map is over only some axes of a mesh.
+        NotImplementedError: on explicit axes or in a shard_map, a view takes an axis apart where
+            its sharding does not; or a shard_map is over only some axes of a mesh.
     """
 
     def back_to_norm(matrices: Matrices, u: jax.Array, p: jax.Array) -> jax.Array:
@@ -93,12 +87,12 @@ def keep_param_norm(
 
 
 def check_no_scale(consistent_rms: float | jax.Array | None, shape_scale: ShapeScale) -> None:
-    """Raises ValueError where `muon` has a scale by shapes, which `fixed_norms` gives no effect."""
+    """Raises ValueError where `muon` has a scale by shapes, which `muonh` gives no effect."""
     scales = [f"consistent_rms={consistent_rms}"] if consistent_rms is not None else []
     scales += [f"shape_scale={shape_scale!r}"] if shape_scale == "ratio" else []
     if scales:
         raise ValueError(
-            "fixed_norms=True makes steps relative to the norms of matrices, whatever their scale:"
+            "contrib.muonh makes steps relative to the norms of matrices, whatever their scale:"
             f" leave out {' and '.join(scales)}"
         )
 

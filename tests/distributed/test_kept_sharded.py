@@ -1,5 +1,6 @@
-"""Matrices that stay in pieces: results, collectives, and when they are chosen."""
+"""Matrices that stay sharded: results, collectives, and when they are chosen."""
 
+import dataclasses
 import functools
 import re
 
@@ -11,10 +12,11 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from benchmarks._times.sharded import collectives
-from muon_jax import MuonDimensionNumbers, NewtonSchulz, explain, scale_by_muon
+from muon_jax import Exchange, MuonDimensionNumbers, NewtonSchulz, explain, scale_by_muon
 from muon_jax._matrices.views import Split
 
 MATRICES = MuonDimensionNumbers(-2, -1)
+GRAM = Exchange("gram_or_exchange")
 
 
 def sharded(axis_type, sizes, **parameters):
@@ -51,7 +53,8 @@ def test_one_matrix(sizes, shape, spec, exchanges):
         (None, AxisType.Explicit),
     ):
         grads = sharded(axis_type, sizes, w=(shape, spec))
-        compiled, updates = helpers.compiled_update(grads, shardings=stated, distributed_gram=True)
+        exchange = dataclasses.replace(GRAM, shardings=stated)
+        compiled, updates = helpers.compiled_update(grads, shardings=exchange)
         moved = {"all-to-all": exchanges} if exchanges else {}
         assert collectives(compiled) == {"all-reduce": 2, **moved}  # the largest entry, XXᵀ
         helpers.assert_close(updates, expected)
@@ -68,7 +71,7 @@ def test_it_has_a_derivative():
         transform = scale_by_muon(iteration, **kwargs)
         return jnp.sum(transform.update(grads, transform.init(grads))[0]["w"] ** 3)
 
-    derivative = jax.jit(jax.grad(functools.partial(loss, distributed_gram=True)))(grads)
+    derivative = jax.jit(jax.grad(functools.partial(loss, shardings=GRAM)))(grads)
     assert derivative["w"].sharding == grads["w"].sharding
     whole = {"w": jnp.asarray(np.asarray(grads["w"]))}
     expected = jax.grad(functools.partial(loss, method="gram"))(whole)["w"]
@@ -84,7 +87,7 @@ def test_several_matrices_have_teams(axis_type):
     parameters = {"wide": ((2, 16, 104), (None, None, both)), "tall": ((104, 16), ("y", "x"))}
     grads = sharded(axis_type, (4, 2), **parameters)
     kwargs = {"weight_dimension_numbers": dict.fromkeys(grads, MATRICES)}
-    compiled, updates = helpers.compiled_update(grads, distributed_gram=True, **kwargs)
+    compiled, updates = helpers.compiled_update(grads, shardings=GRAM, **kwargs)
     assert collectives(compiled) == {
         "all-reduce": 1,
         "reduce-scatter": 1,
@@ -101,7 +104,7 @@ def test_more_matrices_than_owners_go_in_rounds():
     """Three and one, of 16 rows, which 3 does not divide."""
     grads = sharded(AxisType.Explicit, (3,), w=((4, 16, 96), (None, None, "x")))
     kwargs = {"weight_dimension_numbers": {"w": MATRICES}}
-    compiled, updates = helpers.compiled_update(grads, distributed_gram=True, **kwargs)
+    compiled, updates = helpers.compiled_update(grads, shardings=GRAM, **kwargs)
     assert collectives(compiled)["reduce-scatter"] == 1
     helpers.assert_close(updates, helpers.on_one_device(grads, method="gram", **kwargs))
 
@@ -114,7 +117,8 @@ def test_inside_the_caller_s_shard_map(check_vma):
     grads = sharded(AxisType.Auto, (4,), **parameters)
     views = {"one": MATRICES, "two": MATRICES}
     kwargs = {"ns_steps": 1, "weight_dimension_numbers": views}
-    transform = helpers.two_steps(shardings=specs, distributed_gram=True, **kwargs)
+    exchange = dataclasses.replace(GRAM, shardings=specs)
+    transform = helpers.two_steps(shardings=exchange, **kwargs)
     updates = jax.jit(
         jax.shard_map(
             lambda grads: transform.update(grads, transform.init(grads))[0],
@@ -143,7 +147,7 @@ def test_half_precision_of_any_scale(kwargs, sums):
     kwargs |= {"ns_steps": 5, "dtype": "auto"}
     grads = sharded(AxisType.Auto, (4,), w=((3, 16, 64), (None, None, "x")))
     grads["w"] = grads["w"].at[1].set(0).at[2, 3, 5].set(jnp.nan)
-    compiled, updates = helpers.compiled_update(grads, distributed_gram=True, **kwargs)
+    compiled, updates = helpers.compiled_update(grads, shardings=GRAM, **kwargs)
     counts = collectives(compiled)
     assert counts["reduce-scatter"] == sums
     if "preconditioning" not in kwargs:  # AOL's scales are spread as well
@@ -158,11 +162,12 @@ def test_half_precision_of_any_scale(kwargs, sums):
         np.testing.assert_array_equal(compiled(scaled, state)[0]["w"], updates["w"])
 
 
-def modes(count, shape, spec=("x",), owners=8, replicas=1, **kwargs):
+def modes(count, shape, axes=(), spec=("x",), owners=8, replicas=1, **kwargs):
     """What `explain` says of so many matrices: mode of each group, and all of it."""
     params = {str(i): jax.ShapeDtypeStruct(shape, jnp.float32) for i in range(count)}
     mesh = AbstractMesh((replicas, owners), ("replica", "x"))
-    explanation = explain(params, PartitionSpec(*spec), mesh, **kwargs)
+    exchange = Exchange(axes, shardings=PartitionSpec(*spec))
+    explanation = explain(params, exchange, mesh, **kwargs)
     return [group.mode for group in explanation.groups], explanation
 
 
@@ -175,12 +180,12 @@ def modes(count, shape, spec=("x",), owners=8, replicas=1, **kwargs):
         (1, (4096, 4096), {}, "exchange over x"),
         (1, (64, 1024), {}, "exchange over x"),
         (8, (4096, 65536), {}, "exchange over x"),
-        (1, (4096, 65536), {"distributed_gram": False}, "exchange over x"),
+        (1, (4096, 65536), {"axes": "exchange"}, "exchange over x"),
         (1, (4096, 65536), {"ns_coeffs": NewtonSchulz(method="standard")}, "exchange over x"),
         (1, (4096, 65536), {"preconditioning": "spectral"}, "exchange over x"),
         (1, (4096, 65536), {"replicas": 2}, "exchange over x"),
-        (1, (4096, 65536), {"replicas": 2, "distributed_gram": True}, "gram over x"),
-        (8, (64, 64), {"distributed_gram": True}, "gram over x"),
+        (1, (4096, 65536), {"replicas": 2, "axes": "gram_or_exchange"}, "gram over x"),
+        (8, (64, 64), {"axes": "gram_or_exchange"}, "gram over x"),
     ],
     ids=str,
 )
@@ -197,16 +202,16 @@ def test_explain_tells_what_is_sent():
     assert group.megabytes == pytest.approx(sent * 7 / 8 / 1e6)
     assert "4096×65536  standard      gram over x  1      1       1     0% " in str(explanation)
     assert "0 exchanges and 3 sums of Gram matrices, " in str(explanation)
-    (exchanged,) = modes(1, (4096, 65536), distributed_gram=False)[1].groups
+    (exchanged,) = modes(1, (4096, 65536), "exchange")[1].groups
     assert group.microseconds < exchanged.microseconds / 3
 
 
 def test_parts_of_an_axis_stay_with_owners():
     params = {k: jax.ShapeDtypeStruct((64, 96), jnp.float32) for k in ("w", "qkv")}
     views = {"w": MATRICES, "qkv": Split(-1, (64, 32))}
-    arguments = {"muon_weight_dimension_numbers": views, "distributed_gram": True}
     mesh = AbstractMesh((8,), ("x",))
-    groups = explain(params, PartitionSpec("x"), mesh, **arguments).groups
+    exchange = dataclasses.replace(GRAM, shardings=PartitionSpec("x"))
+    groups = explain(params, exchange, mesh, muon_weight_dimension_numbers=views).groups
     assert {group.matrices: group.mode for group in groups} == {
         ((1, 64, 96),): "gram over x",
         ((1, 64, 64), (1, 32, 64)): "exchange over x",
@@ -220,13 +225,13 @@ def test_parts_of_an_axis_stay_with_owners():
             {"ns_coeffs": NewtonSchulz(method="standard")},
             r"the parameter \['0'\]: the standard form was asked for",
         ),
-        ({"preconditioning": "spectral"}, r"needs more than the Gram matrix\. Pass distributed_gr"),
+        ({"preconditioning": "spectral"}, r"needs more than the Gram matrix\. Leave the word out"),
         (
             {"muon_weight_dimension_numbers": Split(-1, (16, 48))},
-            r"no sharded matrix can stay in pieces; .* its view, Split\(.*parts of an axis",
+            r"no sharded matrix can stay sharded; .* its view, Split\(.*parts of an axis",
         ),
     ],
 )
 def test_where_no_matrix_can_the_error_says_why(kwargs, message):
     with pytest.raises(ValueError, match=message):
-        modes(1, (64, 64), distributed_gram=True, **kwargs)
+        modes(1, (64, 64), "gram_or_exchange", **kwargs)

@@ -21,7 +21,7 @@ from muon_jax._distributed.sharding import (
 from muon_jax._matrices.axes import MatrixAxes
 from muon_jax._matrices.parts import Cut, Reshape, join, parts_of
 from muon_jax._matrices.views import View, Views, views_of_leaves
-from muon_jax._numerics import norm_of_any_size
+from muon_jax._numerics import over, root
 from muon_jax._trees import errors_naming
 
 
@@ -108,17 +108,6 @@ def matrices_of_tree(
 
     The matrices of a leaf are a list with one entry for each part of its view. The function takes
     arrays in the same order, each of the shape of its matrices.
-
-    Args:
-        views: as for `views_of_leaves`.
-        tree: arrays, or in a shard_map their local parts.
-        shardings: as for `scale_by_muon`.
-
-    Raises:
-        ValueError: a leaf has no view, or a view that does not fit; or the sharding is not known,
-            or does not fit.
-        NotImplementedError: a view takes an axis apart elsewhere than its sharding does, or some
-            mesh axes are manual, others are not.
     """
     leaves, treedef = jax.tree.flatten(tree)
     whole, types = tree, [jax.typeof(x).sharding for x in leaves]
@@ -187,3 +176,24 @@ def _axes_after(op: Cut | Reshape, layout: Sequence[Axis]) -> list[Axis] | None:
     outer = next((j for j, size in enumerate(op.sizes) if size > 1), 0)
     axes = [axis._replace(size=n) if j == outer else Axis(n) for j, n in enumerate(op.sizes)]
     return axes if all(new.size % new.pieces == 0 for new in axes) else None
+
+
+def norm_of_any_size(
+    x: jax.Array,
+    max_of: Callable[[jax.Array], jax.Array],
+    sum_of: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """√Σ|x|², also where the squares of entries are out of the dtype's range.
+
+    The derivative at zeros is 0.
+
+    Args:
+        x: the entries.
+        max_of: returns max |x|, in a shape that broadcasts to that of x.
+        sum_of: returns the sum of its argument, in a shape that broadcasts to that of x.
+    """
+    largest = max_of(jax.lax.stop_gradient(x))  # the norm does not depend on the power
+    mantissa, _ = jnp.frexp(largest)
+    # A power of two, so that quotients are exact. The factor 4 keeps 1/power in range.
+    power = over(largest, 4 * mantissa)
+    return power * root(sum_of(jnp.abs(over(x, power)) ** 2))

@@ -2,24 +2,26 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._checks import checks_arguments
+from muon_jax._argument_kinds import Number
+from muon_jax._checks import check_patterns, checks_arguments
 from muon_jax._matrices.views import Split
 from muon_jax._numerics import wide
-from muon_jax._transforms.attention_heads import KeyHeads, QueryHeads, head_factors
 from muon_jax._transforms.skipping import skip_missing
 from muon_jax._trees import errors_naming, path_name, unboxed
+from muon_jax.contrib._attention_heads import KeyHeads, QueryHeads, head_factors
 from pallas_kernels.arguments import standard_promotion
 
 
 @checks_arguments
 def qk_clip(
-    threshold: float | jax.Array, heads: Mapping[str, KeyHeads | QueryHeads | Split]
+    threshold: Annotated[float | jax.Array, Number("(0, inf)", 100.0)],
+    heads: Annotated[Mapping[str, KeyHeads | QueryHeads | Split], check_patterns],
 ) -> optax.GradientTransformationExtraArgs:
     """Clips attention logits by the weights that make them, after the step of a chain before it.
 

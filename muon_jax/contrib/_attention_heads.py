@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax._checks import check_fields
+from muon_jax._argument_kinds import Number
+from muon_jax._checks import check_axis, check_fields
 from muon_jax._matrices.views import Split, axis_of
 from pallas_kernels.arguments import is_integer, is_real
 
@@ -30,7 +31,7 @@ class KeyHeads:
 
     parts: Parts
     axis: int | tuple[int, int] = -1
-    layer_axis: int = 0
+    layer_axis: Annotated[int, check_axis] = 0
 
     def __post_init__(self) -> None:
         _check_heads(self)
@@ -51,9 +52,9 @@ class QueryHeads:
     """
 
     parts: Parts
-    key_heads: int | None = None
+    key_heads: Annotated[int | None, Number("[1, inf)", 4, is_whole=True)] = None
     axis: int | tuple[int, int] = -1
-    layer_axis: int = 0
+    layer_axis: Annotated[int, check_axis] = 0
 
     def __post_init__(self) -> None:
         _check_heads(self)

@@ -1,21 +1,22 @@
 """NorMuon: the orthogonalized update of each neuron, divided by its running root mean square."""
 
 import itertools
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._checks import checks_arguments
-from muon_jax._distributed.reductions import Matrices, matrices_of_tree
+from muon_jax._checks import BETA, checks_arguments
 from muon_jax._distributed.sharding import Shardings, check_shardings
 from muon_jax._matrices.view_checks import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, root, wide
 from muon_jax._transforms.skipping import settled_views, skip_missing
 from muon_jax._tree_checks import check_params
-from muon_jax._trees import in_box_of, is_box, with_arrays
+from muon_jax._trees import is_box
+from muon_jax.contrib._reductions import Matrices, matrices_of_tree
+from muon_jax.contrib._trees import in_box_of, with_arrays
 from pallas_kernels.arguments import standard_promotion
 
 type Averaged = Literal["fan_in", "shorter"]
@@ -37,7 +38,7 @@ class NorMuonState(NamedTuple):
 
 @checks_arguments
 def scale_by_normuon(
-    b2: float | jax.Array = 0.95,
+    b2: Annotated[float | jax.Array, BETA] = 0.95,
     eps: float | jax.Array = 1e-8,
     weight_dimension_numbers: Views = None,
     averaged: Averaged = "fan_in",
@@ -74,11 +75,7 @@ def scale_by_normuon(
         TypeError: `b2` or `eps` is no number, such as a schedule.
         ValueError: a parameter is no matrix, `averaged` is unknown, `b2` is not in [0, 1), or
             `shardings` is missing or does not fit.
-        NotImplementedError: one of
-
-            *   on explicit axes or in a shard_map, a `Split` or an `Unfold` takes an axis apart
-                where its sharding does not;
-            *   the shard_map is over only some axes of a mesh.
+        NotImplementedError: as `scale_to_param_norm`.
 
     References:
         Li et al., `NorMuon: Making Muon more efficient and scalable

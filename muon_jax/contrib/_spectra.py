@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from muon_jax._distributed.reductions import Matrices
 from muon_jax._numerics import over, root, wide
+from muon_jax.contrib._reductions import Matrices
 
 POWER_ITERATIONS = 16
 LANCZOS_STEPS = 16

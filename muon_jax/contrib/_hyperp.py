@@ -1,9 +1,12 @@
 """HyperP: a learning rate of MuonH that is found once, for other widths, depths and tokens."""
 
 import math
+from typing import Annotated
 
+from muon_jax._argument_kinds import Number
 from muon_jax._checks import checks_arguments
 
+Size = Annotated[float, Number("(0, inf)", 12)]
 TOKENS_EXPONENT = -0.32
 
 
@@ -11,12 +14,12 @@ TOKENS_EXPONENT = -0.32
 def hyperp_learning_rate(
     learning_rate: float,
     *,
-    depth: float,
-    base_depth: float,
-    tokens: float,
-    base_tokens: float,
+    depth: Size,
+    base_depth: Size,
+    tokens: Size,
+    base_tokens: Size,
 ) -> float:
-    """Transfers a learning rate of `preset="muonh"` to a model of another size.
+    """Transfers a learning rate of `muonh` to a model of another size.
 
     With the rate η₀ that is best for depth d₀ and T₀ tokens, the rate for depth d and T tokens is
 

@@ -1,4 +1,4 @@
-"""Matrices that stay in pieces: wide ones, and fewer than the devices that share them.
+"""Matrices that stay sharded: wide ones, and fewer than the devices that share them.
 
 With one owner each, most devices would wait while a few multiply. In the gram form little of the
 work is on whole matrices. With the columns of X sharded over the devices, X = (X₁ X₂ …),
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax._distributed.cost import Estimate, cost_in_pieces, count_of_teams
+from muon_jax._distributed.cost import Estimate, cost_kept_sharded, count_of_teams
 from muon_jax._distributed.plan import Bucket, Leaf
 from muon_jax._iteration.form import Form
 from muon_jax._iteration.newton_schulz import NewtonSchulz
@@ -30,7 +30,7 @@ from muon_jax._matrices.views import MuonDimensionNumbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MatricesInPieces(WholeMatrices):
+class ShardedMatrices(WholeMatrices):
     """Matrices of which each of several devices has some columns.
 
     | matrices                                  | who iterates on the Gram matrix              |
@@ -112,21 +112,21 @@ class MatricesInPieces(WholeMatrices):
         return x.reshape(len(x) * members, -1, x.shape[2])
 
 
-def why_not_in_pieces(leaf: Leaf) -> str | None:
-    """Returns why the view of a leaf keeps its matrices from staying in pieces, or None."""
+def why_not_kept_sharded(leaf: Leaf) -> str | None:
+    """Returns why the view of a leaf keeps its matrices from staying sharded, or None."""
     if isinstance(leaf.view, MuonDimensionNumbers):
         return None
     return f"its view, {leaf.view}, is of matrices that are parts of an axis"
 
 
 def estimate(bucket: Bucket) -> Estimate:
-    """Returns what the bucket costs where its matrices stay in pieces, as they can."""
+    """Returns what the bucket costs where its matrices stay sharded, as they can."""
     (chunk,) = bucket.chunks
     leaf = chunk.parts[0][0]
-    form, (m, n) = leaf.form_in_pieces, leaf.shape_in_pieces
+    form, (m, n) = leaf.sharded_form, leaf.kept_shape
     assert isinstance(form, Form)
     mesh = dict(bucket.axes)
-    return cost_in_pieces(
+    return cost_kept_sharded(
         form.products,
         (chunk.count, m, n),
         bucket.axes,
@@ -138,16 +138,10 @@ def estimate(bucket: Bucket) -> Estimate:
     )
 
 
-def run_in_pieces(
+def run_kept_sharded(
     buckets: Sequence[Bucket], shards: Sequence[jax.Array], iterations: Sequence[NewtonSchulz]
 ) -> dict[int, jax.Array]:
-    """Returns the results for these matrices in pieces, by the index of their parameter.
-
-    Args:
-        buckets: `Plan.grams`, whose mesh axes must be manual.
-        shards: the local part of each parameter.
-        iterations: with which the plan was made.
-    """
+    """Returns the results for these sharded matrices, by the index of their parameter."""
     leaves, results = {}, {}
     for bucket in buckets:
         iteration = iterations[bucket.chunks[0].parts[0][0].iteration]
@@ -171,9 +165,9 @@ def _orthogonalize_pieces(
         to_matrices(shards[leaf.index], _axes_of_leaf(leaf))[start:stop]
         for leaf, start, stop in chunk.parts
     ]
-    form, n = leaves[0].form_in_pieces, leaves[0].matrices[0][2]
+    form, n = leaves[0].sharded_form, leaves[0].matrices[0][2]
     assert isinstance(form, Form)
-    operand = MatricesInPieces(
+    operand = ShardedMatrices(
         implementation=form.implementation,
         axes=tuple(name for name, _ in bucket.axes),
         owners=bucket.owners,
@@ -189,7 +183,7 @@ def _orthogonalize_pieces(
 
 def _with_whole_rows(x: jax.Array, leaf: Leaf) -> jax.Array:
     """The pieces `(unit, m, columns)` of matrices, from pieces that any axes shard."""
-    x = transposed(x) if leaf.is_transposed_in_pieces else x
+    x = transposed(x) if leaf.is_transposed else x
     names = _short_axes(leaf)
     if not names:
         return x
@@ -201,13 +195,13 @@ def _with_rows_of(x: jax.Array, leaf: Leaf, given: jax.Array) -> jax.Array:
     """The inverse of `_with_whole_rows`, in the shape of `given`."""
     names = _short_axes(leaf)
     x = jax.lax.all_to_all(x, names, 1, 2, tiled=True) if names else x
-    return (x.mT if leaf.is_transposed_in_pieces else x)[:, : given.shape[1], : given.shape[2]]
+    return (x.mT if leaf.is_transposed else x)[:, : given.shape[1], : given.shape[2]]
 
 
 def _short_axes(leaf: Leaf) -> tuple[str, ...]:
-    """The mesh axes that shard the m rows of matrices in pieces."""
+    """The mesh axes that shard the m rows of sharded matrices."""
     axes = _axes_of_leaf(leaf)
-    short = axes.output if leaf.is_transposed_in_pieces else axes.reduction
+    short = axes.output if leaf.is_transposed else axes.reduction
     return sum((leaf.axes[i] for i in short), ())
 
 

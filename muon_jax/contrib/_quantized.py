@@ -1,8 +1,9 @@
 """Momenta in 8 bits: a code of a byte for each entry, and scales for rows and columns of tiles."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,11 @@ from muon_jax._distributed.sharding import (
 from muon_jax._matrices.axes import are_dimension_numbers, matrix_axes, with_own_numbers
 from muon_jax._matrices.views import Views, assigned_views
 from muon_jax._numerics import over
-from muon_jax._transforms.on_host import map_where_it_is, to_device
-from muon_jax._transforms.rounding import cast_like
-from muon_jax._trees import in_box_of, is_box
+from muon_jax._transforms.rounding import Rounding, cast_like
+from muon_jax._transforms.storage import Storage
+from muon_jax._trees import is_box
+from muon_jax.contrib._on_host import map_where_it_is, to_device
+from muon_jax.contrib._trees import in_box_of
 
 LARGEST_CODE = 127
 # The code k stands for k·(|k| + OFFSET): steps between small entries of a block are finer.
@@ -92,23 +95,117 @@ class TileAxes(NamedTuple):
         )
 
 
-def is_int8(mu_dtype: jax.typing.DTypeLike | None) -> bool:
-    """Returns whether `mu_dtype` stands for momenta in 8 bits."""
-    return mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.int8
+@dataclasses.dataclass(frozen=True)
+class Int8(Storage):
+    """Momenta as `Quantized` where they are large, and in float32 elsewhere."""
+
+    rounding: ClassVar[Rounding] = "stochastic"
+
+    @property
+    def computed_dtype(self) -> jax.typing.DTypeLike | None:
+        """float32."""
+        return jnp.float32
+
+    @property
+    def of_adam(self) -> Storage:
+        """AdamW has bfloat16.
+
+        It divides by √ν entry by entry. An entry that is small in its block would be 0 in 8 bits,
+        or large compared with its own √ν.
+        """
+        return Storage(jnp.bfloat16, self.memory)
+
+    def init(self, params: Any, views: Views, shardings: Shardings) -> Any:
+        """Returns momenta of zeros.
+
+        Raises:
+            ValueError: explicit mesh axes cut a block, or `shardings` is missing or does not fit.
+        """
+        mu = optax.tree.zeros_like(params, dtype=jnp.float32)
+        leaves, treedef = jax.tree.flatten_with_path(mu)
+        wholes = jax.tree.leaves(whole_tree(mu, shardings))
+
+        def zeros(path: Any, m: jax.Array, of_whole: Any, view: Any) -> Any:
+            axes = tile_axes(of_whole.shape, view)
+            if axes is None:
+                return m
+            _check_blocks(path, m, axes)
+            return Quantized(
+                jnp.zeros_like(m, jnp.int8),
+                _zeros_of_blocks(m, axes.entries, axes.counts(m.shape)[1], jnp.uint8),
+                _zeros_of_blocks(m, axes.rows, axes.counts(m.shape)[0], jnp.int8),
+            )
+
+        triples = zip(leaves, wholes, assigned_views(views, params), strict=True)
+        return boxed_momenta(treedef.unflatten(zeros(*leaf, w, view) for leaf, w, view in triples))
+
+    def load(self, m: Any) -> jax.Array:
+        """Returns the float32 array that a `Quantized` stands for; an array as it is."""
+        return dequantize(m)
+
+    def save(self, x: jax.Array, like: Any, key: jax.Array | None) -> Any:
+        """Returns `x` with the blocks of `like`, or as an array where that is one."""
+        if not _is_quantized(like):
+            return cast_like(x, like, key)
+        axes = _axes_of(like)
+        counts = like.columns.shape[axes.rows], like.scales.shape[axes.entries]
+        return quantize(x, axes, counts, key, None if key is None else dequantize(like))
+
+    def unpack(self, mu: Any) -> Any:
+        """Returns momenta with `Quantized` in the place of mappings that have its fields.
+
+        `nnx.Optimizer` makes an `nnx.State` of each in its updates, and restored trees may have
+        dicts. A `Quantized` of Flax's boxes becomes a box with a `Quantized` in it, as the
+        gradients have.
+        """
+
+        def convert(node: Any) -> Any:
+            node = Quantized(**node) if _has_fields(node) else node
+            if not _is_quantized(node) or not is_box(node.codes):
+                return node
+            arrays: Any = node._make(jax.tree.leaves(x)[0] for x in node)
+            return in_box_of(node.codes, arrays, range(arrays.codes.ndim))
+
+        return jax.tree.map(convert, mu, is_leaf=_stands_for_momentum)
+
+    def pack(self, mu: Any, given: Any) -> Any:
+        """The inverse of `unpack`: mappings are where they are in `given`."""
+
+        def convert(node: Any, m: Any) -> Any:
+            if _has_fields(node):
+                return type(node)(m._asdict())
+            return boxed_momenta(m) if _is_quantized(node) else m
+
+        return jax.tree.map(convert, given, mu, is_leaf=_stands_for_momentum)
+
+    def check(self, mu: Any, gradients: Any, shardings: Shardings, rounding: Rounding) -> None:
+        """Raises ValueError where a large momentum is an array, or is as in version 0.2.0."""
+
+        def check(path: Any, m: Any, of_whole: Any) -> None:
+            if _is_quantized(m):
+                found = None if m.columns is not None else "the 8 bits of version 0.2.0"
+            else:
+                found = None if tile_axes(of_whole.shape) is None else m.dtype
+            if found is not None:
+                raise ValueError(
+                    "mu_dtype='int8' needs a state with momenta in 8 bits, got the momentum of the"
+                    f" parameter {jax.tree_util.keystr(path)} in {found}: pass"
+                    " contrib.cast_momentum(state, 'int8')"
+                )
+
+        jax.tree.map_with_path(check, mu, whole_tree(gradients, shardings), is_leaf=_is_quantized)
+
+    def is_momentum(self, node: Any) -> bool:
+        """Returns whether a node is a `Quantized`."""
+        return _is_quantized(node)
+
+    def shape_of(self, m: Any) -> jax.ShapeDtypeStruct:
+        """Returns the shape of a momentum, and float32 for a `Quantized`."""
+        x, dtype = (m.codes, jnp.float32) if _is_quantized(m) else (m, m.dtype)
+        return jax.ShapeDtypeStruct(x.shape, dtype)
 
 
-def computed_dtype(mu_dtype: jax.typing.DTypeLike | None) -> jax.typing.DTypeLike | None:
-    """Returns the dtype in which updates compute momenta of `mu_dtype`: float32 for int8."""
-    return jnp.float32 if is_int8(mu_dtype) else mu_dtype
-
-
-def dtype_of_adam(mu_dtype: jax.typing.DTypeLike | None) -> jax.typing.DTypeLike | None:
-    """Returns the dtype of AdamW's first moment: bfloat16 for int8.
-
-    AdamW divides by √ν entry by entry. An entry that is small beside its block is 0 in 8 bits, or
-    large beside its own √ν.
-    """
-    return jnp.bfloat16 if is_int8(mu_dtype) else mu_dtype
+QUANTIZED = Int8("int8")
 
 
 def count_blocks(n: int, least: int, least_piece: int) -> int:
@@ -203,36 +300,6 @@ def dequantize(m: Any) -> Any:
     return x * _of_entries(_power(m.columns.astype(jnp.int32)), axes.rows, shape)
 
 
-def with_quantized(mu: Any) -> Any:
-    """Returns momenta with `Quantized` in the place of mappings that have its fields.
-
-    `nnx.Optimizer` makes an `nnx.State` of each in its updates, and restored trees may have dicts.
-    A `Quantized` of Flax's boxes becomes a box with a `Quantized` in it, as the gradients have.
-    """
-
-    def convert(node: Any) -> Any:
-        node = Quantized(**node) if _has_fields(node) else node
-        if not _is_quantized(node) or not is_box(node.codes):
-            return node
-        arrays: Any = node._make(jax.tree.leaves(x)[0] for x in node)
-        return in_box_of(node.codes, arrays, range(arrays.codes.ndim))
-
-    return jax.tree.map(convert, mu, is_leaf=lambda node: _has_fields(node) or _is_quantized(node))
-
-
-def in_form_of(mu: Any, given: Any) -> Any:
-    """The inverse of `with_quantized`: mappings are where they are in `given`."""
-
-    def convert(node: Any, m: Any) -> Any:
-        if _has_fields(node):
-            return type(node)(m._asdict())
-        return boxed_momenta(m) if _is_quantized(node) else m
-
-    return jax.tree.map(
-        convert, given, mu, is_leaf=lambda node: _has_fields(node) or _is_quantized(node)
-    )
-
-
 def boxed_momenta(mu: Any) -> Any:
     """Returns momenta with a `Quantized` of Flax's boxes in place of a box around a `Quantized`.
 
@@ -256,11 +323,6 @@ def boxed_momenta(mu: Any) -> Any:
     return jax.tree.map(convert, mu, is_leaf=lambda node: is_box(node) or _is_quantized(node))
 
 
-def map_momenta(function: Any, mu: Any, *rest: Any) -> Any:
-    """Returns `jax.tree.map(function, mu, *rest)`, where `Quantized` is a leaf of `mu`."""
-    return jax.tree.map(function, mu, *rest, is_leaf=_is_quantized)
-
-
 def cast_mu(mu: Any, mu_dtype: jax.typing.DTypeLike, whole: Any) -> Any:
     """Returns the momenta in `mu_dtype`.
 
@@ -275,7 +337,7 @@ def cast_mu(mu: Any, mu_dtype: jax.typing.DTypeLike, whole: Any) -> Any:
 
     def cast(path: Any, m: Any, of_whole: Any) -> Any:
         m = dequantize(m)
-        if not is_int8(mu_dtype):
+        if jnp.dtype(mu_dtype) != jnp.int8:
             return m.astype(mu_dtype)
         axes = tile_axes(of_whole.shape)
         if axes is None:
@@ -287,61 +349,6 @@ def cast_mu(mu: Any, mu_dtype: jax.typing.DTypeLike, whole: Any) -> Any:
         return map_where_it_is(lambda m: cast(path, m, of_whole), m)
 
     return jax.tree.map_with_path(cast_where_it_is, mu, whole, is_leaf=_is_quantized)
-
-
-def zero_momenta(
-    params: Any, mu_dtype: jax.typing.DTypeLike | None, shardings: Shardings, views: Views = None
-) -> Any:
-    """Returns momenta of zeros in `mu_dtype`.
-
-    Raises:
-        ValueError: explicit mesh axes cut a block, or `shardings` is missing or does not fit.
-    """
-    mu = optax.tree.zeros_like(params, dtype=computed_dtype(mu_dtype))
-    if not is_int8(mu_dtype):
-        return mu
-    leaves, treedef = jax.tree.flatten_with_path(mu)
-    wholes = jax.tree.leaves(whole_tree(mu, shardings))
-
-    def zeros(path: Any, m: jax.Array, of_whole: Any, view: Any) -> Any:
-        axes = tile_axes(of_whole.shape, view)
-        if axes is None:
-            return m
-        _check_blocks(path, m, axes)
-        return Quantized(
-            jnp.zeros_like(m, jnp.int8),
-            _zeros_of_blocks(m, axes.entries, axes.counts(m.shape)[1], jnp.uint8),
-            _zeros_of_blocks(m, axes.rows, axes.counts(m.shape)[0], jnp.int8),
-        )
-
-    views_of_each = assigned_views(views, params)
-    pairs = zip(leaves, wholes, views_of_each, strict=True)
-    return boxed_momenta(treedef.unflatten(zeros(*leaf, w, view) for leaf, w, view in pairs))
-
-
-def shapes_of_momenta(mu: Any) -> Any:
-    """Returns the shapes and dtypes that updates compute with, in the tree of the parameters."""
-
-    def shape_of(m: Any) -> jax.ShapeDtypeStruct:
-        codes, dtype = (m.codes, jnp.float32) if _is_quantized(m) else (m, m.dtype)
-        return jax.ShapeDtypeStruct(codes.shape, dtype)
-
-    return map_momenta(shape_of, mu)
-
-
-def store(m: Any, like: Any, key: jax.Array | None) -> Any:
-    """Returns a momentum in the form of `like`, a `Quantized` or an array.
-
-    Args:
-        m: the momentum.
-        like: the momentum before the update.
-        key: of random bits, to round up or down at random; None to round to nearest.
-    """
-    if _is_quantized(like):
-        axes = _axes_of(like)
-        counts = like.columns.shape[axes.rows], like.scales.shape[axes.entries]
-        return quantize(m, axes, counts, key, None if key is None else dequantize(like))
-    return cast_like(m, like, key)
 
 
 def _axes_of(m: Quantized) -> TileAxes:
@@ -378,35 +385,16 @@ def _check_blocks(path: Any, m: jax.Array, axes: TileAxes) -> None:
             )
 
 
-def check_stored(mu: Any, whole: Any) -> None:
-    """Raises ValueError where a momentum should be in 8 bits and is not, or is as in 0.2.0.
-
-    Args:
-        mu: the momenta of an optimizer whose `mu_dtype` is int8.
-        whole: as for `cast_mu`.
-    """
-
-    def check(path: Any, m: Any, of_whole: Any) -> None:
-        if _is_quantized(m):
-            found = None if m.columns is not None else "the 8 bits of version 0.2.0"
-        else:
-            found = None if tile_axes(of_whole.shape) is None else m.dtype
-        if found is not None:
-            raise ValueError(
-                "mu_dtype='int8' needs a state with momenta in 8 bits, got the momentum of the"
-                f" parameter {jax.tree_util.keystr(path)} in {found}: pass"
-                " cast_momentum(state, 'int8')"
-            )
-
-    jax.tree.map_with_path(check, mu, whole, is_leaf=_is_quantized)
-
-
 def _has_fields(node: Any) -> bool:
     """Whether a node is a mapping with the fields of a `Quantized`."""
     is_mapping = isinstance(node, Mapping) and {"codes", "scales"} <= {*node} <= {
         *Quantized._fields
     }
     return is_mapping and getattr(node["codes"], "dtype", None) == jnp.int8
+
+
+def _stands_for_momentum(node: Any) -> bool:
+    return _has_fields(node) or _is_quantized(node)
 
 
 def _is_quantized(node: Any) -> bool:
