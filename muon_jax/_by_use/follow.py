@@ -355,6 +355,9 @@ class Follower:
             of = {n: k for k, n in enumerate(params["broadcast_dimensions"])}
             repeated = (n for n in range(len(out)) if n not in of or shapes[0][of[n]] != out[n])
             flags["repeats"] = frozenset(repeated)
+        elif name == "tile":
+            reps = enumerate(params["reps"])
+            flags["repeats"] = frozenset(k for k, n in reps if n > 1 and shapes[0][k] == 1)
         if not any(x.pieces or x.frontier or x.marks for x in xs):
             return Value(is_data=any(x.is_data for x in xs), **flags)
         pieces = moved(op, [x.pieces for x in xs])

@@ -20,7 +20,7 @@ _CASTS = frozenset(
     " reshard sharding_constraint stop_gradient".split()
 )
 RELAYOUTS = _CASTS | frozenset(
-    "all_gather broadcast_in_dim expand_dims reshape rev slice split squeeze stack transpose"
+    "all_gather broadcast_in_dim expand_dims reshape rev slice split squeeze stack tile transpose"
     " unstack".split()
 )
 MOVES = RELAYOUTS - _CASTS | frozenset("concatenate dynamic_slice gather pad".split())
@@ -401,6 +401,16 @@ def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | Non
             pairs = ((k, n) for n, k in enumerate(params["permutation"]))
         case "broadcast_in_dim":
             pairs = enumerate(params["broadcast_dimensions"])
+        case "tile":
+            axes, turned = [*piece.axes], [*shape]
+            for k, count in enumerate(params["reps"]):
+                if count > 1 and shape[k] > 1:
+                    if size_of(axes[k].atoms) != shape[k]:
+                        return None
+                    axes[k] = Axis(0, (Atom(None, 0, 0, count), *axes[k].atoms))
+                    turned[k] = out[k]
+            piece, shape = piece._replace(axes=tuple(axes)), tuple(turned)
+            pairs = ((k, k) for k in range(len(out)))
         case "gather":
             numbers = params["dimension_numbers"]
             gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}

@@ -205,7 +205,7 @@ def siglip_map_head():
         {
             "^embedding/kernel": first(CONV),
             "pos": "vector",
-            "probe": "latents",  # the query of attention
+            "probe": "vector",  # one query of attention
             "head/kernel": "output",
             **ENCODER,
         },
