@@ -189,8 +189,16 @@ class Follower:
             value = values.get(variable, Value())
             return value._replace(is_scalar=True) if is_number else value
 
+        same: dict[Any, Any] = {}  # the variables that a variable is but for its derivative
         for equation in _with_effect(jaxpr):
-            outputs = self._equation(equation, [*map(read, equation.invars)])
+            name, invars = equation.primitive.name, equation.invars
+            outputs = self._equation(equation, [*map(read, invars)])
+            if name == "stop_gradient":
+                same[equation.outvars[0]] = invars[0]
+            elif (
+                name == "select_n" and len({same.get(v, v) for v in map(_hashed, invars[1:])}) == 1
+            ):
+                outputs = [read(invars[-1])]  # `vmap` of a branch guards its operands so
             values |= zip(equation.outvars, outputs, strict=True)
         return [*map(read, jaxpr.outvars)]
 
@@ -817,6 +825,11 @@ def _is_one_hot(name: str, xs: Sequence[Value]) -> bool:
         case _:
             is_relayout = name in RELAYOUTS or name in ("gather", "dynamic_slice", "pad")
             return is_relayout and xs[0].is_one_hot
+
+
+def _hashed(variable: Any) -> Any:
+    """The variable, or for a literal something else each time."""
+    return object() if isinstance(variable, core.Literal) else variable
 
 
 def _with_effect(jaxpr: Any) -> list[Any]:

@@ -310,8 +310,8 @@ def joined(pieces: Iterable[Piece], k: int) -> frozenset[Piece]:
     for rest, own in groups.items():
         at, inner, n = own[0].axes[k].at, rest.axes[k].atoms, len(own)
         picks = [piece.picks for piece in own]
-        first, second = (picks[0], picks[1]) if n > 1 else ((), ())
-        step = second[-1].start - first[-1].start if first and second else 0
+        first = picks[0]
+        step = picks[1][-1].start - first[-1].start if n > 1 and first and picks[1] else 0
         runs = step and all(
             p.axes[k].at == at + i * size_of(inner)
             and p.picks == (*first[:-1], first[-1]._replace(start=first[-1].start + i * step))

@@ -132,8 +132,9 @@ def view_of_use(
         def of_part(size: int, begin: int) -> View:
             width, n = heads.get(axis, {}).get(begin, (0, 0))
             if width == 1:  # they alternate
-                inner = of_axes(axis - 1, (*(side,) * (n < size), "B", *sides))
-                return Unfold(axis, (-1, n), inner) if n < size else inner
+                if n < size:
+                    return Unfold(axis, (-1, n), of_axes(axis - 1, (side, "B", *sides)))
+                return of_axes(axis - 1, ("B", *sides))
             if width and width < size and size % width == 0:
                 return Unfold(axis, (-1, width), of_axes(axis - 1, ("B", side, *sides)))
             return of_axes(axis - 1, (side, *sides))
@@ -153,10 +154,12 @@ def view_of_use(
             shown = f"{sizes[:5]}"[:-1] + ", …]" if len(sizes) > 5 else f"{sizes}"
             raise ValueError(f"later products take parts of axis {axis} of unequal sizes, {shown}")
         width = max((width for width, _ in heads.get(axis, {}).values()), default=0)
+        repeats: Side = "B" if width else side
+        before: tuple[Side, ...] = (repeats,)
+        counts = n // period, period
         if width > period:  # a head has several periods
-            counts, before = (n // width, width // period, period), ("B", side)
-        else:
-            counts, before = (n // period, period), ("B" if width else side,)
+            counts = n // width, width // period, period
+            before = "B", side
         inner = of_axes(axis - 1, (*before, side, *sides))
         split = Split(axis + len(before), tuple(_lengths_of_runs(own[:period])), inner)
         return Unfold(axis, counts, split)
