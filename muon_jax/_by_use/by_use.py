@@ -160,8 +160,9 @@ def by_use(
         ValueError: it is not clear what a parameter is: products use it in different ways, a kernel
             takes it whose inside cannot be seen (`pallas_call`, a custom call), data multiply it
             entry by entry before a product, its product with data is itself used as weights (a
-            hypernetwork, a mixture of kernels), or its outputs feed another network. The message
-            says what was seen, and has the rule to paste.
+            hypernetwork, a mixture of kernels), a constant multiplies it before data do, or its
+            outputs feed another network or a constant matrix, such as a frozen parameter that
+            `params` lacks. The message says what was seen, and has the rule to paste.
         ValueError: a rule decides for no parameter, or has no view, or one that does not fit.
         ValueError: `fn` returns nothing, two parameters have one path, or `per_head` finds no
             heads.
