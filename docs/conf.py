@@ -84,7 +84,7 @@ def name_the_page_outside(app, docname, source):
     """Names the contributors' page, which lies outside of this folder and is no page here."""
     del app, docname
     page = ".github/CONTRIBUTING.md"
-    source[0] = source[0].replace(f"[CONTRIBUTING](../../{page})", f"`{page}`")
+    source[0] = source[0].replace(f"[CONTRIBUTING](../{page})", f"`{page}`")
 
 
 def setup(app):
