@@ -151,7 +151,7 @@ def test_matrices_without_elements():
 def test_in_a_shard_map_roles_are_those_of_whole_parameters():
     """A shard of the convolution looks depthwise, the others are too narrow or no multiples."""
     shapes = {
-        "conv": {"kernel": (3, 3, 8, 16)},
+        "block_1": {"mlp": {"conv": {"kernel": (3, 3, 8, 16)}}},
         "attn": {"qkv": {"kernel": (16, 48)}},
         "ffn": {"gate": {"kernel": (16, 32)}},
         "norm": {"scale": (16,)},
@@ -162,7 +162,7 @@ def test_in_a_shard_map_roles_are_those_of_whole_parameters():
         is_leaf=lambda node: isinstance(node, tuple),
     )
     specs = {
-        "conv": {"kernel": PartitionSpec(None, None, "x")},
+        "block_1": {"mlp": {"conv": {"kernel": PartitionSpec(None, None, "x")}}},
         "attn": {"qkv": {"kernel": PartitionSpec("x")}},
         "ffn": {"gate": {"kernel": SPEC}},
         "norm": {"scale": PartitionSpec()},
