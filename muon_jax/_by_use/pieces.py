@@ -329,7 +329,7 @@ def joined(pieces: Iterable[Piece], k: int) -> frozenset[Piece]:
 class Operation(NamedTuple):
     """An equation, and which of its outputs is asked for.
 
-    `is_fixed` says whether the indices of a gather are constants.
+    `is_fixed` says whether the indices that it takes are constants.
     """
 
     name: str
@@ -432,6 +432,11 @@ def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | Non
             pairs = ((k, k) for k in range(len(out)))
         case _:
             return None
+    for k, n in (pairs := [*pairs]) if op.is_fixed else ():
+        if 1 < out[n] < shape[k]:
+            own = Axis(0, mixed(piece.axes[k].atoms, out[n]))
+            piece = piece._replace(axes=(*piece.axes[:k], own, *piece.axes[k + 1 :]))
+            shape = (*shape[:k], out[n], *shape[k + 1 :])
     return placed(piece, shape, out, pairs)
 
 
