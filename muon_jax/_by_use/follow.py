@@ -387,7 +387,6 @@ class Follower:
         # entries of a weight: the largest counts.
         main = _union(pieces[k] for k in weights)
         dims = _dims_of(main, len(out))
-        others = (own for x, own in zip(xs, pieces, strict=True) if not x.is_weight)
 
         def is_number(x: Value, shape: Shape) -> bool:
             is_matrix = sum(out[k] > 1 for k in dims) > 1 and name not in ("add", "sub")
@@ -397,7 +396,7 @@ class Follower:
             x.is_weight or x.is_scalar or not x.is_data or is_number(x, shape)
             for x, shape in zip(xs, shapes, strict=True)
         )
-        is_learned &= _dims_of(_union(others), len(out)) <= dims  # no layer and its bias
+        is_learned &= _dims_of(_union(pieces), len(out)) == dims  # no layer and its bias
         if is_learned and not any(x.is_looked_up and x.is_data for x in xs):
             marks = frozenset(mark for mark in _marks(xs) if mark[0] == "pending")
             if name in ("concatenate", "stack"):
@@ -627,7 +626,7 @@ class Follower:
                 [place for place in other.places if place[0] in other.free],
                 own.contract,
             )
-            rest = (own.shape, own.out, own.places, k, n)
+            rest = (own.shape, own.out, own.places, [(k, n)])
             return own.x.with_pieces(placed_mixed(piece, *rest) for piece in own.x.pieces)
         for kind, i, *_ in pending if is_data else ():
             for j in left.x.frontier | right.x.frontier if kind == "factors" else ():
