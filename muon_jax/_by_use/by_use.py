@@ -129,8 +129,8 @@ def by_use(
     | input     | the same, with the inputs of the model                            | Muon       |
     | output    | no product with a parameter follows on the way to the outputs     | AdamW      |
     | embedding | looks rows up, by index or by a one-hot encoding; tied or not     | AdamW      |
-    | router    | its outputs choose experts, by `top_k`, sorting or a softmax, or  | AdamW      |
-    |           | a category by `argmax`, as of a discrete latent                   |            |
+    | router    | its outputs choose experts or a category; a softmax counts if it  | AdamW      |
+    |           | weighs experts                                                    |            |
     | factor    | multiplies it with another parameter, or has only linear          | AdamW      |
     |           | operations to a product that raises the rank again, as in LoRA    |            |
     | depthwise | convolves with filters of one input each                          | AdamW      |
@@ -158,11 +158,12 @@ def by_use(
             no arrays, `fn` needs the value of an input, or `rules` is no dict of regular
             expressions.
         ValueError: it is not clear what a parameter is: products use it in different ways, a kernel
-            takes it whose inside cannot be seen (`pallas_call`, a custom call), data multiply it
-            entry by entry before a product, its product with data is itself used as weights (a
-            hypernetwork, a mixture of kernels), a constant multiplies it before data do, or its
-            outputs feed another network or a constant matrix, such as a frozen parameter that
-            `params` lacks. The message says what was seen, and has the rule to paste.
+            takes it whose inside cannot be seen (`pallas_call`, a custom call), `lax.map` runs over
+            its columns, data multiply it entry by entry before a product, its product with data is
+            itself used as weights (a hypernetwork, a mixture of kernels), a constant multiplies it
+            before data do, or its outputs feed another network or a constant matrix, such as a
+            frozen parameter that `params` lacks. The message says what was seen, and has the rule
+            to paste.
         ValueError: a rule decides for no parameter, or has no view, or one that does not fit.
         ValueError: `fn` returns nothing, two parameters have one path, or `per_head` finds no
             heads.

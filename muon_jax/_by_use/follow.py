@@ -172,6 +172,7 @@ class Follower:
         self.facts: defaultdict[str, set[Any]] = defaultdict(set)
         self._captured = Value(is_data=captures_are_data)
         self._depth = 0
+        self._maps: set[int] = set()  # depths of loops without carries
         self._resizes = False
         self._seen: set[tuple[int, frozenset[Atom]]] = set()  # what products have taken
         self._index_of: dict[Product, int] = {}
@@ -267,6 +268,7 @@ class Follower:
 
         n, carried = of_body(equation.invars, body.invars), of_body(equation.outvars, body.outvars)
         self._depth = depth = self._depth + 1
+        (self._maps.discard if carried else self._maps.add)(depth)
 
         def step_of(piece: Piece) -> Piece:
             return piece._replace(axes=piece.axes[1:], steps=(*piece.steps, (depth, piece.axes[0])))
@@ -352,7 +354,7 @@ class Follower:
             marks = _marks(xs) if is_chosen else xs[0].marks
             is_data = xs[0].is_data or is_chosen
             xs = [xs[0]._replace(is_looked_up=True, is_data=is_data, marks=marks), *xs[1:]]
-        op = op._replace(is_fixed=name == "gather" and not is_chosen)
+        op = op._replace(is_fixed=is_indexing and not is_chosen)
         flags: dict[str, Any] = {
             "is_scalar": math.prod(out) == 1 or bool(xs) and all(x.is_scalar for x in xs),
             "is_one_hot": _is_one_hot(name, xs),
@@ -384,7 +386,7 @@ class Follower:
         # A weight made of weights, and of what does not depend on data, or is one number for all
         # entries of a weight: the largest counts.
         main = _union(pieces[k] for k in weights)
-        dims = {k for piece in main for k in range(len(out)) if piece.atoms((k,))}
+        dims = _dims_of(main, len(out))
 
         def is_number(x: Value, shape: Shape) -> bool:
             is_matrix = sum(out[k] > 1 for k in dims) > 1 and name not in ("add", "sub")
@@ -394,6 +396,7 @@ class Follower:
             x.is_weight or x.is_scalar or not x.is_data or is_number(x, shape)
             for x, shape in zip(xs, shapes, strict=True)
         )
+        is_learned &= _dims_of(_union(pieces), len(out)) == dims  # no layer and its bias
         if is_learned and not any(x.is_looked_up and x.is_data for x in xs):
             marks = frozenset(mark for mark in _marks(xs) if mark[0] == "pending")
             if name in ("concatenate", "stack"):
@@ -401,8 +404,7 @@ class Follower:
             else:
                 most = max((size_of(piece.atoms()) for piece in main), default=0)
                 main = frozenset(p for p in main if size_of(p.atoms()) == most)
-                shown = {k for piece in main for k in range(len(out)) if piece.atoms((k,))}
-                if name == "mul" and dims - shown:  # as in a Kronecker product
+                if name == "mul" and dims - _dims_of(main, len(out)):  # as in a Kronecker product
                     return self._factors(xs)
             for k in weights:
                 if pieces[k].isdisjoint(main) and name not in ("concatenate", "stack"):
@@ -458,6 +460,11 @@ class Follower:
                         self._note("contracted", *self._met_at(zip(xs, [k] * len(xs), strict=True)))
         return found._replace(marks=marks)
 
+    def _is_mapped(self, piece: Piece) -> bool:
+        """Whether a loop without carries runs over one of its axes."""
+        steps = (axis for depth, axis in piece.steps if depth in self._maps)
+        return any(atom.axis is not None for axis in steps for atom in axis.atoms)
+
     def _is_seen(self, piece: Piece) -> bool:
         return (piece.source, frozenset(piece.atoms())) in self._seen
 
@@ -505,6 +512,7 @@ class Follower:
         found = set()
         for piece in _union(own for x, own in zip(xs, pieces, strict=True) if x.is_weight):
             own = [varies[k] for k in range(n) if piece.atoms((k,))]
+            own += [False] * self._is_mapped(piece)
             if op.name not in ("add", "sub") and any(own) and not all(own):
                 found.add(("modulated", piece.source))
             elif size_of(piece.atoms(range(n))) == math.prod(op.out) and len(own) > 1:
@@ -618,7 +626,7 @@ class Follower:
                 [place for place in other.places if place[0] in other.free],
                 own.contract,
             )
-            rest = (own.shape, own.out, own.places, k, n)
+            rest = (own.shape, own.out, own.places, [(k, n)])
             return own.x.with_pieces(placed_mixed(piece, *rest) for piece in own.x.pieces)
         for kind, i, *_ in pending if is_data else ():
             for j in left.x.frontier | right.x.frontier if kind == "factors" else ():
@@ -657,6 +665,10 @@ class Follower:
 
     def _weights_among(self, operands: Sequence[Operand]) -> Sequence[Operand]:
         """The operands, of which parameters that are no matrices here are activations."""
+        for own in operands:
+            each = filter(self._is_mapped, own.x.pieces)
+            if any(p.atoms(own.contract) and not p.atoms(own.free) for p in each):
+                self._note_use(own.x, "opaque lax.map")
         for test in (_is_no_matrix, lambda own: own.x.is_looked_up, _is_wide):
             found, are_weights = [*map(test, operands)], all(own.x.is_weight for own in operands)
             if test is _is_no_matrix or are_weights and found[0] != found[1]:
@@ -719,6 +731,11 @@ class Follower:
                     begin = sum(a.start for a in piece.atoms() if a.axis == atom.axis)
                     if atom.size > 1:
                         self._note("head", leaf, atom.axis, begin, atom.stride, atom.size)
+                # Heads are of a layer, whose input is the other of two parameters.
+                pairs = own.x.marked("pending") if batched and other.x.is_data else ()
+                for kind, *pair in pairs:
+                    for i in {*pair} - {leaf} if kind == "factors" and leaf in pair else ():
+                        self._note("use", i, "with data")
             if contracted and not batched and (piece.source,) in self.facts["constant"]:
                 self._note("use", leaf, "times a constant")
             # Axes of positions or a batch would be free, or a batch of heads, in attention.
@@ -875,6 +892,11 @@ def _hidden(
         if a.size > 1 or a.stride
     }
     return axes - shown
+
+
+def _dims_of(pieces: Iterable[Piece], n: int) -> set[int]:
+    """The axes, of n, that pieces have entries of."""
+    return {k for piece in pieces for k in range(n) if piece.atoms((k,))}
 
 
 def _axes(atoms: Iterable[Atom]) -> set[int | None]:

@@ -162,14 +162,19 @@ def placed(piece: Piece, shape: Shape, out: Shape, pairs: Iterable[tuple[int, in
 
 
 def placed_mixed(
-    piece: Piece, shape: Shape, out: Shape, pairs: Iterable[tuple[int, int]], k: int, n: int
+    piece: Piece,
+    shape: Shape,
+    out: Shape,
+    pairs: Iterable[tuple[int, int]],
+    in_no_order: Iterable[tuple[int, int]],
 ) -> Piece:
-    """Returns the same, with entries of axis k as axis n in an order that is not known."""
-    if out[n] == 1:
-        return placed(piece, shape, out, pairs)
-    own = Axis(0, mixed(piece.axes[k].atoms, out[n]))
-    piece = piece._replace(axes=(*piece.axes[:k], own, *piece.axes[k + 1 :]))
-    return placed(piece, (*shape[:k], out[n], *shape[k + 1 :]), out, [*pairs, (k, n)])
+    """Returns the same, with entries of some axes in an order that is not known."""
+    others = [(k, n) for k, n in in_no_order if out[n] > 1]
+    for k, n in others:
+        own = Axis(0, mixed(piece.axes[k].atoms, out[n]))
+        piece = piece._replace(axes=(*piece.axes[:k], own, *piece.axes[k + 1 :]))
+        shape = (*shape[:k], out[n], *shape[k + 1 :])
+    return placed(piece, shape, out, [*pairs, *others])
 
 
 def with_axis(piece: Piece, n: int, axis: Axis) -> Piece:
@@ -329,7 +334,7 @@ def joined(pieces: Iterable[Piece], k: int) -> frozenset[Piece]:
 class Operation(NamedTuple):
     """An equation, and which of its outputs is asked for.
 
-    `is_fixed` says whether the indices of a gather are constants.
+    `is_fixed` says whether the indices that it takes are constants.
     """
 
     name: str
@@ -424,7 +429,7 @@ def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | Non
             rest = {*batch} - {n for _, n in pairs}
             indexed = [k for k in numbers.start_index_map if k in gone]
             if op.is_fixed and len(rest) == len(indexed) == 1:
-                return placed_mixed(piece, shape, out, pairs, *indexed, *rest)
+                return placed_mixed(piece, shape, out, pairs, zip(indexed, rest, strict=True))
         case _ if name.startswith(REDUCTIONS) and "axes" in params:
             kept = (k for k in range(len(shape)) if k not in params["axes"])
             pairs = ((k, n) for n, k in enumerate(kept))
@@ -432,7 +437,9 @@ def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | Non
             pairs = ((k, k) for k in range(len(out)))
         case _:
             return None
-    return placed(piece, shape, out, pairs)
+    pairs = [*pairs]
+    in_no_order = [(k, n) for k, n in pairs if op.is_fixed and out[n] < shape[k]]
+    return placed_mixed(piece, shape, out, pairs, in_no_order)
 
 
 def _shifted(piece: Piece, by: dict[int, int]) -> Piece:

@@ -1,6 +1,6 @@
 """The role of each parameter, from what products and other operations do with it."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -51,14 +51,9 @@ class Roles:
         self,
         follower: Follower,
         outputs: Sequence[Value],
-        paths: Sequence[str] = (),
-        shapes: Sequence[Shape] = (),
+        paths: Sequence[str],
+        shapes: Sequence[Shape],
     ) -> None:
-        if not outputs:
-            raise ValueError("fn returns nothing: return its outputs, or a loss")
-        for path, n in Counter(paths).items():
-            if n > 1:
-                raise ValueError(f"two parameters have the path {path!r}: rename a key")
         self._facts, self._paths, self._shapes = follower.facts, paths, shapes
         self._products = follower.products
         self._uses = _by_first(self._facts["use"])

@@ -339,6 +339,7 @@ def resized_kernel():
 @cases(
     permuted=lambda w: w[:, np.arange(F)[::-1]],
     taken=lambda w: jnp.take(w, jnp.arange(D), 0),
+    rolled=lambda w: jnp.roll(w, jnp.arange(4).sum(), 0),
     stacked_rows=lambda w: jnp.stack([w[i] for i in range(D)]),
     mapped=lambda w: jax.lax.map(lambda row: row / jnp.linalg.norm(row), w),
 )
@@ -349,6 +350,64 @@ def kernel_and_constants(change):
         MLP,
         (X,),
         OF_MLP,
+    )
+
+
+@cases(
+    plain=lambda x, w: jax.lax.map(lambda col: x @ col, w.T).T,
+    in_vmap=lambda x, w: jax.vmap(lambda one: jax.lax.map(lambda col: one @ col, w.T))(x),
+    summed=lambda x, w: jax.lax.map(lambda col: (x * col).sum(-1), w.T).T,
+)
+def columns_one_by_one(product):
+    """A loop makes the outputs that a product with all columns would make: no vectors."""
+    return (
+        lambda p, x: jnp.tanh(product(jnp.tanh(x @ p["a"]), p["b"])) @ p["c"],
+        MLP,
+        (X,),
+        OF_MLP | {"b": "unclear"},
+    )
+
+
+@model
+def attention_vectors_in_a_scan():
+    """Each layer has one vector for its scores, as of a GAT: stacked, they are no matrix."""
+
+    def layer(x, p):
+        y = jnp.tanh(x @ p["w"])
+        return jax.nn.softmax(y @ p["v"])[:, None] * y, None
+
+    params = {"a": f32(10, D), "s": {"w": f32(3, D, D), "v": f32(3, D)}, "c": f32(D, 7)}
+    return (
+        lambda p, x: jax.lax.scan(layer, jnp.tanh(x @ p["a"]), p["s"])[0] @ p["c"],
+        params,
+        (X,),
+        {"^a": first(), "w": hidden(Dims(1, 2)), "v": "vector", "c": "output"},
+    )
+
+
+@cases(
+    repeated_before=lambda q, n: (jnp.broadcast_to(q, (n, 6, D)), lambda y: y),
+    repeated_after=lambda q, n: (q, lambda y: jnp.broadcast_to(y, (n, 6, D))),
+    never_repeated=lambda q, n: (q, lambda y: y),
+)
+def learned_queries(repeat):
+    """`b` is a layer whose inputs are learned, wherever they are repeated for the batch."""
+
+    def fn(p, x):
+        x = jnp.tanh(x @ p["a"])
+        queries, repeated = repeat(p["queries"], len(x))
+        q = heads(repeated(norm(queries) @ p["b"] + p["bias"]), 2)
+        k, v = heads(x @ p["k"], 2), heads(x @ p["v"], 2)
+        scores = jax.nn.softmax(jnp.einsum("...nhd,bthd->bhnt", q, k))
+        y = merged(jnp.einsum("bhnt,bthd->bnhd", scores, v))
+        return jnp.tanh(y @ p["o"]) @ p["c"]
+
+    params = dict.fromkeys("bkvo", f32(D, D)) | {"bias": f32(D), "queries": f32(6, D)}
+    return (
+        fn,
+        {"a": f32(10, D), "c": f32(D, 7), **params},
+        (f32(2, 9, 10),),
+        {"a": first(), "queries": "latents", "c": "output", "^[bkvo]$": hidden()},
     )
 
 
