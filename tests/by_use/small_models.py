@@ -20,6 +20,7 @@ from use_models import (
     hidden,
     linen,
     model,
+    nnx_module,
     norm,
     rope,
 )
@@ -33,6 +34,20 @@ def zeros(*shape):
 
 KEY = jax.random.key(0)
 TOKENS = jnp.zeros((2, 16), int)
+MOE = {
+    "emb": zeros(50, 32),
+    "router": zeros(32, 6),
+    "up": zeros(6, 32, 64),
+    "down": zeros(6, 64, 32),
+    "head": zeros(32, 50),
+}
+OF_MOE = {
+    "router": "router",
+    "up": hidden(Dims(1, 2)),
+    "down": hidden(Dims(1, 2)),
+    "emb": "embedding",
+    "head": "output",
+}
 
 
 def rope2(x):
@@ -82,11 +97,8 @@ def nnx_lstm():
         def __call__(self, t):
             return self.o(self.rnn(self.e(t)))
 
-    g, p, rest = nnx.split(L(nnx.Rngs(0)), nnx.Param, ...)
     return (
-        lambda p, rest, t: nnx.merge(g, p, rest)(t),
-        p,
-        (rest, TOKENS),
+        *nnx_module(L, TOKENS),
         {
             "cell/dense_[hi]/kernel": hidden(Split(1, (16,) * 4, IN_OUT)),
             "^o/kernel": "output",
@@ -276,24 +288,7 @@ def moe_dense():
             "head"
         ]
 
-    return (
-        f,
-        {
-            "emb": zeros(50, 32),
-            "router": zeros(32, 6),
-            "up": zeros(6, 32, 64),
-            "down": zeros(6, 64, 32),
-            "head": zeros(32, 50),
-        },
-        (TOKENS,),
-        {
-            "router": "router",
-            "up": hidden(Dims(1, 2)),
-            "down": hidden(Dims(1, 2)),
-            "emb": "embedding",
-            "head": "output",
-        },
-    )
+    return f, MOE, (TOKENS,), OF_MOE
 
 
 @model
@@ -307,24 +302,7 @@ def moe_joint_contraction():
         h = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["up"])) * g[..., None]
         return (x + jnp.einsum("btef,efd->btd", h, p["down"])) @ p["head"]
 
-    return (
-        f,
-        {
-            "emb": zeros(50, 32),
-            "router": zeros(32, 6),
-            "up": zeros(6, 32, 64),
-            "down": zeros(6, 64, 32),
-            "head": zeros(32, 50),
-        },
-        (TOKENS,),
-        {
-            "router": "router",
-            "up": hidden(Dims(1, 2)),
-            "down": hidden(Dims(1, 2)),
-            "emb": "embedding",
-            "head": "output",
-        },
-    )
+    return f, MOE, (TOKENS,), OF_MOE
 
 
 @model
@@ -380,24 +358,7 @@ def moe_capacity():
         aux = (g.mean(0) * oh.mean(0)).sum()
         return ((x + jnp.einsum("tec,ecd->td", c, y)) @ p["head"], aux)
 
-    return (
-        f,
-        {
-            "emb": zeros(50, 32),
-            "router": zeros(32, 6),
-            "up": zeros(6, 32, 64),
-            "down": zeros(6, 64, 32),
-            "head": zeros(32, 50),
-        },
-        (TOKENS,),
-        {
-            "router": "router",
-            "up": hidden(Dims(1, 2)),
-            "down": hidden(Dims(1, 2)),
-            "emb": "embedding",
-            "head": "output",
-        },
-    )
+    return f, MOE, (TOKENS,), OF_MOE
 
 
 @model
@@ -410,24 +371,7 @@ def moe_gathered():
         h = jax.nn.silu(jnp.einsum("td,tdf->tf", x, p["up"][i]))
         return (x + jnp.einsum("tf,tfd->td", h, p["down"][i]) * g.max(-1)[:, None]) @ p["head"]
 
-    return (
-        f,
-        {
-            "emb": zeros(50, 32),
-            "router": zeros(32, 6),
-            "up": zeros(6, 32, 64),
-            "down": zeros(6, 64, 32),
-            "head": zeros(32, 50),
-        },
-        (TOKENS,),
-        {
-            "router": "router",
-            "up": hidden(Dims(1, 2)),
-            "down": hidden(Dims(1, 2)),
-            "emb": "embedding",
-            "head": "output",
-        },
-    )
+    return f, MOE, (TOKENS,), OF_MOE
 
 
 @model
