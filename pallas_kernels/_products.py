@@ -239,15 +239,14 @@ def syrk_chain(
         from pallas_kernels._mosaic_gpu import chain
 
         fits = chain.fits_shared_memory(m, structure, len(inputs))
-        chosen = implementation or "mosaic_gpu" * fits
-        chosen = (
-            chosen
-            or select_implementation(
+        if fits:
+            return chain.syrk_chain(inputs, structure, rows)
+        of_one = implementation or (
+            select_implementation(
                 inputs[0], addend=True, symmetrize_output=symmetrize_output
             ).implementation
         )
-        is_faster = fits or chain.fastest_chain_config(math.prod(batch), m)
-        if chosen == "mosaic_gpu" and is_faster:
+        if of_one == "mosaic_gpu" and chain.fastest_chain_config(math.prod(batch), m):
             return chain.syrk_chain(inputs, structure, rows)
     terms, result = [*inputs], inputs[0]
     for (addends, residual), (alpha, diagonal, *betas) in zip(structure, rows, strict=True):

@@ -146,9 +146,10 @@ class Follower:
         facts: tuples of each kind:
             "product": its index, whether its other operand comes from inputs alone, None for one of
             constants, and the number of entries of that operand;
-            "use": a parameter, and what else is done with it: "lookup", "matrices chosen by data",
-            "vector", "latents", "with data", "depthwise", "modulated", "opaque …", "times a
-            constant", or "makes weights" where outputs of its products are used as weights;
+            "use": a parameter, and what else is done with it: "lookup", "lookup by constants",
+            "matrices chosen by data", "vector", "latents", "with data", "depthwise", "modulated",
+            "opaque …", "times a constant", or "makes weights" where outputs of its products are
+            used as weights;
             "output": a product, and what is done with its outputs: "contracted" with another
             activation, "frozen" where a matrix of the closure takes them, "beside inputs" of a
             product, or a choice: "argmax", "maximum", "softmax", "sort", and "experts" if what was
@@ -251,7 +252,7 @@ class Follower:
                     outputs = self.run(inner, args)
                     self._resizes = before
                     return [*map(_fitting, outputs, outs)]
-        if name in _OPAQUE or any(hasattr(v.aval, "inner_aval") for v in equation.invars):
+        if name in _OPAQUE or _takes_reference(equation):
             return self._opaque(op, xs, outs)
         if name.startswith(("random_", "threefry")):
             return [Value()] * len(outs)
@@ -259,7 +260,7 @@ class Follower:
         return [self._entrywise(op._replace(out=out, output=i), xs) for i, out in each]
 
     def _scan(self, equation: Any, xs: list[Value]) -> list[Value]:
-        """Scanned operands and results have one more axis outside, which tells them apart."""
+        """Follows the body. Outside of it, what is scanned has one axis more."""
         body = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
 
         def of_body(outer: Any, inner: Any) -> int:
@@ -432,8 +433,8 @@ class Follower:
             lost = {(p.source, a.axis) for p in others if not self._is_seen(p) for a in p.atoms()}
         name, found = op.name, activation(xs, left)
         if math.prod(op.out) == 1:  # a term of a loss, say
-            is_pending = lambda mark: mark[0] == "pending"  # noqa: E731
-            found = found._replace(marks=frozenset(itertools.filterfalse(is_pending, found.marks)))
+            marks = frozenset(mark for mark in found.marks if mark[0] != "pending")
+            found = found._replace(marks=marks)
         chosen = self._chosen(op, xs)
         marks = found.marks | chosen | {("hidden", axis) for axis in lost}
         if name == "concatenate" and any(x.is_data and not x.frontier for x in xs):
@@ -453,11 +454,12 @@ class Follower:
         if name == "mul":
             self._note_gated(*pieces)
         if name in ("mul", "select_n"):
-            for x, shape in zip(xs, op.shapes, strict=True):
-                if x.repeats or shape != op.out:
-                    self._note_experts(x, [y for y in xs if y is not x])
-                    for k in range(len(op.out)):
-                        self._note("contracted", *self._met_at(zip(xs, [k] * len(xs), strict=True)))
+            each = zip(xs, op.shapes, strict=True)
+            spread = [x for x, shape in each if x.repeats or shape != op.out]
+            for x in spread:
+                self._note_experts(x, [y for y in xs if y is not x])
+            for k in range(len(op.out)) if spread else ():
+                self._note("contracted", *self._met_at(zip(xs, [k] * len(xs), strict=True)))
         return found._replace(marks=marks)
 
     def _is_mapped(self, piece: Piece) -> bool:
@@ -849,12 +851,16 @@ def _hashed(variable: Any) -> Any:
     return object() if isinstance(variable, core.Literal) else variable
 
 
+def _takes_reference(equation: Any) -> bool:
+    """Whether an operand is a reference, which the equation may write to."""
+    return any(hasattr(v.aval, "inner_aval") for v in equation.invars)
+
+
 def _with_effect(jaxpr: Any) -> list[Any]:
     """The equations that outputs depend on, or that write to a reference."""
     found, needed = [], {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
     for equation in reversed(jaxpr.eqns):
-        writes = any(hasattr(v.aval, "inner_aval") for v in equation.invars)
-        if writes or not needed.isdisjoint(equation.outvars):
+        if _takes_reference(equation) or not needed.isdisjoint(equation.outvars):
             needed |= {v for v in equation.invars if not isinstance(v, core.Literal)}
             found.append(equation)
     return found[::-1]

@@ -38,9 +38,9 @@ class Atom(NamedTuple):
     """A digit of an index: `start`, `start + stride`, …, of `size` values.
 
     The index on `axis` of the source is the sum of all atoms of that axis. The axis is None where
-    entries are of no axis of the source, such as those of a broadcast. The stride of an axis of
-    size 1 is 0, which tells it from one index of a longer axis. A stride of 0 and a longer size
-    are entries of an axis in an order that is not known.
+    entries are of no axis of the source, such as those of a broadcast. An axis of size 1
+    has a stride of 0; one index of a longer axis keeps that axis's stride. A stride of 0 and a
+    longer size are entries of an axis in an order that is not known.
     """
 
     axis: int | None

@@ -65,8 +65,9 @@ class Roles:
         self._seen = _by_first((j, (*seen,)) for j, *seen in self._facts["product"])
         self._products_of = _by_first((self._products[j].leaf, j) for j in self._seen)
         reached = frozenset().union(*(x.as_activation().frontier for x in outputs))
-        self._last = {j for j in reached if "contracted" not in self._outputs[j]}
-        self._last -= {j for j, followers in self._followers.items() if followers}
+        self._last = {
+            j for j in reached if "contracted" not in self._outputs[j] and j not in self._followers
+        }
         self._routers = {
             self._products[j].leaf
             for j, how in self._outputs.items()

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from muon_jax._tree_checks import OF_MODULES_IN_FN, is_array
+from muon_jax._trees import any_missing
 from pallas_kernels.arguments import shown
 
 
@@ -17,9 +18,11 @@ def traced(fn: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Any:
         TypeError: an input, or what `fn` returns, is no array; or `fn` needs the value of an input.
         ValueError: `fn` returns nothing.
     """
-    leaves = jax.tree.leaves_with_path(inputs)
-    names = [f"inputs{jax.tree_util.keystr(path)}" for path, _ in leaves]
-    for name, (_, leaf) in zip(names, leaves, strict=True):
+    named = [
+        (f"inputs{jax.tree_util.keystr(path)}", leaf)
+        for path, leaf in jax.tree.leaves_with_path(inputs)
+    ]
+    for name, leaf in named:
         if not _is_traceable(leaf):
             raise TypeError(
                 f"{name} must be an array or the shape of one, got {_short(leaf)}: bind it to fn,"
@@ -46,7 +49,7 @@ def traced(fn: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Any:
     except Exception as error:
         # JAX names the arguments whose values a program asks for.
         is_asked = isinstance(error, TypeError) and "concrete" in str(error).lower()
-        for name, (_, leaf) in zip(names, leaves, strict=True):
+        for name, leaf in named:
             if is_asked and name in str(error) and np.ndim(leaf) == 0:
                 raise TypeError(
                     f"fn needs the value of {name}, got {_short(leaf)}, and a trace has shapes"
@@ -55,7 +58,7 @@ def traced(fn: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Any:
                 ) from error
         if type(error).__name__ == "TraceContextError":
             error.add_note(f"by_use: state that fn changes must be an input: {OF_MODULES_IN_FN[1]}")
-        elif "'NoneType' object is not callable" in str(error) and _has_none(params):
+        elif "'NoneType' object is not callable" in str(error) and any_missing(params):
             error.add_note(
                 "by_use: params has None where a module of Equinox has functions:"
                 f" {OF_MODULES_IN_FN[0]}"
@@ -74,10 +77,6 @@ def check_fn(fn: Any) -> None:
 
 def _is_traceable(leaf: Any) -> bool:
     return is_array(leaf) or isinstance(leaf, bool | np.bool_)
-
-
-def _has_none(params: Any) -> bool:
-    return any(x is None for x in jax.tree.leaves(params, is_leaf=lambda node: node is None))
 
 
 def _short(value: Any) -> str:

@@ -134,8 +134,13 @@ class NewtonSchulz:
     @functools.cached_property
     def schedule(self) -> Schedule:
         """The steps."""
-        steps = DEFAULT_STEPS if self.steps is None else self.steps
-        return resolve_schedule(self.coeffs, steps, self.preconditioning or "frobenius")
+        steps, preconditioning = self._or_default("steps"), self._or_default("preconditioning")
+        return resolve_schedule(self.coeffs, steps, preconditioning)
+
+    def _or_default(self, name: str) -> Any:
+        """The field, or what it is by default."""
+        own = getattr(self, name)
+        return _DEFAULTS[name] if own is None else own
 
     @property
     def key(self) -> Any:
@@ -146,7 +151,7 @@ class NewtonSchulz:
     @property
     def _wanted(self) -> Wanted:
         """What the caller says of the form."""
-        preconditioning = self.preconditioning or "frobenius"
+        preconditioning = self._or_default("preconditioning")
         return Wanted(self.schedule.without_arrays(), self.method, preconditioning, self.dtype)
 
     def form(self, shape: tuple[int, int], in_dtype: jnp.dtype) -> Form:
@@ -158,8 +163,10 @@ class NewtonSchulz:
             ValueError: as `fastest_form`.
         """
         form = self.form_of_stack((GROUP, *shape), in_dtype)
+        if form.implementation:
+            return form
         of_group = implementation_of_group(shape, form.dtype, is_composed=self.schedule.is_composed)
-        return form._replace(implementation=form.implementation or of_group)
+        return form._replace(implementation=of_group)
 
     def form_of_stack(self, shape: tuple[int, ...], in_dtype: jnp.dtype) -> Form:
         """Returns the form of one stack `(..., m, n)` of `in_dtype`, m ≤ n.
@@ -248,9 +255,9 @@ class NewtonSchulz:
             operand: the matrices whole or, in the Gram form, sharded.
         """
         schedule, given = self.schedule, x
-        norm = "schatten_4" if schedule.is_composed else self.preconditioning or "frobenius"
+        norm = "schatten_4" if schedule.is_composed else self._or_default("preconditioning")
         eps = 0.0 if self.eps is None else self.eps
-        normalization = Normalization(norm, eps, self.eps_mode or "add", scale, gain)
+        normalization = Normalization(norm, eps, self._or_default("eps_mode"), scale, gain)
         if _device.platform() == "cpu":  # where XLA cannot run a product merged with a transpose
             x = jax.lax.optimization_barrier(x)
         x = jax.tree.map(lambda x: pad_for_kernels(x, operand), x)
@@ -265,12 +272,8 @@ class NewtonSchulz:
 
     def tree_flatten(self) -> tuple[list[Any], tuple[Any, ...]]:
         """Returns the leaves, and all else."""
-        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        is_leaf = tuple(
-            isinstance(x, jax.Array) or field.name == "eps"
-            for field, x in zip(dataclasses.fields(self), fields, strict=True)
-        )
-        pairs = [*zip(is_leaf, fields, strict=True)]
+        named = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        pairs = [(name == "eps" or isinstance(x, jax.Array), x) for name, x in named]
         return [x for leaf, x in pairs if leaf], tuple((leaf, not leaf and x) for leaf, x in pairs)
 
     @classmethod

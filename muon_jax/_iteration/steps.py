@@ -66,13 +66,9 @@ class Step:
     @property
     def triple(self) -> Triple:
         """The coefficients (a, b, c) of a quintic step."""
-        ((c, ((b, _),), a),) = map(dataclasses.astuple, self.products)
-        return a, b, c
-
-    @property
-    def slope(self) -> float:
-        """h(0): the step multiplies the smallest singular values by it."""
-        return self.terms(0.0)[-1]
+        (product,) = self.products
+        ((b, _),) = product.addends
+        return product.diagonal, b, product.alpha
 
     def terms(self, eigenvalue: Any) -> list[Any]:
         """Returns S₀, S₁, …, h for an eigenvalue of R, or an array of them."""

@@ -130,7 +130,8 @@ def look_up(name: str, shape: Shape, axes: tuple[int, ...], layout: Layout) -> F
         axes: which axis of the parameter each axis of `shape` is.
         layout: the order of these axes.
     """
-    rows = ((role, view) for role, p, view in _ROLES if _whole_names(p).search(plain(name)))
+    own = plain(name)
+    rows = ((role, view) for role, p, view in _ROLES if _whole_names(p).search(own))
     role, view_of = next(rows, ("unnamed", nothing_known))
     order = axes_in_out(layout, role, len(shape))
     in_order = tuple(shape[axis] for axis in order)

@@ -293,7 +293,7 @@ class ChainProgram(SymmetricProgram):
         pl.when(_is_diagonal(tile))(functools.partial(multiply_by, self.a_ring))
         pl.when(~_is_diagonal(tile))(functools.partial(multiply_by, self.b_ring))
 
-    def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
+    def storing(self, tile: Tile) -> Callable[[jax.Array], None]:
         """Reads the product's coefficients, and returns what stores the tile."""
         numbers = range(self.coefficients.shape[-1])
         coefficients = [self.coefficients[tile.batch, tile.product, i] for i in numbers]

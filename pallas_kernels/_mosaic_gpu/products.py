@@ -212,7 +212,7 @@ class SyrkxProgram(ring.SymmetricProgram):
         strip = pl.ds(0, width)
         self.accumulate(tile, accumulator, lambda i: self.b_ring.at[i, strip].transpose((1, 0)))
 
-    def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
+    def storing(self, tile: Tile) -> Callable[[jax.Array], None]:
         """Reads the coefficients, and returns what stores the tile."""
         coefficients = [self.coefficients[tile.batch, i] for i in range(2 + len(self.cs))]
         return functools.partial(self._store, tile, coefficients)
@@ -326,7 +326,7 @@ class GemmProgram(ring.RingProgram):
         """Multiplies by B."""
         self.accumulate(tile, accumulator, lambda slot: self.b_ring.at[slot])
 
-    def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
+    def storing(self, tile: Tile) -> Callable[[jax.Array], None]:
         """Returns what stores the tile. It needs nothing in advance."""
         return functools.partial(self._store, tile)
 

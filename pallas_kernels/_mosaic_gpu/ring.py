@@ -165,7 +165,7 @@ class RingProgram:
         """Multiplies this warpgroup's rows of the tile, by `accumulate`."""
         raise NotImplementedError
 
-    def storing(self, tile: Tile, width: int) -> Callable[[jax.Array], None]:
+    def storing(self, tile: Tile) -> Callable[[jax.Array], None]:
         """Returns what stores the tile's sums; called before they are computed."""
         raise NotImplementedError
 
@@ -249,7 +249,7 @@ class RingProgram:
         own_turn(functools.partial(self._multiply_and_store, tile, width))
 
     def _multiply_and_store(self, tile: Tile, width: int) -> None:
-        store = self.storing(tile, width)
+        store = self.storing(tile)
         # The stubs of plgpu do not export this documented name.
         in_registers = plgpu.ACC((self.config.rows, width), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
