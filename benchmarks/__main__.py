@@ -139,7 +139,7 @@ COMMANDS = {
         run_corpus,
     ),
     "coefficients": Command(
-        "compute our coefficients and the minimax ones anew",
+        "recompute our coefficients and the minimax ones",
         add_coefficients_arguments,
         run_coefficients,
     ),

@@ -6,8 +6,8 @@ UVᵀ, computed by a few Newton–Schulz steps X <- (aI + bA + cA²)X with A = X
 `muon` is the optimizer, a drop-in for `optax.contrib.muon`; `scale_by_muon` its transformation for
 chains of one's own; `newton_schulz` the iteration alone, and `NewtonSchulz` its coefficients and
 how its products run. `PRESETS` holds the arguments of `muon` that make it other published Muons;
-`explain` tells who orthogonalizes what where parameters are sharded, and `Exchange` says what
-happens there. `muon_jax.contrib` has what most users never need.
+`explain` says which devices orthogonalize which matrices of sharded parameters, and `Exchange` sets
+what they exchange. `muon_jax.contrib` has what most users never need.
 """
 
 import importlib.metadata

@@ -48,7 +48,7 @@ _ROUNDS, _CALLS = 5, 10
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Runs the command line `words`, and writes the table anew after each product.
+    """Runs the command line `words`, and rewrites the table after each product.
 
     Raises:
         SystemExit: there is no GPU, or words do not do.

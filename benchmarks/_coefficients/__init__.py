@@ -1,1 +1,1 @@
-"""Computes coefficients anew: fitted composed schedules, and compositions of minimax quintics."""
+"""Recomputes coefficients: fitted composed schedules, and compositions of minimax quintics."""

@@ -20,7 +20,7 @@ def add_coefficients_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_coefficients(arguments: argparse.Namespace) -> None:
-    """Computes each set anew, prints it, and prints how far what ships is from it."""
+    """Recomputes each set, prints it, and prints how far what ships is from it."""
     published = published_minimax_sets()
     for name in [name for name in arguments.names if name in published]:
         difference = np.max(np.abs(published[name] - np.array(NAMED[name])))

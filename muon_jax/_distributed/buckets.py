@@ -18,7 +18,7 @@ def deal(
     max_bucket_bytes: int,
     stays_sharded: Callable[[Bucket], bool],
 ) -> Plan:
-    """Returns who orthogonalizes what, of these leaves on this mesh.
+    """Returns which devices of the mesh orthogonalize which matrices of these leaves.
 
     Args:
         leaves: the parameters, placed.

@@ -18,7 +18,7 @@ def optimizer_by_tree(
 ) -> Callable[[Any], optax.GradientTransformation]:
     """Returns a function from a tree to the optimizer for it.
 
-    Views that are a callable are made from the whole tree. An optimizer is made anew only where the
+    Views that are a callable are made from the whole tree. A new optimizer is made only where the
     views differ from the latest.
     """
     optimizer = with_views(views)

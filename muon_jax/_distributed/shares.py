@@ -84,7 +84,7 @@ def gathered(
         flat = [results[share.stack.index].astype(share.dtype).reshape(-1) for share in group]
         names = tuple(name for name, _ in group[0].axes)
         own = jnp.concatenate(flat)
-        # Where the caller's shard_map knows what differs, it shall know that all have the same.
+        # If the caller's shard_map tracks what differs, tell it that all devices now have the same.
         is_known = jax.typeof(own).manual_axis_type.varying.issuperset(names)
         whole = jax.lax.all_gather(own, names, to="invarying" if is_known else "varying")
         *ends, _ = itertools.accumulate(x.size for x in flat)

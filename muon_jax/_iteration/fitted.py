@@ -16,7 +16,7 @@ On wide matrices the three products with X weigh more, and the schedules save mo
 The coefficients are ours. They are fitted jointly by nonlinear least squares in float64, for
 singular values in [l, 1] over the Schatten-4 norm, together with the response to the rounding of
 every intermediate, and with the worst that rounding can do. `python -m benchmarks
-coefficients` makes them anew. All |Sⱼ| ≤ 3.1 and h ≤ 304 on [0, 1], and R < 6 after the first step,
+coefficients` recomputes them. All |Sⱼ| ≤ 3.1 and h ≤ 304 on [0, 1], and R < 6 after the first step,
 so nothing leaves float16.
 """
 

@@ -10,7 +10,7 @@ symmetric products a step, and one application X <- QX in the end.
 
 In 16 bits two things go wrong. Q grows with the amplification of the smallest singular values, and
 is rounded relative to its largest entry. R gets negative eigenvalues, which the polynomials
-amplify. A restart, X <- QX and R = XXᵀ anew, repairs both. The steps between two restarts are a
+amplify. A restart, X <- QX and then R = XXᵀ, repairs both. The steps between two restarts are a
 segment. All products are mirrored, or their halves would drift apart.
 
 Reference: `Gram Newton–Schulz <https://github.com/Dao-AILab/gram-newton-schulz>`_, 2026.

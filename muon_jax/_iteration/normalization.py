@@ -23,8 +23,8 @@ type Norm = Preconditioning | Literal["schatten_4"]
 def largest_entries(stacks: Sequence[jax.Array]) -> jax.Array:
     """Returns max |X| of each matrix, not finite where X is not, without a derivative.
 
-    No result depends on the powers of two that are made of it. JAX' derivative compares the entries
-    with their maximum, which XLA may compute anew and round in another way.
+    No result depends on the powers of two that are made of it. JAX's derivative compares the
+    entries with their maximum, which XLA may recompute and round in another way.
 
     XLA finds the largest entry of each row while it computes the stack. The largest entries of all
     stacks with equally many rows are then found together.

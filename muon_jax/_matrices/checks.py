@@ -112,8 +112,8 @@ class Checks:
 
         -   An MLP's first layer may be two or three times as wide as what the second takes, and q
             twice as wide as what the output projection takes. Such a layer has several matrices.
-        -   `(in, heads, dim)` looks like a stack of layers below an unknown name. The output
-            projection, (heads, dim, out), tells one from the other.
+        -   `(in, heads, dim)` looks like a stack of layers below an unknown name. An output
+            projection (heads, dim, out) beside it shows that its axes are heads.
         """
         if one.role == "matrix":
             rows, cols = one.shape

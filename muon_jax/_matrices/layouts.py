@@ -53,7 +53,7 @@ def fits_bias(shape: Shape, bias: Shape, layout: Layout) -> bool:
     """Whether a kernel of this shape makes what a bias of that shape is added to.
 
     The bias has the axes of the output, after those of experts where the kernel has some. It may
-    have axes of size 1 besides, as those of Equinox' convolutions have.
+    have axes of size 1 besides, as those of Equinox's convolutions have.
     """
     if len(bias) > 1 and bias == ((*shape[:-2], shape[-1]) if layout == "in_out" else shape[:-1]):
         return True
