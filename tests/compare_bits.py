@@ -13,6 +13,7 @@ so it runs on any version (`iteration`, `exchanged`, `optimizer` and `contrib` s
 """
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -55,19 +56,27 @@ def main() -> int:
     return report(*found)
 
 
-def digests_of(tree: str, options: argparse.Namespace) -> dict[str, str]:
-    """Returns the digests of a checkout, or of a commit in a temporary work tree."""
+@contextlib.contextmanager
+def checkout(tree: str) -> Iterator[Path]:
+    """Yields the path of a checkout, or of a commit in a temporary work tree."""
     if (Path(tree) / "muon_jax").is_dir():
-        return run_in(Path(tree).resolve(), options)
+        yield Path(tree).resolve()
+        return
     repository = HERE.parents[1]
     with tempfile.TemporaryDirectory() as folder:
-        checkout = Path(folder) / "tree"
+        path = Path(folder) / "tree"
         git = ["git", "-C", str(repository), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", str(checkout), tree], check=True)
+        subprocess.run([*git, "add", "--quiet", "--detach", str(path), tree], check=True)
         try:
-            return run_in(checkout, options)
+            yield path.resolve()
         finally:
-            subprocess.run([*git, "remove", "--force", str(checkout)], check=True)
+            subprocess.run([*git, "remove", "--force", str(path)], check=True)
+
+
+def digests_of(tree: str, options: argparse.Namespace) -> dict[str, str]:
+    """Returns the digests of a checkout or a commit."""
+    with checkout(tree) as path:
+        return run_in(path, options)
 
 
 def run_in(tree: Path, options: argparse.Namespace) -> dict[str, str]:

@@ -1,75 +1,35 @@
-"""Measures the house: rooms, imports, sizes, names, and the work of one traced update.
+"""Measures the house: its size, who imports whom, and the work of one traced update.
 
-    python tests/house.py [TREE]
+    python tests/house.py [TREE ...]
 
-prints a table for any checkout, this one by default. A folder of a package is a room; a top-level
-module is a room of its own. `tests/test_rooms.py` uses the functions.
+prints a column for each tree, which is the path of a checkout or a commit of this repository;
+this checkout alone by default. A folder of a package is a room, and so is a top-level module.
+`tests/test_rooms.py` uses the functions.
 """
 
 import ast
 import collections
 import dataclasses
 import functools
+import inspect
+import io
 import json
 import os
+import statistics
 import subprocess
 import sys
+import time
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("muon_jax", "pallas_kernels")
+from compare_bits import checkout
 
-# What an update works out, by the module's last names and the function. Names of older trees stand
-# beside today's. Where a function is memoized, only its executions count.
-QUESTIONS: dict[str, set[tuple[str, str]]] = {
-    "implementation asked for": {
-        ("_dispatch", "select_implementation"),
-        ("_selection", "select_implementation"),
-    },
-    "implementation worked out": {
-        ("_dispatch", "select_implementation"),
-        ("_selection", "_modelled_fastest"),
-    },
-    "reason against it asked for": {
-        ("_dispatch", "unsupported_reason"),
-        ("_selection", "unsupported_reason"),
-    },
-    "reason against it worked out": {
-        ("_pallas_mosaic_gpu", "unsupported_reason"),
-        ("_pallas_triton", "unsupported_reason"),
-        ("_reference", "unsupported_reason"),
-        ("_mosaic_gpu.syrkx", "unsupported_reason"),
-        ("_triton.syrkx", "unsupported_reason"),
-        ("_selection", "_mosaic_reason"),
-        ("_selection", "_triton_reason"),
-    },
-    "device looked up": {("_device", "_device"), ("_device", "_current"), ("device", "_current")},
-    "form chosen": {
-        ("_form", "choose"),
-        ("_iteration.form", "choose"),
-        ("_iteration.form", "fastest_form"),
-    },
-    "segments of the gram form": {
-        ("_gram", "segments"),
-        ("_iteration.gram", "_segments"),
-    },
-    "coefficients resolved": {
-        ("_coefficients", "resolve"),
-        ("_iteration.schedules", "resolve_schedule"),
-    },
-    "plan made": {
-        ("_plan", "make"),
-        ("_distributed.planning", "make"),
-        ("_distributed.planning", "make_plan"),
-    },
-    "shardings located": {
-        ("_sharding", "resolve"),
-        ("_distributed.sharding", "resolve"),
-        ("_distributed.sharding", "locate"),
-    },
-    "fill_missing": {("_momentum", "fill_missing"), ("_trees", "fill_missing")},
-}
+PACKAGES = ("muon_jax", "pallas_kernels")
+# Folders of `muon_jax` that are no part of the core.
+AREAS = ("contrib", "benchmarks", "docs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,111 +165,131 @@ def definitions(modules: Iterable[Module]) -> dict[str, list[str]]:
     return dict(found)
 
 
-def static_rows(tree: Path) -> dict[str, list[Any]]:
-    """Returns what the sources of a checkout say, by package."""
-    rows: dict[str, list[Any]] = collections.defaultdict(list)
-    every = []
-    for package in PACKAGES:
-        modules = modules_of(tree, package)
-        every += modules
-        by_module, by_room = arrows(modules), room_arrows(modules)
-        longest = max(modules, key=lambda module: module.source.count("\n"))
-        rows["rooms"].append(len(by_room))
-        rows["modules"].append(len(modules))
-        rows["levels of rooms"].append(count_levels(by_room))
-        rows["levels of modules"].append(count_levels(by_module))
-        rows["arrows between rooms"].append(sum(map(len, by_room.values())))
-        rows["arrows between modules"].append(sum(map(len, by_module.values())))
-        rows["circles of rooms"].append(len(circles(by_room)))
-        rows["circles of modules"].append(len(circles(by_module)))
-        name = longest.name.removeprefix(f"{package}.")
-        rows["longest module"].append(f"{longest.source.count('\n')} {name}")
-        rows["without a type"].append(sum(len(unannotated(module)) for module in modules))
-    repeated = {name: where for name, where in definitions(every).items() if len(where) > 1}
-    rows["names with several definitions"] = [len(repeated), ", ".join(sorted(repeated))]
-    return rows
+def lines_by_area(tree: Path) -> dict[str, int]:
+    """Returns how many lines of Python, and words of documents, a checkout has."""
+
+    def lines(folder: str) -> int:
+        return sum(len(path.read_text().splitlines()) for path in (tree / folder).rglob("*.py"))
+
+    documents = [tree / "README.md", *tree.glob("docs/*.md"), *tree.glob("muon_jax/docs/*.md")]
+    words = sum(len(path.read_text().split()) for path in documents if path.exists())
+    others = sum(lines(f"muon_jax/{area}") for area in AREAS)
+    return {
+        "core": lines("muon_jax") - others,
+        "contrib": lines("muon_jax/contrib"),
+        "kernels": lines("pallas_kernels"),
+        "benchmarks": lines("benchmarks") + lines("muon_jax/benchmarks"),
+        "tests": lines("tests"),
+        "words of documents, no records": words,
+    }
+
+
+def kilobytes_zipped(tree: Path) -> int:
+    """Returns the size of both packages in a zip file, as a wheel is."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(path for package in PACKAGES for path in (tree / package).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                archive.write(path, path.relative_to(tree))
+    return file.tell() // 1000
+
+
+def rows_of_sources(tree: Path) -> dict[str, Any]:
+    """Returns what the sources of a checkout say."""
+    by_package = {package: modules_of(tree, package) for package in PACKAGES}
+    modules = [module for own in by_package.values() for module in own]
+    functions = [
+        node
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef)
+    ]
+    repeated = [name for name, where in definitions(modules).items() if len(where) > 1]
+    return {
+        **{f"lines, {area}": count for area, count in lines_by_area(tree).items()},
+        "modules": len(modules),
+        "functions": len(functions),
+        "rooms": sum(len(room_arrows(own)) for own in by_package.values()),
+        "arrows between rooms": sum(
+            len(targets) for own in by_package.values() for targets in room_arrows(own).values()
+        ),
+        "circles of modules": len(circles(arrows(modules))),
+        "names with several definitions": len(repeated),
+        "KB, zipped": kilobytes_zipped(tree),
+    }
 
 
 # ------------------------------------------------------------------------------ one traced update
 
-TRACED = {"one matrix": "64×96", "three, sharded": "64×64, 64×128, 128×64 on 8 devices"}
 
-
-def count_calls(tree: Path, which: str) -> dict[str, int]:
-    """Returns the calls of Python functions in one traced update, in a fresh process."""
+def rows_of_update(tree: Path) -> dict[str, Any]:
+    """Returns what a fresh process says of a checkout: one traced update, and the import."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, __file__, "--trace", which, str(tree)]
-    result = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(result.stdout.splitlines()[-1])
+    command = [sys.executable, __file__, "--trace", str(tree)]
+    found = []
+    for _ in range(3):
+        result = subprocess.run(
+            command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+        )
+        found.append(json.loads(result.stdout.splitlines()[-1]))
+    times = [rows.pop("seconds of the import") for rows in found]
+    return {**found[0], "seconds of the import": statistics.median(times)}
 
 
-def trace(which: str, tree: Path) -> dict[str, int]:
-    """Traces one update in this process and counts calls."""
+def trace(tree: Path) -> dict[str, Any]:
+    """Traces one update of one 64×256 matrix in this process, and counts our own calls.
+
+    Comprehensions and lambdas do not count.
+    """
     import jax
     import jax.numpy as jnp
+    import optax
 
     jax.config.update("jax_num_cpu_devices", 8)
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
-
+    jax.block_until_ready(optax.adamw(0.1).init({"w": jnp.ones((64, 256))}))
+    begin = time.perf_counter()
     import muon_jax
 
+    seconds = time.perf_counter() - begin
     assert Path(str(muon_jax.__file__)).is_relative_to(tree)
-    if which == "one matrix":
-        params = {"w": jnp.ones((64, 96))}
-    else:
-        mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-        sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
-        shapes = ((64, 64), (64, 128), (128, 64))
-        params = {str(i): jax.device_put(jnp.ones(s), sharding) for i, s in enumerate(shapes)}
-    optimizer = muon_jax.muon(0.02)
+    params, optimizer = {"w": jnp.ones((64, 256))}, muon_jax.muon(0.02)
     state = optimizer.init(params)
-    calls: collections.Counter[tuple[str, str]] = collections.Counter()
-    names: dict[str, str | None] = {}
+    calls: collections.Counter[str] = collections.Counter()
 
     def profile(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and not code.co_name.startswith("<"):  # no comprehension, no lambda
-            if code.co_filename not in names:
-                names[code.co_filename] = _module_of(code.co_filename, tree)
-            if module := names[code.co_filename]:
-                calls[module, code.co_name] += 1
+        if event == "call" and not code.co_name.startswith("<"):
+            calls[code.co_filename] += 1
 
     sys.setprofile(profile)
     try:
         jax.jit(optimizer.update).lower(params, state, params)
     finally:
         sys.setprofile(None)
-    rows = {"calls": calls.total(), "modules entered": len({module for module, _ in calls})}
-    for question, places in QUESTIONS.items():
-        rows[question] = sum(
-            count
-            for (module, name), count in calls.items()
-            if any(name == known and f".{module}".endswith(end) for end, known in places)
-        )
-    return rows
-
-
-def _module_of(filename: str, tree: Path) -> str | None:
-    path = Path(filename)
-    if not path.is_relative_to(tree):
-        return None
-    parts = path.relative_to(tree).with_suffix("").parts
-    return ".".join(parts) if parts[0] in PACKAGES else None
+    roots = tuple(str(tree / package) + os.sep for package in PACKAGES)
+    own = {name: count for name, count in calls.items() if name.startswith(roots)}
+    return {
+        "modules entered by one update": len(own),
+        "calls of one update": sum(own.values()),
+        "arguments of muon": len(inspect.signature(muon_jax.muon).parameters),
+        "arguments of scale_by_muon": len(inspect.signature(muon_jax.scale_by_muon).parameters),
+        "words of muon's docstring": len((muon_jax.muon.__doc__ or "").split()),
+        "seconds of the import": round(seconds, 2),
+    }
 
 
 def main() -> None:
-    """Prints the table of a checkout."""
+    """Prints the table."""
     if sys.argv[1:2] == ["--trace"]:
-        print(json.dumps(trace(sys.argv[2], Path(sys.argv[3]))))
+        print(json.dumps(trace(Path(sys.argv[2]))))
         return
-    tree = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()
-    print(f"{'':<32}{'muon_jax':<24}pallas_kernels")
-    for label, (first, second) in static_rows(tree).items():
-        print(f"{label:<32}{first!s:<24}{second}")
-    found = {which: count_calls(tree, which) for which in TRACED}
-    print("\n" + " " * 32 + "".join(f"{which:<24}" for which in found))
-    for label in next(iter(found.values())):
-        print(f"{label:<32}" + "".join(f"{rows[label]:<24}" for rows in found.values()))
+    names = sys.argv[1:] or [str(Path(__file__).parents[1])]
+    with ExitStack() as stack:
+        trees = [stack.enter_context(checkout(name)) for name in names]
+        columns = [rows_of_sources(tree) | rows_of_update(tree) for tree in trees]
+    print(" " * 34 + "".join(f"{name.rstrip('/').rpartition('/')[2][:16]:>18}" for name in names))
+    for label in columns[0]:
+        print(f"{label:<34}" + "".join(f"{column[label]:>18}" for column in columns))
 
 
 if __name__ == "__main__":
