@@ -66,6 +66,11 @@ def mostly_nightly(cases: Iterable, quick: Container, slower: Container = ()) ->
     ]
 
 
+def mostly_slow(cases: Iterable, quick: Container) -> list:
+    """Cases of `parametrize`: quick ones, and others, marked slow."""
+    return mostly_nightly(cases, quick, [*cases])
+
+
 def unjitted_newton_schulz(x, *args, **kwargs):
     """`newton_schulz` traced anew. JAX keeps what its own jit has traced."""
     traced_anew = inspect.unwrap(_newton_schulz.polar_factors)

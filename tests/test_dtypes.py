@@ -14,7 +14,12 @@ from muon_jax._transforms.shape_scale import scale_by_shape
 from muon_jax.contrib import scale_by_normuon, scale_to_param_norm
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
-EACH = [*itertools.product(FLOATS, FLOATS, (None, *FLOATS))]
+# Of parameters, gradients and momenta: any two of the three in all combinations.
+EACH = [
+    (FLOATS[i], FLOATS[(i + k) % 3], mu_dtype)
+    for k, mu_dtype in enumerate((None, *FLOATS))
+    for i in range(3)
+]
 SHAPES = {"w": (4, 6), "v": (6, 4), "b": (3,)}
 
 

@@ -66,7 +66,9 @@ def trajectory(optimizer, steps, names=tuple(DIMENSION_NUMBERS)):
     "kwargs",
     [
         {},
-        {"nesterov": False, "weight_decay": 0.1, "consistent_rms": 0.2},
+        pytest.param(
+            {"nesterov": False, "weight_decay": 0.1, "consistent_rms": 0.2}, marks=helpers.slow
+        ),
         *(
             pytest.param(kwargs, marks=helpers.nightly)
             for kwargs in (

@@ -145,6 +145,7 @@ def highest_precision():
         yield
 
 
+@helpers.slow
 @pytest.mark.parametrize("preset", SYSTEMS)
 def test_the_oracle_sees_every_number(preset):
     """Also those that the preset leaves to a default: betas, eps and decay of both sides."""

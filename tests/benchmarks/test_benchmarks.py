@@ -209,6 +209,7 @@ def test_a_wrong_addend_fails(monkeypatch):
         one_device.measure_syrk((16, 16), "bfloat16")
 
 
+@pytest.mark.slow
 def test_a_wrong_update_fails(monkeypatch):
     monkeypatch.setitem(COMPARED, "None", lambda learning_rate, **kw: muon(0.06, **kw))
     with pytest.raises(

@@ -66,6 +66,7 @@ def test_commands_that_have_a_quick_form():
     ]
 
 
+@pytest.mark.slow
 def test_a_quick_run_says_so_and_what_a_cpu_cannot_measure(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(rivals, "_reason_missing", lambda package: "left out")
     file = tmp_path / "syrk.json"

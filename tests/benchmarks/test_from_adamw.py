@@ -78,6 +78,7 @@ def test_who_has_muon_with_routing_and_without(gpt, cnn):
     assert paths_of_muon(UNROUTED, cnn) == {"head/kernel"}
 
 
+@pytest.mark.slow
 def test_layers_that_lie_apart_have_the_loss_of_stacked_ones(gpt):
     model = from_adamw.GPT(width=128, layers=2, head_size=32, context=64)
     windows, key = gpt.held_out[:2], jax.random.key(1)
@@ -112,6 +113,7 @@ def test_the_rest_has_adamw_s_rate(line):
         assert 0.9 * of_adamw < change < 1.5 * of_adamw
 
 
+@pytest.mark.slow
 def test_a_run_compares_with_adamw_at_its_best_rate(tmp_path, monkeypatch, capsys):
     def small():
         x = np.random.default_rng(0).standard_normal((64, 4)).astype(np.float32)

@@ -30,6 +30,18 @@ BIT_FOR_BIT = (
     "grouped_conv",
     "neox_interleaved",
 )
+# More than a second each.
+SLOW = (
+    "resnet_bn",
+    "haiku_transformer",
+    "flax_resnet50",
+    "haiku_resnet50",
+    "diffusion_unet",
+    "haiku_lstm",
+    "eqx_lstm",
+    "linen_spectral_norm",
+    "real_nvp",
+)
 
 
 def test_many_models_are_at_real_size():
@@ -37,7 +49,7 @@ def test_many_models_are_at_real_size():
     assert len(MODELS) - len(REAL_SIZE) >= 60
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", helpers.mostly_slow(MODELS, {*MODELS} - {*SLOW}))
 def test_each_parameter_has_its_role_and_view(name):
     fn, params, inputs, expected, per_head = MODELS[name]()
     if expected is None:
@@ -66,9 +78,7 @@ def hand_written(params, expected):
     return jax.tree.map_with_path(view_of, params)
 
 
-@pytest.mark.parametrize(
-    "name", helpers.mostly_nightly(BIT_FOR_BIT, ["moe_ragged", "mla", "grouped_conv"], BIT_FOR_BIT)
-)
+@pytest.mark.parametrize("name", helpers.mostly_slow(BIT_FOR_BIT, ["grouped_conv"]))
 def test_updates_are_those_of_hand_written_views(name):
     fn, params, inputs, expected, _ = MODELS[name]()
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)

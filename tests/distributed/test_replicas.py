@@ -47,16 +47,15 @@ def two_updates(transform, grads):
     return (first, update(grads, state, grads)[0]), update
 
 
-@kinds
+@pytest.mark.parametrize(
+    "kind", helpers.mostly_slow([AxisType.Auto, AxisType.Explicit], [AxisType.Auto])
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {},
-        {"mu_dtype": "int8"},
-        pytest.param({"preset": "muonh", "adamh": None}, marks=pytest.mark.slow),
-        pytest.param({"preset": "nanogpt"}, marks=pytest.mark.slow),
-    ],
+    helpers.mostly_slow(
+        [{}, {"mu_dtype": "int8"}, {"preset": "muonh", "adamh": None}, {"preset": "nanogpt"}], [{}]
+    ),
     ids=str,
 )
 def test_the_default_has_the_bits_of_repeat(arguments, layout, kind):
@@ -209,7 +208,7 @@ def test_the_caller_s_shard_map_with_equal_gradients(names, axes, check_vma, gat
     chex.assert_trees_all_equal(program(grads), repeat(grads))
 
 
-@pytest.mark.parametrize("stated", [False, True])
+@pytest.mark.parametrize("stated", helpers.mostly_slow([False, True], [True]))
 @kinds
 def test_derivatives_are_those_of_repeat(kind, stated):
     grads, sizes = parameters("DDP", kind)

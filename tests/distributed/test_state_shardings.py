@@ -53,7 +53,9 @@ def random_params():
     return treedef.unflatten(arrays[i] for i in range(len(shapes)))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", helpers.mostly_slow(OPTIMIZERS, ["muon", "int8", "nanogpt", "adamw", "injected"])
+)
 def test_init_and_updates_take_the_shardings_of_a_state(name):
     optimizer, mesh = OPTIMIZERS[name], mesh_of_eight()
     params = random_params()
@@ -138,8 +140,12 @@ class Layer(nn.Module):
         return nn.Dense(192, kernel_init=kernel)(x)
 
 
-@pytest.mark.parametrize("rules", [[("embed", "x")], [("mlp", "x")]], ids=str)
-@pytest.mark.parametrize("name", ["int8", "nanogpt", "muonh", "injected"])
+@pytest.mark.parametrize(
+    "rules", helpers.mostly_slow([[("embed", "x")], [("mlp", "x")]], [[("mlp", "x")]]), ids=str
+)
+@pytest.mark.parametrize(
+    "name", helpers.mostly_slow(["int8", "nanogpt", "muonh", "injected"], ["int8", "nanogpt"])
+)
 def test_states_in_logical_boxes_are_made_where_their_boxes_say(name, rules):
     optimizer = {
         "int8": MUON(mu_dtype="int8"),
@@ -179,6 +185,7 @@ def test_boxes_of_momenta_in_8_bits_fit_meshes_of_many_devices(shape, axis, devi
             assert entry is None or n % devices == 0
 
 
+@pytest.mark.slow
 def test_nnx_s_momenta_in_8_bits_are_sharded_as_their_variables_say():
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("x", None))
     with jax.set_mesh(mesh_of_eight()):

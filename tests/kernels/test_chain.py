@@ -227,6 +227,7 @@ def test_the_tiles_of_a_chain_are_those_that_are_fastest_on_an_h100(batch, m, co
     assert mosaic_gpu.fastest_chain_config(batch, m, 132) is config
 
 
+@pytest.mark.slow
 def test_an_update_of_gpt2_has_few_kernels():
     shapes = [(768, 2304), (768, 768), (768, 3072), (3072, 768)]
     params = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes for _ in range(12)]

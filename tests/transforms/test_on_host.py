@@ -106,7 +106,7 @@ def assert_equal_bits(found, expected):
 @pytest.mark.parametrize(
     ("axis_type", "given"),
     [
-        (None, {"mu_dtype": "int8", "mu_rounding": "nearest"}),
+        pytest.param(None, {"mu_dtype": "int8", "mu_rounding": "nearest"}, marks=helpers.slow),
         (AxisType.Auto, {}),
         (AxisType.Explicit, {"mu_dtype": "bfloat16", "mu_rounding": "stochastic"}),
         *(

@@ -181,7 +181,11 @@ def test_infinities_and_tiny_numbers():
         np.testing.assert_allclose(WIDEN(STORE(size * x[4:])), size, rtol=2e-2)
 
 
-@pytest.mark.parametrize("shape", [(64, 256), (65, 67), (4, 37, 300), (96, 48)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    helpers.mostly_slow([(64, 256), (65, 67), (4, 37, 300), (96, 48)], [(65, 67), (96, 48)]),
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("is_jitted", helpers.mostly_nightly([True, False], [True]))
 def test_a_nan_is_a_nan_at_every_position(shape, dtype, is_jitted):
@@ -269,7 +273,7 @@ def outliers(kind, factor, count, shape, rng):
     return scales[0][:, None] * scales[1]
 
 
-@pytest.mark.parametrize("shape", [(64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("shape", helpers.mostly_slow([(64, 128), (128, 64)], [(64, 128)]), ids=str)
 @pytest.mark.parametrize(
     ("kind", "factor", "count"),
     [("rows", 1000, 2), ("columns", 1000, 12), ("columns", 30, 2), ("both", 30, 2), ("none", 1, 0)]
@@ -539,6 +543,7 @@ def test_forms_of_momentum_and_errors():
         scale_by_muon(mu_dtype="int8").init({"w": jnp.ones((64, 96), jnp.complex64)})
 
 
+@pytest.mark.slow
 def test_nnx_optimizers_have_the_updates_and_the_states_of_trees():
     """`nnx.Optimizer` makes an `nnx.State` of each `Quantized`."""
     model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
