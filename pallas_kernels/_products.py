@@ -1,18 +1,20 @@
 """The public products: they check operands, choose an implementation, and run it."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import device
 from pallas_kernels._selection import (
     IMPLEMENTATIONS,
     fastest_gemm,
+    fastest_syrkx,
     gemm_unsupported_reason,
-    select_implementation,
-    unsupported_reason,
+    reason_against,
 )
 from pallas_kernels.arguments import (
     check_array,
@@ -174,21 +176,11 @@ def gemm(
     References:
         `GEMM <https://www.netlib.org/lapack/explore-html/>`_ of the BLAS.
     """
-    check_name("implementation", implementation, sorted(IMPLEMENTATIONS), or_none=True)
-    *batch, _, k = _checked_shape(a_matrix, "(..., m, k)")
-    check_array("b_matrix", b_matrix)
-    if (b_matrix.shape[:-1], b_matrix.dtype) != ((*batch, k), a_matrix.dtype):
-        raise ValueError(
-            f"b_matrix must be {a_matrix.dtype}{[*batch, k]} and n columns to fit a_matrix,"
-            f" {_type_of(a_matrix)}; got {_type_of(b_matrix)}"
-        )
-    dtype = _checked_out_dtype(a_matrix.dtype if out_dtype is None else out_dtype)
-    if implementation is None:
-        implementation = fastest_gemm(a_matrix, b_matrix, dtype)
-    elif implementation != "xla":
-        reason = gemm_unsupported_reason(implementation, a_matrix, b_matrix, dtype)
-        check_supported(implementation, reason)
-    return _module(implementation).gemm(a_matrix, b_matrix, out_dtype=dtype)
+    call = _type_of_call(("gemm", out_dtype, implementation), a_matrix, b_matrix)
+    if call not in _CHOSEN:
+        _CHOSEN[call] = _checked_gemm(a_matrix, b_matrix, out_dtype, implementation)
+    dtype = a_matrix.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    return _module(_CHOSEN[call]).gemm(a_matrix, b_matrix, out_dtype=dtype)
 
 
 class ChainLink(NamedTuple):
@@ -234,18 +226,14 @@ def syrk_chain(
     *batch, m, _ = inputs[0].shape
     structure = tuple((tuple(c for _, c in link.addends), link.residual) for link in links)
     rows = tuple((link.alpha, link.diagonal, *(b for b, _ in link.addends)) for link in links)
-    supported = len(links) > 1 and not unsupported_reason("mosaic_gpu", inputs[0])
+    supported = len(links) > 1 and not reason_against("mosaic_gpu", inputs[0])
     if supported and m % 64 == 0 and implementation in (None, "mosaic_gpu"):
         from pallas_kernels._mosaic_gpu import chain
 
         fits = chain.fits_shared_memory(m, structure, len(inputs))
         if fits:
             return chain.syrk_chain(inputs, structure, rows)
-        of_one = implementation or (
-            select_implementation(
-                inputs[0], addend=True, symmetrize_output=symmetrize_output
-            ).implementation
-        )
+        of_one = implementation or fastest_syrkx(inputs[0], True, symmetrize_output).implementation
         if of_one == "mosaic_gpu" and chain.fastest_chain_config(math.prod(batch), m):
             return chain.syrk_chain(inputs, structure, rows)
     terms, result = [*inputs], inputs[0]
@@ -330,35 +318,34 @@ def _symmetric_product(
     residual: bool = False,
 ) -> tuple[jax.Array, ...]:
     """The product that `syrkx` documents, with B = A for None, and its residual if wanted."""
-    check_name("implementation", implementation, sorted(IMPLEMENTATIONS), or_none=True)
-    check_flag("symmetrize_output", symmetrize_output)
     c_matrices, betas = _addends_and_betas(c_matrix, beta)
-    *batch, m, _ = _checked_shape(a_matrix, "(..., m, n)")
-    expected = [("b_matrix", b_matrix, [a_matrix.shape])] if b_matrix is not None else []
-    expected += [("c_matrix", c, [(*batch, m, m), (m, m)]) for c in c_matrices]
-    for name, operand, shapes in expected:
-        check_array(name, operand)
-        if operand.shape not in shapes or operand.dtype != a_matrix.dtype:
-            raise ValueError(
-                f"{name} must be {a_matrix.dtype}{list(shapes[0])} to fit a_matrix,"
-                f" {_type_of(a_matrix)}; got {_type_of(operand)}"
-            )
-    if implementation is None:
-        implementation, _ = select_implementation(
-            a_matrix, addend=bool(c_matrices), symmetrize_output=symmetrize_output
-        )
-    else:
-        check_supported(implementation, unsupported_reason(implementation, a_matrix))
-    return _module(implementation).syrkx(
+    operands, coefficients = (a_matrix, b_matrix, *c_matrices), (alpha, diagonal, *betas)
+    call = _type_of_call(("syrkx", symmetrize_output, implementation), *operands, *coefficients)
+    if call not in _CHOSEN:
+        _CHOSEN[call] = _checked_product(operands, coefficients, symmetrize_output, implementation)
+    accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
+    return _module(_CHOSEN[call]).syrkx(
         a_matrix,
         b_matrix,
         tuple(jnp.expand_dims(c, range(a_matrix.ndim - c.ndim)) for c in c_matrices),
-        _checked_coefficients(a_matrix, alpha, diagonal, betas),
+        tuple(jnp.asarray(value, accumulator) for value in coefficients),
         symmetrize_output=symmetrize_output,
         residual=residual,
     )
 
 
+# The implementation of each call whose arguments were checked, by their types. An iteration repeats
+# a few calls.
+_CHOSEN: dict[Hashable, str] = {}
+
+
+def _type_of_call(options: tuple[Any, ...], *arguments: Any) -> Hashable:
+    """Returns what decides whether arguments fit, and which implementation runs."""
+    types = ((type(x), x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in arguments)
+    return repr(options), device.cache_key(), *types
+
+
+@functools.cache
 def _module(implementation: str) -> Any:
     """Returns the module of an implementation, whose import takes a third of a second."""
     match implementation:
@@ -369,6 +356,69 @@ def _module(implementation: str) -> Any:
         case _:
             from pallas_kernels import _reference as module
     return module
+
+
+def _checked_product(
+    operands: Sequence[Any],
+    coefficients: Sequence[Any],
+    symmetrize_output: bool,
+    implementation: str | None,
+) -> str:
+    """Returns the implementation of a symmetric product, once its arguments are checked.
+
+    Args:
+        operands: A, B (None for A) and all C.
+        coefficients: (alpha, diagonal, *betas).
+        symmetrize_output, implementation: as for `syrkx`.
+    """
+    check_flag("symmetrize_output", symmetrize_output)
+    check_name("implementation", implementation, sorted(IMPLEMENTATIONS), or_none=True)
+    a_matrix, b_matrix, *c_matrices = operands
+    *batch, m, _ = _checked_shape(a_matrix, "(..., m, n)")
+    expected = [("b_matrix", b_matrix, [a_matrix.shape])] if b_matrix is not None else []
+    expected += [("c_matrix", c, [(*batch, m, m), (m, m)]) for c in c_matrices]
+    for name, operand, shapes in expected:
+        check_array(name, operand)
+        if operand.shape not in shapes or operand.dtype != a_matrix.dtype:
+            raise ValueError(
+                f"{name} must be {a_matrix.dtype}{list(shapes[0])} to fit a_matrix,"
+                f" {_type_of(a_matrix)}; got {_type_of(operand)}"
+            )
+    names = ["alpha", "diagonal", *["beta"] * len(c_matrices)]
+    for name, value in zip(names, coefficients, strict=True):
+        if not is_real(value):
+            raise TypeError(
+                f"{name} must be a real number, or an array of one for each matrix, got"
+                f" {shown(value)}: pass {name}=1.0, for example"
+            )
+        if jnp.shape(value) not in ((), tuple(batch)):
+            raise ValueError(
+                f"{name} must be a scalar or have the batch shape {tuple(batch)} of a_matrix, got"
+                f" shape {jnp.shape(value)}"
+            )
+    if implementation is None:
+        return fastest_syrkx(a_matrix, bool(c_matrices), bool(symmetrize_output)).implementation
+    check_supported(implementation, reason_against(implementation, a_matrix))
+    return implementation
+
+
+def _checked_gemm(a_matrix: Any, b_matrix: Any, out_dtype: Any, implementation: str | None) -> str:
+    """Returns the implementation of `gemm`, once its arguments are checked."""
+    check_name("implementation", implementation, sorted(IMPLEMENTATIONS), or_none=True)
+    *batch, _, k = _checked_shape(a_matrix, "(..., m, k)")
+    check_array("b_matrix", b_matrix)
+    if (b_matrix.shape[:-1], b_matrix.dtype) != ((*batch, k), a_matrix.dtype):
+        raise ValueError(
+            f"b_matrix must be {a_matrix.dtype}{[*batch, k]} and n columns to fit a_matrix,"
+            f" {_type_of(a_matrix)}; got {_type_of(b_matrix)}"
+        )
+    dtype = _checked_out_dtype(a_matrix.dtype if out_dtype is None else out_dtype)
+    if implementation is None:
+        return fastest_gemm(a_matrix, b_matrix, dtype)
+    if implementation != "xla":
+        reason = gemm_unsupported_reason(implementation, a_matrix, b_matrix, dtype)
+        check_supported(implementation, reason)
+    return implementation
 
 
 def _type_of(x: jax.Array) -> str:
@@ -394,7 +444,7 @@ def _check_stacks(stacks: Sequence[jax.Array]) -> None:
                 "stacks must be (batch, m, n) with one m and one dtype, and m and n multiples of"
                 f" 64, got {', '.join(map(_type_of, stacks))}: pad them with zeros"
             )
-        check_supported("mosaic_gpu", unsupported_reason("mosaic_gpu", stack))
+        check_supported("mosaic_gpu", reason_against("mosaic_gpu", stack))
 
 
 def _checked_out_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
@@ -428,24 +478,3 @@ def _addends_and_betas(
             f" coefficients, got {beta}"
         )
     return c_matrix, beta
-
-
-def _checked_coefficients(
-    a_matrix: jax.Array, alpha: Coefficient, diagonal: Coefficient, betas: tuple[Coefficient, ...]
-) -> tuple[jax.Array, ...]:
-    """Returns (alpha, diagonal, *betas) in the dtype in which products of A accumulate."""
-    batch = a_matrix.shape[:-2]
-    accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
-    given = [("alpha", alpha), ("diagonal", diagonal), *(("beta", beta) for beta in betas)]
-    for name, value in given:
-        if not is_real(value):
-            raise TypeError(
-                f"{name} must be a real number, or an array of one for each matrix, got"
-                f" {shown(value)}: pass {name}=1.0, for example"
-            )
-        if jnp.shape(value) not in ((), batch):
-            raise ValueError(
-                f"{name} must be a scalar or have the batch shape {batch} of a_matrix, got shape"
-                f" {jnp.shape(value)}"
-            )
-    return tuple(jnp.asarray(value, accumulator) for _, value in given)

@@ -1,7 +1,7 @@
 """Which implementation runs: why one cannot, and which one `None` stands for.
 
-Answers are memoized: a traced update asks dozens of times about the same few shapes. Measured times
-are looked up each time. Nothing here imports a back end of Pallas, unless the device may need it.
+Answers are memoized, because a traced update asks dozens of times about the same few shapes.
+Nothing here imports a back end of Pallas unless the device may need it.
 """
 
 import functools
@@ -26,6 +26,7 @@ def _memoized[R](function: Callable[..., R]) -> Callable[..., R]:
     """Keeps answers by the shapes and dtypes of operands, and by the device."""
     kept = functools.lru_cache(1024)(lambda _, *args: function(*args))
 
+    @functools.wraps(function)
     def wrapper(*args: Any) -> R:
         described = (
             jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x for x in args
@@ -48,7 +49,7 @@ def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
     """
     check_name("implementation", implementation, sorted(IMPLEMENTATIONS))
     check_operand("a_matrix", a_matrix)
-    return _unsupported_reason(implementation, a_matrix)
+    return reason_against(implementation, a_matrix)
 
 
 class Selection(NamedTuple):
@@ -84,7 +85,13 @@ def select_implementation(
     check_operand("a_matrix", a_matrix)
     check_flag("addend", addend)
     check_flag("symmetrize_output", symmetrize_output)
-    supported = _supported(a_matrix)
+    return fastest_syrkx(a_matrix, addend, symmetrize_output)
+
+
+@_memoized
+def fastest_syrkx(a_matrix: Operand, addend: bool, symmetrize_output: bool) -> Selection:
+    """`select_implementation` without its checks."""
+    supported = tuple(x for x in IMPLEMENTATIONS if reason_against(x, a_matrix) is None)
     if len(supported) == 1:
         return Selection(supported[0], "only this implementation runs here")
     is_half = jnp.dtype(a_matrix.dtype).itemsize == 2
@@ -96,7 +103,8 @@ def select_implementation(
         ]
         fastest = min(candidates, key=lambda name: times[name])
         return Selection(_implementation_of(fastest), f"measured on an {device.kind()}")
-    return Selection(_modelled_fastest(a_matrix, addend), "modelled after times on an NVIDIA H200")
+    modelled = _modelled_fastest(a_matrix, addend, supported)
+    return Selection(modelled, "modelled after times on an NVIDIA H200")
 
 
 def _implementation_of(name: str) -> str:
@@ -150,23 +158,17 @@ _REASONS: dict[str, Callable[[Operand], str | None]] = {
 
 
 @_memoized
-def _unsupported_reason(implementation: str, operand: Operand) -> str | None:
+def reason_against(implementation: str, operand: Operand) -> str | None:
+    """`unsupported_reason` without its checks."""
     return _REASONS[implementation](operand)
-
-
-@_memoized
-def _supported(operand: Operand) -> tuple[str, ...]:
-    return tuple(x for x in IMPLEMENTATIONS if _unsupported_reason(x, operand) is None)
 
 
 # Which is the fastest. Limits were measured on an H200 by `python -m benchmarks syrk` and `gemm`;
 # they are untuned elsewhere.
 
 
-@_memoized
-def _modelled_fastest(operand: Operand, addend: bool) -> str:
+def _modelled_fastest(operand: Operand, addend: bool, supported: tuple[str, ...]) -> str:
     """Returns the implementation of `syrkx` that models and rules expect to be the fastest."""
-    supported = _supported(operand)
     batch, m, n = stack = _as_one_stack(operand)
     # Near the limit, either kernel is slower by 12% at most (m from 64 to 384, stacks of 1 to 64).
     is_small = batch * m * n * m < 2**26
@@ -190,7 +192,7 @@ def gemm_unsupported_reason(
     """Returns why a kernel of `gemm` cannot run, or None."""
     if out_dtype not in _TRITON_DTYPES:
         return f"out_dtype={out_dtype} is none of bfloat16, float16 and float32"
-    of_a, of_b = (unsupported_reason(implementation, x) for x in (a_matrix, b_matrix))
+    of_a, of_b = (reason_against(implementation, x) for x in (a_matrix, b_matrix))
     return of_a or of_b
 
 

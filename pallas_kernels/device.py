@@ -25,8 +25,8 @@ def platform() -> str:
 
 def num_multiprocessors() -> int:
     """Returns the number of multiprocessors of the GPU."""
-    abstract = _abstract()
-    return abstract.num_cores if abstract else backend.get_default_device().core_count
+    device = _current()
+    return device.num_cores if hasattr(device, "num_cores") else device.core_count
 
 
 def is_hopper() -> bool:
@@ -36,9 +36,8 @@ def is_hopper() -> bool:
 
 def cache_key() -> Hashable:
     """Returns a value that is equal wherever all questions about the device have equal answers."""
-    abstract = _abstract()
-    device = abstract or backend.get_default_device()
-    cores = abstract.num_cores if abstract else getattr(device, "core_count", None)
+    device = jax.sharding.get_abstract_mesh().abstract_device or backend.get_default_device()
+    cores = getattr(device, "num_cores", None) or getattr(device, "core_count", None)
     # Pallas asks the default device for the compute capability of a described GPU that it does not
     # know by name. A string, because a cached device would keep its backend alive.
     default = str(jax.config.jax_default_device)
@@ -46,8 +45,4 @@ def cache_key() -> Hashable:
 
 
 def _current() -> Any:
-    return _abstract() or backend.get_default_device()
-
-
-def _abstract() -> Any:
-    return jax.sharding.get_abstract_mesh().abstract_device
+    return jax.sharding.get_abstract_mesh().abstract_device or backend.get_default_device()
