@@ -11,8 +11,7 @@ from muon_jax._distributed.sharding import axes_of_entry
 from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
-from muon_jax._iteration.operand import WholeMatrices
-from muon_jax._iteration.passes import is_tall
+from muon_jax._iteration.operand import WholeMatrices, is_tall
 from muon_jax._iteration.schedules import NSCoeffs
 from pallas_kernels.arguments import standard_promotion
 

@@ -12,7 +12,7 @@ import pytest
 
 import pallas_kernels
 from muon_jax import newton_schulz
-from muon_jax._iteration import packed
+from muon_jax._iteration import operand
 from muon_jax._iteration.published import NAMED
 from pallas_kernels import _products
 
@@ -419,8 +419,10 @@ def test_a_transpose_and_the_iteration_compile_together(shape):
 
 def test_only_kernels_take_packed_numbers(monkeypatch):
     """They have no derivative."""
-    elementwise, used = packed.elementwise, []
-    monkeypatch.setattr(packed, "elementwise", lambda *args: used.append(1) or elementwise(*args))
+    elementwise, used = operand.elementwise_packed, []
+    monkeypatch.setattr(
+        operand, "elementwise_packed", lambda *args: used.append(1) or elementwise(*args)
+    )
     x = jnp.ones((512, 1024), jnp.bfloat16)
     with helpers.described_gpu("H200"):
         for implementation in ("mosaic_gpu", "triton", None):

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from muon_jax._checks import check_fields
-from muon_jax._iteration.cost import Products
+from muon_jax._iteration.form import Products
 
 # Names and sizes, in the order of the mesh.
 type MeshAxes = tuple[tuple[str, int], ...]

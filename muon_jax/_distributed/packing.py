@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf
 from muon_jax._iteration.normalization import largest_entries, powers_of_two
-from muon_jax._iteration.passes import bounded, split_apart, unknown
+from muon_jax._iteration.operand import bounded, split_apart, unknown
 from muon_jax._matrices.axes import MatrixAxes, to_matrices
 
 

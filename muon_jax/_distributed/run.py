@@ -20,7 +20,7 @@ from muon_jax._distributed.packing import pack, pack_results, unit_axes, units_o
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan
 from muon_jax._distributed.shares import gathered, own_units
 from muon_jax._iteration.newton_schulz import NewtonSchulz
-from muon_jax._iteration.passes import is_tall
+from muon_jax._iteration.operand import is_tall
 from muon_jax._matrices.axes import from_matrices
 from muon_jax._matrices.parts import from_stacks, to_stacks, values_per_matrix
 

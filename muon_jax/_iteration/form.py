@@ -1,24 +1,164 @@
-"""The form of an iteration: on X or on XXᵀ, in which dtype, with how many products."""
+"""Which form an iteration runs in: on X or on XXᵀ, in which dtype, by which implementation.
 
+The gram form of quintic steps has most products on m × m matrices, and few on the (m, n) matrix. In
+exact arithmetic the steps give q₅(R)…q₁(R)·X, where R = XXᵀ. All factors are polynomials of R,
+symmetric and commuting. So R is carried from step to step,
+
+    Z = bR + cR²,   T = RZ + aR,   R <- TZ + aT,
+
+and the last factor, Q = aI + Z, is multiplied by the factors before it, Q <- ZQ + aQ. That is four
+symmetric products a step, and one application X <- QX in the end.
+
+In 16 bits two things go wrong. Q grows with the amplification of the smallest singular values, and
+is rounded relative to its largest entry. R gets negative eigenvalues, which the polynomials
+amplify. A restart, X <- QX and then R = XXᵀ, repairs both. The steps between two restarts are a
+segment. All products are mirrored, or their halves would drift apart.
+
+Reference: `Gram Newton–Schulz <https://github.com/Dao-AILab/gram-newton-schulz>`_, 2026.
+"""
+
+import contextlib
 import functools
-from typing import Literal, NamedTuple, get_args
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from muon_jax._iteration.cost import Products
-from muon_jax._iteration.gram import loses_accuracy, products_of_gram_form
 from muon_jax._iteration.normalization import Preconditioning
-from muon_jax._iteration.precision import Backend
-from muon_jax._iteration.steps import Schedule
+from muon_jax._iteration.steps import Products, Schedule, Step, Triple
 from pallas_kernels import device as _device
 from pallas_kernels import select_implementation, unsupported_reason
+
+
+def roundoff(dtype: jax.typing.DTypeLike) -> float:
+    """Returns the unit roundoff of operands.
+
+    GPUs take float32 as TF32, cut off after ten bits, unless the user has set a precision that
+    keeps float32.
+    """
+    is_float32 = jnp.finfo(dtype).dtype == jnp.float32
+    kept = jax.config.jax_default_matmul_precision in ("highest", "float32")
+    if is_float32 and _device.platform() == "gpu" and not kept:
+        return 2.0**-10
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+def matmul_precision(
+    dtype: jax.typing.DTypeLike, *, full: bool
+) -> contextlib.AbstractContextManager:
+    """Returns a context for products of `dtype`: a precision where the user has set none.
+
+    | platform | float32 without the context | in the context                            |
+    | -------- | --------------------------- | ----------------------------------------- |
+    | TPU      | bfloat16                    | three products of bfloat16 (`"high"`)     |
+    | GPU      | TF32                        | float32 (`"highest"`) where `full`        |
+
+    `full` is for composed schedules, of which "accurate" exceeds 1.5 in TF32 on 3 of 2016 random
+    spectra, and for coefficients that rounding makes diverge.
+    """
+    if jax.config.jax_default_matmul_precision is None and jnp.finfo(dtype).dtype == jnp.float32:
+        if _device.platform() == "tpu":
+            return jax.default_matmul_precision("high")
+        if _device.platform() == "gpu" and full:
+            return jax.default_matmul_precision("highest")
+    return contextlib.nullcontext()
+
+
+type _Segments = tuple[tuple[Step, ...], ...]
+
+# The largest noise of a segment, over the room that the following steps leave above its largest
+# singular value. At 7.7 "aol_nvidia" had a singular value of 1.7 on 10,000 random spectra
+# (docs/numerics.md, section 3.5). The noise is at most 0.5, for matrices whose rounding errors add
+# up: at 0.7 and more a search found singular values of 1.53 to 4.4.
+_NOISE_TO_ROOM, _MOST_NOISE = 7.0, 0.5
+# The rounding of this form is at most 6u, of the standard form 2u. Where the error of the map
+# itself (RMS for σ in [0.01, 1]) is more than this many u, the error of both together grows by less
+# than a tenth (docs/numerics.md, section 3.5).
+_LEAST_ERROR = 8.0
+
+
+@np.errstate(over="ignore", invalid="ignore")  # of steps that diverge
+def loses_accuracy(schedule: Schedule, dtype: jax.typing.DTypeLike) -> bool:
+    """Returns whether rounding makes the gram form less accurate than the standard one."""
+    u, sigma = roundoff(dtype), np.geomspace(0.01, 1, 1000)
+    *_, sigma = _singular_values([step.triple for step in schedule.steps], sigma)
+    return u > 2**-12 and bool(np.sqrt(np.mean((sigma - 1) ** 2)) < _LEAST_ERROR * u)
+
+
+def segments(schedule: Schedule, dtype: jax.typing.DTypeLike) -> _Segments:
+    """Returns the steps between restarts.
+
+    - There are as few segments as are safe.
+    - Of equally few, the worst segment is as good as can be.
+
+    A segment amplifies the rounding of R, u‖R‖, by the square of its slope ∏a. Its noise is
+    (∏a·σ)²·u, with the largest singular value σ where the segment begins. The noise is bounded by
+    the room above the largest singular value where the segment ends.
+
+    Steps that have noise are a segment each: with two in the last, a search found 1.52.
+    """
+    steps = schedule.steps_in(dtype)
+    if steps[0].noisy:
+        return tuple((step,) for step in steps)
+    return _segments(steps, roundoff(dtype))
+
+
+@functools.lru_cache(maxsize=256)
+@np.errstate(over="ignore", invalid="ignore")  # of steps that diverge
+def _segments(steps: tuple[Step, ...], u: float) -> _Segments:
+    triples = [step.triple for step in steps]
+    values = _singular_values(triples, np.linspace(0, 1, 1001))
+    largest = [float(abs(sigma).max()) for sigma in values]
+    # For each number of steps the number of segments, the largest noise, and where they begin.
+    best: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
+    for stop in range(1, len(steps) + 1):
+        # How far above the largest, relatively, values may be that later steps take to 1.5.
+        room = np.linspace(0.0, _MOST_NOISE / _NOISE_TO_ROOM, 101)
+        *_, sigma = _singular_values(triples[stop:], largest[stop] * (1.0 + room))
+        allowed = _NOISE_TO_ROOM * float(room[abs(sigma) <= 1.5].max(initial=0.0))
+        candidates = []
+        for start in reversed(range(stop)):
+            slope = largest[start] * math.prod(a for a, _, _ in triples[start:stop])
+            noise = u * slope * slope
+            if noise <= allowed or start == stop - 1:
+                count, others, starts = best[start]
+                candidates.append((count + 1, max(others, noise), (*starts, start)))
+        best.append(min(candidates, key=lambda candidate: candidate[:2]))
+    starts = best[-1][2]
+    return tuple(steps[i:j] for i, j in zip(starts, (*starts[1:], len(steps)), strict=True))
+
+
+def _singular_values(triples: Sequence[Triple], sigma: np.ndarray) -> list[np.ndarray]:
+    """Returns singular values, with their signs, before the first step and after each."""
+    values = [sigma]
+    for triple in triples:
+        a, b, c = map(float, triple)
+        sigma = a * sigma + b * sigma**3 + c * sigma**5
+        values.append(sigma)
+    return values
+
+
+def products_of_gram_form(schedule: Schedule, dtype: jax.typing.DTypeLike) -> Products:
+    """Returns the products of these steps."""
+    parts = segments(schedule, dtype)
+    num_steps = sum(map(len, parts))
+    return Products(
+        grams=len(parts),
+        # The last step of a segment needs no T and no new R, and its Q is no further product.
+        squares=num_steps,
+        applications=len(parts),
+        mixed=3 * (num_steps - len(parts)),
+    )
+
 
 type Method = Literal["standard", "gram"]
 type ProductsDType = jax.typing.DTypeLike | Literal["auto"] | None
 
 # Inside an optimizer the form and the implementation are chosen once per shape, as if this many
-# matrices were stacked. So an update never depends on its group.
+# matrices were stacked.
 GROUP = 16
 
 
@@ -44,70 +184,84 @@ class Wanted(NamedTuple):
     Attributes:
         schedule: the steps, without arrays.
         method: `"standard"`, `"gram"`, or None for the faster by a model of the times.
-        preconditioning, dtype: as for `newton_schulz`.
+        preconditioning, dtype, implementation: as for `newton_schulz`.
+        in_dtype: of the matrices.
     """
 
     schedule: Schedule
     method: Method | None
     preconditioning: Preconditioning
     dtype: ProductsDType
+    implementation: str | None
+    in_dtype: jnp.dtype
 
 
-@functools.lru_cache(maxsize=1024)
-def fastest_form(
-    wanted: Wanted, shape: tuple[int, ...], in_dtype: jnp.dtype, backend: Backend
-) -> Form:
-    """Returns the form for stacks `(..., m, n)` of `in_dtype`, m ≤ n.
+def _memoized[R](function: Callable[..., R]) -> Callable[..., R]:
+    """Keeps answers by the device and JAX's precision, which they depend on as well."""
+    kept = functools.lru_cache(1024)(lambda _, *args: function(*args))
 
-    Raises:
-        ValueError: the schedule has no form of that method, or no safe one.
-    """
-    methods: list[Method] = [wanted.method] if wanted.method else [*get_args(Method.__value__)]
-    offered = [_offered_form(wanted, method, in_dtype) for method in methods]
-    forms = [form for form in offered if isinstance(form, Form)]
-    if not forms:
-        raise ValueError(f"method='gram' is not offered here: {offered[0]}. Pass method='standard'")
-    return min(forms, key=lambda form: form.products.microseconds(shape))
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> R:
+        return kept((_device.cache_key(), jax.config.jax_default_matmul_precision), *args)
+
+    return wrapper
 
 
-@functools.lru_cache(maxsize=1024)
-def gram_form(wanted: Wanted, in_dtype: jnp.dtype, backend: Backend) -> Form | str:
-    """Returns the gram form, or why there is none."""
-    return _offered_form(wanted, "gram", in_dtype)
+@_memoized
+def form_of_group(wanted: Wanted, shape: tuple[int, int]) -> Form:
+    """Returns the form of an optimizer's matrices `(m, n)`, m ≤ n: that of a stack of 16.
 
-
-def _offered_form(wanted: Wanted, method: Method, in_dtype: jnp.dtype) -> Form | str:
-    schedule = wanted.schedule
-    dtype = _products_dtype(schedule, method, wanted.dtype, in_dtype)
-    if method == "gram":
-        if reason := _no_gram_form(schedule, wanted.preconditioning, dtype):
-            return reason
-        if not schedule.is_composed:
-            return Form(method, dtype, products_of_gram_form(schedule, dtype))
-    return Form(method, dtype, schedule.products(dtype))
-
-
-def implementation_of_group(
-    shape: tuple[int, int], dtype: jnp.dtype, *, is_composed: bool
-) -> str | None:
-    """Returns the implementation by which an optimizer multiplies matrices `(m, n)`, m ≤ n.
+    So an update never depends on its group. The implementation is the one that is named, or else:
 
     - On Hopper GPUs, in 16 bits, it is one of the kernels. Their product of a matrix is the same in
       every stack, bit for bit. XLA, which splits sums, is faster for some very wide matrices.
       Composed schedules have `"mosaic_gpu"`, which runs their chains in one launch.
     - Elsewhere it is None: the fastest of each product.
 
-    Args:
-        shape: of the matrices.
-        dtype: of the products.
-        is_composed: whether the steps are those of a composed schedule.
+    Raises:
+        ValueError: as `form_of_stack`.
     """
-    padded = (size + -size % 64 for size in shape)
-    operand = jax.ShapeDtypeStruct((GROUP, *padded), dtype)
-    if unsupported_reason("mosaic_gpu", operand):
-        return None
-    chosen = select_implementation(operand).implementation
-    return "mosaic_gpu" if is_composed or chosen == "xla" else chosen
+    form = form_of_stack(wanted, (GROUP, *shape))
+    padded = jax.ShapeDtypeStruct((GROUP, *(size + -size % 64 for size in shape)), form.dtype)
+    if form.implementation or unsupported_reason("mosaic_gpu", padded):
+        return form
+    chosen = select_implementation(padded).implementation
+    needs_mosaic = wanted.schedule.is_composed or chosen == "xla"
+    return form._replace(implementation="mosaic_gpu" if needs_mosaic else chosen)
+
+
+@_memoized
+def form_of_stack(wanted: Wanted, shape: tuple[int, ...]) -> Form:
+    """Returns the form of a stack `(..., m, n)`, m ≤ n.
+
+    Raises:
+        ValueError: the schedule has no form of that method, or no safe one.
+    """
+    methods: list[Method] = [wanted.method] if wanted.method else [*get_args(Method.__value__)]
+    offered = [_offered_form(wanted, method) for method in methods]
+    forms = [form for form in offered if isinstance(form, Form)]
+    if not forms:
+        raise ValueError(f"method='gram' is not offered here: {offered[0]}. Pass method='standard'")
+    return min(forms, key=lambda form: form.products.microseconds(shape))
+
+
+@_memoized
+def gram_form(wanted: Wanted) -> Form | str:
+    """Returns the gram form, which sharded matrices run in, or why there is none."""
+    if wanted.method == "standard":
+        return "the standard form was asked for, where every step multiplies with X"
+    return _offered_form(wanted, "gram")
+
+
+def _offered_form(wanted: Wanted, method: Method) -> Form | str:
+    schedule, named = wanted.schedule, wanted.implementation
+    dtype = _products_dtype(schedule, method, wanted.dtype, wanted.in_dtype)
+    if method == "gram":
+        if reason := _no_gram_form(schedule, wanted.preconditioning, dtype):
+            return reason
+        if not schedule.is_composed:
+            return Form(method, dtype, products_of_gram_form(schedule, dtype), named)
+    return Form(method, dtype, schedule.products(dtype), named)
 
 
 def _no_gram_form(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon_jax._iteration.passes import is_tall
+from muon_jax._iteration.operand import is_tall
 
 # The default bounds of a group: the bytes of its Gram matrices and the bytes of its matrices. A
 # group of this size fills a device many times over; a larger group needs more memory and is no

@@ -11,16 +11,15 @@ import jax.numpy as jnp
 
 from muon_jax._checks import check_fields
 from muon_jax._iteration.form import (
-    GROUP,
     Form,
     Method,
     ProductsDType,
     Wanted,
-    fastest_form,
+    form_of_group,
+    form_of_stack,
     gram_form,
-    implementation_of_group,
+    matmul_precision,
 )
-from muon_jax._iteration.gram import run_gram_form
 from muon_jax._iteration.grouping import map_by_shape
 from muon_jax._iteration.normalization import (
     EpsMode,
@@ -29,8 +28,9 @@ from muon_jax._iteration.normalization import (
     gram_gain,
     largest_entries,
 )
-from muon_jax._iteration.operand import WholeMatrices, WholeStacks
-from muon_jax._iteration.passes import (
+from muon_jax._iteration.operand import (
+    WholeMatrices,
+    WholeStacks,
     cut_padding,
     is_tall,
     join,
@@ -39,9 +39,8 @@ from muon_jax._iteration.passes import (
     split,
     transposed_back,
 )
-from muon_jax._iteration.precision import backend_in_force, matmul_precision
 from muon_jax._iteration.published import DEFAULT_STEPS
-from muon_jax._iteration.runner import run_steps
+from muon_jax._iteration.runner import run_gram_form, run_steps
 from muon_jax._iteration.schedules import NSCoeffs, canonicalize, is_traced, resolve_schedule
 from muon_jax._iteration.steps import Schedule
 from pallas_kernels import device as _device
@@ -134,13 +133,8 @@ class NewtonSchulz:
     @functools.cached_property
     def schedule(self) -> Schedule:
         """The steps."""
-        steps, preconditioning = self._or_default("steps"), self._or_default("preconditioning")
-        return resolve_schedule(self.coeffs, steps, preconditioning)
-
-    def _or_default(self, name: str) -> Any:
-        """The field, or what it is by default."""
-        own = getattr(self, name)
-        return _DEFAULTS[name] if own is None else own
+        steps = DEFAULT_STEPS if self.steps is None else self.steps
+        return resolve_schedule(self.coeffs, steps, self.preconditioning or "frobenius")
 
     @property
     def key(self) -> Any:
@@ -148,43 +142,28 @@ class NewtonSchulz:
         fields = (getattr(self, field.name) for field in dataclasses.fields(self))
         return tuple(id(x) if isinstance(x, jax.Array) else x for x in fields)
 
-    @property
-    def _wanted(self) -> Wanted:
-        """What the caller says of the form."""
-        preconditioning = self._or_default("preconditioning")
-        return Wanted(self.schedule.without_arrays(), self.method, preconditioning, self.dtype)
+    def _wanted(self, in_dtype: jax.typing.DTypeLike) -> Wanted:
+        """What the caller says of the form of matrices of `in_dtype`."""
+        return Wanted(
+            self.schedule.without_arrays(),
+            self.method,
+            self.preconditioning or "frobenius",
+            self.dtype,
+            self.implementation,
+            jnp.dtype(in_dtype),
+        )
 
-    def form(self, shape: tuple[int, int], in_dtype: jnp.dtype) -> Form:
-        """Returns the form of an optimizer's matrices `(m, n)` of `in_dtype`, m ≤ n.
+    def form(self, shape: tuple[int, int], in_dtype: jax.typing.DTypeLike) -> Form:
+        """Returns the form of an optimizer's matrices `(m, n)` of `in_dtype`, m ≤ n."""
+        return form_of_group(self._wanted(in_dtype), shape)
 
-        It is the form of a stack of 16, so an update never depends on its group.
+    def form_of_stack(self, shape: tuple[int, ...], in_dtype: jax.typing.DTypeLike) -> Form:
+        """Returns the form of one stack `(..., m, n)` of `in_dtype`, m ≤ n."""
+        return form_of_stack(self._wanted(in_dtype), shape)
 
-        Raises:
-            ValueError: as `fastest_form`.
-        """
-        form = self.form_of_stack((GROUP, *shape), in_dtype)
-        if form.implementation:
-            return form
-        of_group = implementation_of_group(shape, form.dtype, is_composed=self.schedule.is_composed)
-        return form._replace(implementation=of_group)
-
-    def form_of_stack(self, shape: tuple[int, ...], in_dtype: jnp.dtype) -> Form:
-        """Returns the form of one stack `(..., m, n)` of `in_dtype`, m ≤ n.
-
-        Raises:
-            ValueError: as `fastest_form`.
-        """
-        form = fastest_form(self._wanted, shape, jnp.dtype(in_dtype), backend_in_force())
-        return form._replace(implementation=self.implementation)
-
-    def sharded_form(self, in_dtype: jnp.dtype) -> Form | str:
-        """Returns the gram form, which sharded matrices run in, or why there is none."""
-        if self.method == "standard":
-            return "the standard form was asked for, where every step multiplies with X"
-        form = gram_form(self._wanted, jnp.dtype(in_dtype), backend_in_force())
-        if isinstance(form, str):
-            return form
-        return form._replace(implementation=self.implementation)
+    def sharded_form(self, in_dtype: jax.typing.DTypeLike) -> Form | str:
+        """Returns the form of sharded matrices, or why there is none."""
+        return gram_form(self._wanted(in_dtype))
 
     def map(self, stacks: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the polar factors of an optimizer's matrices, group by group.
@@ -255,9 +234,9 @@ class NewtonSchulz:
             operand: the matrices whole or, in the Gram form, sharded.
         """
         schedule, given = self.schedule, x
-        norm = "schatten_4" if schedule.is_composed else self._or_default("preconditioning")
+        norm = "schatten_4" if schedule.is_composed else self.preconditioning or "frobenius"
         eps = 0.0 if self.eps is None else self.eps
-        normalization = Normalization(norm, eps, self._or_default("eps_mode"), scale, gain)
+        normalization = Normalization(norm, eps, self.eps_mode or "add", scale, gain)
         if _device.platform() == "cpu":  # where XLA cannot run a product merged with a transpose
             x = jax.lax.optimization_barrier(x)
         x = jax.tree.map(lambda x: pad_for_kernels(x, operand), x)

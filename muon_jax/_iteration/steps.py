@@ -7,20 +7,99 @@ squares with a few addends:
 
 A published triple (a, b, c) is the step with one product, h(R) = c·R² + b·R + a·I. The steps of a
 composed schedule have several.
+
+Some steps add noise to one Sⱼ. Where singular vectors are structured, as signs are, the entries of
+an Sⱼ have few different values. Equal entries round alike, so the rounding error has a norm of up
+to √m times that of independent errors. Noise below the last digit of one Sⱼ makes equal entries
+differ. Every later Sⱼ is a polynomial of that one, so its entries differ too (docs/numerics.md,
+section 3.7).
 """
 
 import dataclasses
-from typing import Any, Literal
+import functools
+import math
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from muon_jax._iteration.cost import Products
-from muon_jax._iteration.noise import noise_addend
 from muon_jax._iteration.published import DEFAULT_STEPS
 from pallas_kernels import ChainLink, syrk_chain
 
 type Triple = tuple[float | jax.Array, float | jax.Array, float | jax.Array]
+
+# Of an H200: the FLOPs of products per µs, the bytes per µs of passes and small products, and the
+# µs of a launch. Fitted to 136 measured times of both forms, from 896×896 to 16×2048×5464, which
+# the model meets within 7% (RMS). Of 26 pairs of forms the model mistakes the faster in one
+# (2048×3072, by 5%). Only ratios decide, and ratios differ less between devices.
+_FLOPS, _BYTES, _LAUNCH = 671e6, 3.42e6, 3.95
+
+
+class Products(NamedTuple):
+    """How many products of each kind an iteration on (m, n) matrices has.
+
+    Attributes:
+        grams: XXᵀ, of which half is computed.
+        squares: of m × m matrices, half computed, most with an addend.
+        applications: of an m × m matrix to X.
+        mixed: symmetric products of two m × m matrices, half computed, with an addend.
+    """
+
+    grams: int
+    squares: int
+    applications: int
+    mixed: int = 0
+
+    def units(self, aspect: float) -> float:
+        """Returns the FLOPs for n = aspect·m; the unit is one symmetric m × m product."""
+        return self.squares + self.mixed + aspect * (self.grams + 2 * self.applications)
+
+    def microseconds(self, shape: tuple[int, ...]) -> float:
+        """Returns a model's time for stacks `(..., m, n)` of 16-bit matrices.
+
+        A product takes √(t² + t'²). The time t is that of its FLOPs, t' that of its operands and
+        result.
+        """
+        *batch, m, n = shape
+        square, wide = (2 * math.prod(batch) * m * size for size in (m, n))  # bytes
+
+        def time(flops: float, num_bytes: float) -> float:
+            return _LAUNCH + math.hypot(flops / _FLOPS, num_bytes / _BYTES)
+
+        return (
+            self.grams * time(m * wide / 2, wide + square)
+            + self.squares * time(m * square / 2, 3 * square)
+            + self.mixed * time(m * square / 2, 4 * square)
+            + self.applications * time(m * wide, 2 * wide + square)
+        )
+
+
+# In units of u/√m: less does not separate equal entries enough, more costs accuracy.
+_AMPLITUDE = 0.5
+
+
+def noise_addend(operand: jax.Array) -> tuple[float, jax.Array]:
+    """Returns an addend beta·N of noise, for an Sⱼ whose largest eigenvalue is about 1.
+
+    N is symmetric, and its entries are uniform in [-1, 1). beta is u/(2√m), with the unit roundoff
+    u, so the norm of the noise is 0.6u. An entry depends on its two indices alone: it is the same
+    on every device, for every matrix and call.
+
+        Nᵢⱼ = wᵢ·wⱼ mod 2³², as a signed integer, over 2³¹,   for random odd words w of 32 bits.
+
+    Args:
+        operand: shape `(..., m, m)`.
+
+    Returns:
+        beta, and N of shape `(m, m)` and the dtype of `operand`.
+    """
+    m = operand.shape[-1]
+    words = jnp.asarray(np.random.PCG64(0).random_raw(m) >> 32 | 1, jnp.uint32)
+    products = jax.lax.bitcast_convert_type(words[:, None] * words[None], jnp.int32)
+    noise = products.astype(jnp.float32) * 2.0**-31
+    beta = _AMPLITUDE * float(jnp.finfo(operand.dtype).eps) / 2 / max(m, 1) ** 0.5
+    return beta, noise.astype(operand.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +234,7 @@ class Schedule:
     loop: tuple[int | jax.Array, int | jax.Array] | None = None
     traced: bool = False
 
-    @property
+    @functools.cached_property
     def is_composed(self) -> bool:
         """Whether steps have several products. X is then divided by its Schatten-4 norm."""
         return any(len(step.products) > 1 for step in self.steps)

@@ -12,7 +12,7 @@ import pytest
 from benchmarks._accuracy import polar_error
 from benchmarks._accuracy.spectra import hard_cases
 from muon_jax import NewtonSchulz, muon, newton_schulz
-from muon_jax._iteration.gram import products_of_gram_form, segments
+from muon_jax._iteration.form import products_of_gram_form, segments
 from muon_jax._iteration.published import DIVERGING, NAMED
 from muon_jax._iteration.schedules import resolve_schedule
 

@@ -11,9 +11,9 @@ from benchmarks._adversary.inputs import half
 from muon_jax import newton_schulz
 from muon_jax._iteration import schedules
 from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax._iteration.noise import noise_addend
 from muon_jax._iteration.published import NAMED
 from muon_jax._iteration.schedules import resolve_schedule
+from muon_jax._iteration.steps import noise_addend
 
 SIXTEEN_BITS = ["float16", "bfloat16"]
 
