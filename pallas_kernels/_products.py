@@ -318,9 +318,13 @@ def _symmetric_product(
     residual: bool = False,
 ) -> tuple[jax.Array, ...]:
     """The product that `syrkx` documents, with B = A for None, and its residual if wanted."""
-    c_matrices, betas = _addends_and_betas(c_matrix, beta)
-    operands, coefficients = (a_matrix, b_matrix, *c_matrices), (alpha, diagonal, *betas)
-    call = _type_of_call(("syrkx", symmetrize_output, implementation), *operands, *coefficients)
+    c_matrices: tuple[Any, ...] = c_matrix if isinstance(c_matrix, tuple) else (c_matrix,)
+    betas: tuple[Any, ...] = beta if isinstance(beta, tuple) else (beta,)
+    if c_matrix is None:
+        c_matrices, betas = (), () if isinstance(beta, int | float) and beta == 0 else betas
+    coefficients = (alpha, diagonal, *betas)
+    operands, options = (a_matrix, b_matrix, *c_matrices), (symmetrize_output, implementation)
+    call = _type_of_call(("syrkx", len(operands), *options), *operands, *coefficients)
     if call not in _CHOSEN:
         _CHOSEN[call] = _checked_product(operands, coefficients, symmetrize_output, implementation)
     accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
@@ -384,6 +388,16 @@ def _checked_product(
                 f"{name} must be {a_matrix.dtype}{list(shapes[0])} to fit a_matrix,"
                 f" {_type_of(a_matrix)}; got {_type_of(operand)}"
             )
+    betas = coefficients[2:]
+    if betas and not c_matrices:
+        raise ValueError(
+            f"beta={betas[0]} multiplies c_matrix, which is None: pass both or neither"
+        )
+    if len(betas) != len(c_matrices):
+        raise ValueError(
+            f"c_matrix is a tuple of {len(c_matrices)} matrices: beta must be one of as many"
+            f" coefficients, got {betas if len(betas) > 1 else betas[0]}"
+        )
     names = ["alpha", "diagonal", *["beta"] * len(c_matrices)]
     for name, value in zip(names, coefficients, strict=True):
         if not is_real(value):
@@ -458,23 +472,3 @@ def _checked_out_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
             " the operands"
         )
     return known
-
-
-def _addends_and_betas(
-    c_matrix: Addends | None, beta: Coefficients
-) -> tuple[tuple[jax.Array, ...], tuple[Coefficient, ...]]:
-    """Returns the tuples of all C and all β."""
-    if c_matrix is None:
-        if not (isinstance(beta, int | float) and beta == 0):
-            raise ValueError(
-                f"beta={beta} multiplies c_matrix, which is None: pass both or neither"
-            )
-        return (), ()
-    if not isinstance(c_matrix, tuple):
-        return (c_matrix,), (beta,)  # pyright: ignore[reportReturnType] (a tuple is taken as an array)
-    if not isinstance(beta, tuple) or len(beta) != len(c_matrix):
-        raise ValueError(
-            f"c_matrix is a tuple of {len(c_matrix)} matrices: beta must be one of as many"
-            f" coefficients, got {beta}"
-        )
-    return c_matrix, beta
