@@ -46,6 +46,7 @@ ORDER = {
         "_table",
         "_tree_checks",
         "_trees",
+        "_patterns",
         "_matrices",
         "_by_use",
         "_iteration",

@@ -21,15 +21,14 @@ from muon_jax._matrices.rules import (
     Rules,
     Undecided,
     check_rule_fits,
-    check_rules,
     checked_rules,
     code_of_rules,
     code_of_view,
-    deciding_rule,
     groups_of,
     listed,
 )
 from muon_jax._matrices.views import MATRICES, ViewTree
+from muon_jax._patterns import check_each_decides, first_match
 from muon_jax._table import table
 from muon_jax._tree_checks import OF_MODULES_IN_FN, check_params, dtype_of
 from muon_jax._trees import path_name
@@ -212,10 +211,10 @@ def by_use(
 
 def _ruled(found: Sequence[Routed], rules: Rules) -> list[Routed]:
     """The routes, of which those that a rule matches are decided by the first such rule."""
-    check_rules(rules, [routed.path for routed in found])
+    check_each_decides("rules", rules, [routed.path for routed in found])
 
     def ruled(routed: Routed) -> Routed:
-        rule = deciding_rule(rules, routed.path)
+        rule = first_match(rules, routed.path)
         if rule is None:
             return routed
         check_rule_fits(rule, rules[rule], routed.path, routed.shape)

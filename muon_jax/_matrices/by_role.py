@@ -19,15 +19,14 @@ from muon_jax._matrices.rules import (
     Group,
     Rules,
     Undecided,
-    check_rules,
     checked_rules,
     code_of_rules,
-    deciding_rule,
     groups_of,
     listed,
 )
 from muon_jax._matrices.stacked_layers import Layers, layers_of
 from muon_jax._matrices.views import View, ViewTree
+from muon_jax._patterns import check_each_decides, first_match
 from muon_jax._tree_checks import check_params
 from muon_jax._trees import has_masked, path_name
 
@@ -117,7 +116,7 @@ def by_role(
             " static_args='muon_weight_dimension_numbers' to optax.inject_hyperparams"
         )
     if named and not has_masked(params):
-        check_rules(rules, [name for name, _ in named])
+        check_each_decides("rules", rules, [name for name, _ in named])
     found = routes(named, rules, layout)
     if any(isinstance(route.view, Unknown) for route in found):
         raise ValueError(_message(named, found, rules, layout))
@@ -138,7 +137,7 @@ def _message(
     known = {*paths} - {leaf.path for leaf, _ in unknown}
     groups = groups_of(
         [leaf for leaf, is_of_layout in unknown if is_of_layout == is_layout],
-        [path for path in known if deciding_rule(rules, path) is None],
+        [path for path in known if first_match(rules, path) is None],
     )
 
     def call(groups: Sequence[Group], layout: Layout) -> str:
@@ -193,7 +192,7 @@ def routes(
     checks = Checks(found, layout)
 
     def route(path: str, one: Found) -> Route:
-        rule = deciding_rule(rules or {}, path)
+        rule = first_match(rules or {}, path)
         if rules and rule is not None:
             return Route(f"rule {rule!r}", rules[rule])
         one = checks.checked(one)

@@ -9,7 +9,6 @@ import jax
 
 from muon_jax._matrices.parts import parts_of
 from muon_jax._matrices.views import View, as_view
-from muon_jax._trees import check_patterns_decide
 
 type Rules = Mapping[str, View | None]
 
@@ -28,11 +27,6 @@ class Group(NamedTuple):
 
     pattern: str
     members: Sequence[Undecided]
-
-
-def deciding_rule(rules: Rules, path: str) -> str | None:
-    """Returns the first rule that matches a path, None if there is none."""
-    return next((rule for rule in rules if re.search(rule, path)), None)
 
 
 def checked_rules(rules: Mapping[str, Any]) -> dict[str, View | None]:
@@ -56,18 +50,6 @@ def check_rule_fits(rule: str, view: View | None, path: str, shape: tuple[int, .
         raise ValueError(
             f"rules[{rule!r}] does not fit {path} of shape {shape}: {error}"
         ) from error
-
-
-def check_rules(rules: Rules, paths: Sequence[str]) -> None:
-    """Raises ValueError where a rule matches no path, or rules before it take all that it does."""
-    idle = [rule for rule in rules if not any(re.search(rule, path) for path in paths)]
-    if idle:
-        raise ValueError(
-            f"the rules {idle} match none of the {len(paths)} paths, such as"
-            f" {next(iter(paths), None)!r}:"
-            " describe(params) prints all paths"
-        )
-    check_patterns_decide("rules", rules, paths)
 
 
 def groups_of(undecided: Sequence[Undecided], others: Sequence[str]) -> list[Group]:
