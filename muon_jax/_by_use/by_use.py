@@ -17,7 +17,6 @@ from muon_jax._by_use.roles import MUON, Roles, Routed
 from muon_jax._by_use.trace import check_fn, traced
 from muon_jax._checks import checks_arguments
 from muon_jax._matrices.rules import (
-    Group,
     Rules,
     Undecided,
     check_rule_fits,
@@ -100,7 +99,8 @@ class Routes:
         ]
         others = [r.path for r in self.parameters if r.view is None]
         groups = groups_of(of_muon, others)
-        groups += [Group(".*", [Undecided(".*", ())])] * bool(others)
+        if others:
+            groups[".*"] = [Undecided(".*", ())]
         return f"{table(heading, rows)}\n\nby_role(rules={code_of_rules({}, groups)})"
 
 
