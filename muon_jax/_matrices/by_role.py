@@ -28,6 +28,7 @@ from muon_jax._matrices.rules import (
     Groups,
     Rules,
     Undecided,
+    check_is_tree,
     checked_rules,
     code_of_rules,
     groups_of,
@@ -118,11 +119,7 @@ def by_role(
         given |= {} if layout == "in_out" else {"layout": layout}
         return _WithArguments(by_role, **given)
     named, treedef = named_shapes(params), jax.tree.structure(params)
-    if named and jax.tree_util.treedef_is_leaf(treedef):
-        raise ValueError(
-            f"by_role needs a tree of parameters, got one array of shape {named[0][1]}: pass"
-            " static_args='muon_weight_dimension_numbers' to optax.inject_hyperparams"
-        )
+    check_is_tree("by_role", params)
     if named and not has_masked(params):
         check_each_decides("rules", rules, [name for name, _ in named])
     found = routes(named, rules, layout)

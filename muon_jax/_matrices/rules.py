@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from muon_jax._matrices.parts import parts_of
 from muon_jax._matrices.views import View, as_view
 
 type Rules = Mapping[str, View | None]
@@ -37,16 +37,13 @@ def checked_rules(rules: Mapping[str, Any]) -> dict[str, View | None]:
     }
 
 
-def check_rule_fits(rule: str, view: View | None, path: str, shape: tuple[int, ...]) -> None:
-    """Raises ValueError where the view of a rule does not fit the shape of a parameter."""
-    if view is None:
-        return
-    try:
-        parts_of(view, shape)
-    except ValueError as error:
+def check_is_tree(router: str, params: Any) -> None:
+    """Raises ValueError where the parameters are one array."""
+    if jax.tree_util.all_leaves([params]):
         raise ValueError(
-            f"rules[{rule!r}] does not fit {path} of shape {shape}: {error}"
-        ) from error
+            f"{router} needs a tree of parameters, got one array of shape {np.shape(params)}: pass"
+            " static_args='muon_weight_dimension_numbers' to optax.inject_hyperparams"
+        )
 
 
 def groups_of(
