@@ -173,10 +173,8 @@ def newton_schulz(
 def polar_factors(iteration: NewtonSchulz, x: jax.Array) -> jax.Array:
     """`newton_schulz` with that iteration."""
     form = iteration.form_of_stack((*x.shape[:-2], *sorted(x.shape[-2:])), x.dtype)
-    operand = WholeMatrices(
-        implementation=form.implementation,
-        # Tall matrices are transposed back in a pass, which also converts them.
-        out_dtype=None if is_tall(x) else x.dtype,
-    )
+    # Tall matrices are transposed back in a pass, which also converts them.
+    out_dtype = None if is_tall(x) else x.dtype
+    operand = WholeMatrices(implementation=form.chosen(x.shape, out_dtype), out_dtype=out_dtype)
     (result,) = by_device(lambda stacks: iteration.run(stacks, form, operand), [x])
     return result

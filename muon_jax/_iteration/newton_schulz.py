@@ -237,7 +237,9 @@ class NewtonSchulz:
         norm = "schatten_4" if schedule.is_composed else self.preconditioning or "frobenius"
         eps = 0.0 if self.eps is None else self.eps
         normalization = Normalization(norm, eps, self.eps_mode or "add", scale, gain)
-        if _device.platform() == "cpu":  # where XLA cannot run a product merged with a transpose
+        if (
+            _device.current().platform == "cpu"
+        ):  # where XLA cannot run a product merged with a transpose
             x = jax.lax.optimization_barrier(x)
         x = jax.tree.map(lambda x: pad_for_kernels(x, operand), x)
         full = schedule.is_composed or schedule.diverging == "16 bits"
@@ -271,4 +273,4 @@ def orthogonalize(iteration: NewtonSchulz, stacks: list[jax.Array]) -> list[jax.
     (m, n), *others = {tuple(sorted(x.shape[-2:])) for x in stacks}
     form = iteration.form((m, n), stacks[0].dtype)
     operand = WholeStacks if others else WholeMatrices
-    return iteration.run(stacks, form, operand(implementation=form.implementation))
+    return iteration.run(stacks, form, operand(implementation=form.chosen((m, n))))

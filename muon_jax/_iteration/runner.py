@@ -11,8 +11,6 @@ In the gram form (`form`), several quintic steps share a Gram matrix and an appl
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +20,7 @@ from muon_jax._iteration.form import segments
 from muon_jax._iteration.normalization import Normalization
 from muon_jax._iteration.operand import WholeMatrices
 from muon_jax._iteration.steps import Schedule, Step, noise_addend
-from pallas_kernels import syrkx
+from pallas_kernels import Implementation
 
 
 def run_steps(
@@ -43,25 +41,23 @@ def run_steps(
     """
     dtype = jax.tree.leaves(x)[0].dtype
     steps, loop = schedule.steps_in(dtype), schedule.loop
-
-    def grams(step: Step, x: Any, alpha: float | jax.Array) -> tuple[jax.Array, ...]:
-        residual = bool(step.residual_betas) and jnp.finfo(dtype).bits == 16
-        return operand.gram(x, alpha, residual=residual, symmetrize_output=False)
-
-    def apply(step: Step, x: Any, *grams: jax.Array, last: bool) -> Any:
-        q = step.polynomial(*grams, symmetrize_output=False, implementation=operand.implementation)
-        return operand.apply(q, x, last=last)
+    options = {"symmetrize_output": False}
+    syrk_chain = operand.implementation.syrk_chain
+    has_16_bits = jnp.finfo(dtype).bits == 16
 
     def run(step: Step, x: Any, *, last: bool) -> Any:
-        return apply(step, x, *grams(step, x, 1.0), last=last)
+        residual = has_16_bits and bool(step.residual_betas)
+        grams = operand.gram(x, residual=residual, **options)
+        return operand.apply(syrk_chain(*step.chain(*grams), **options), x, last=last)
 
     step = steps[0]
     if loop is not None:
         step = dataclasses.replace(schedule.step_at(loop[0], dtype), noisy=step.noisy)
-    gram, *residual = grams(step, x, normalization.gain**2)
+    residual = has_16_bits and bool(step.residual_betas)
+    gram, *others = operand.gram(x, normalization.gain**2, residual=residual, **options)
     x, gram, s, factor = normalization(x, gram, operand.spread)
-    last = loop is None and len(steps) == 1
-    x = apply(step.scaled(s, factor), x, gram, *residual, last=last)
+    q = syrk_chain(*step.scaled(s, factor).chain(gram, *others), **options)
+    x = operand.apply(q, x, last=loop is None and len(steps) == 1)
     if loop is not None:
         first, end = loop
         return jax.lax.fori_loop(
@@ -85,18 +81,17 @@ def run_gram_form(
     """
     (gram,) = operand.gram(x, normalization.gain**2)
     x, gram, s, factor = normalization(x, gram, operand.spread)
-    product = functools.partial(syrkx, implementation=operand.implementation)
     parts = segments(schedule, gram.dtype)
     for index, steps in enumerate(parts):
         if index:
             (gram,), s, factor = operand.gram(x), 1.0, 1.0
-        q = _segment(product, gram, steps, s, factor)
+        q = _segment(operand.implementation, gram, steps, s, factor)
         x = operand.apply(q, x, last=index == len(parts) - 1)
     return x
 
 
 def _segment(
-    syrkx: Callable[..., jax.Array],
+    implementation: Implementation,
     gram: jax.Array,
     steps: tuple[Step, ...],
     s: float | jax.Array,
@@ -106,6 +101,12 @@ def _segment(
 
     All products are of one kind, for one program: R² is R·Rᵀ by `syrkx`, with R for an addend.
     """
+
+    def syrkx(a: jax.Array, b: jax.Array, *cs: jax.Array, beta: Any, **others: Any) -> jax.Array:
+        betas = beta if isinstance(beta, tuple) else (beta,)
+        (out,) = implementation.syrkx(a, b, cs, betas=betas, **others)
+        return out
+
     r, scale, factors = gram, s**2, []
     *others, (a, b, c) = (step.triple for step in steps)
     for a_i, b_i, c_i in others:
@@ -113,11 +114,11 @@ def _segment(
         t = syrkx(r, z, r, alpha=scale, beta=a_i * scale)
         r, scale = syrkx(t, z, t, beta=a_i), 1.0
         factors.append((z, a_i))
-    c_matrix, beta = r, factor * b * scale
+    cs, betas = (r,), (factor * b * scale,)
     if steps[-1].noisy:
         amplitude, noise = noise_addend(r)
-        c_matrix, beta = (r, noise), (beta, amplitude * factor * a)
-    q = syrkx(r, r, c_matrix, alpha=factor * c * scale**2, beta=beta, diagonal=factor * a)
+        cs, betas = (r, noise), (*betas, amplitude * factor * a)
+    q = syrkx(r, r, *cs, alpha=factor * c * scale**2, beta=betas, diagonal=factor * a)
     for z, a_i in reversed(factors):
         q = syrkx(z, q, q, beta=a_i)
     return q
