@@ -35,27 +35,22 @@ import jax
 import optax
 
 from muon_jax._checks import checks_arguments
-from muon_jax._coefficients import CoeffsByPath
-from muon_jax._distributed.by_tree import optimizer_by_tree
+from muon_jax._coefficients import CoeffsByPath, check_patterns
 from muon_jax._distributed.exchange import Exchange, exchange_of
-from muon_jax._distributed.sharding import Shardings
+from muon_jax._distributed.sharding import Shardings, whole_tree
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.schedules import NSCoeffs
-from muon_jax._matrices.shape_factors import ShapeScale
-from muon_jax._matrices.view_checks import check_views
-from muon_jax._matrices.views import OF_MUON, Views
+from muon_jax._matrices.parts import ShapeScale, check_views
+from muon_jax._matrices.views import OF_MUON, Views, assigned_views
 from muon_jax._presets import takes_preset
 from muon_jax._scale_by_muon import scale_by_muon
 from muon_jax._transforms.adam import scale_by_adam
-from muon_jax._transforms.labels import labels_of
-from muon_jax._transforms.momentum import Momentum
-from muon_jax._transforms.rounding import Rounding
+from muon_jax._transforms.momentum import Momentum, Rounding, Storage, storage_of
 from muon_jax._transforms.shape_scale import scale_by_shape
 from muon_jax._transforms.skipping import skip_missing
-from muon_jax._transforms.storage import Storage, storage_of
 from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
-from muon_jax._tree_checks import check_mu_dtype, check_params
+from muon_jax._trees import check_mu_dtype, check_params, is_function
 from pallas_kernels.arguments import standard_promotion
 
 
@@ -239,14 +234,17 @@ def build(
             on_matrices = optax.chain(on_matrices, added.last(views))
 
         def labels(params: optax.Params) -> Any:
-            found = labels_of(params, views, given.ns_coeffs)
+            found = jax.tree.structure(params).unflatten(
+                "adam" if view is None else "muon" for view in assigned_views(views, params)
+            )
+            check_patterns(given.ns_coeffs, found)
             return added.relabel(params, found) if added.relabel else found
 
         return optax.multi_transform({"muon": on_matrices, "adam": on_the_rest, **others}, labels)
 
     views = given.muon_weight_dimension_numbers
     check_views(views, OF_MUON)
-    optimizer_of = optimizer_by_tree(with_views, views, shardings)
+    optimizer_of = _optimizer_by_tree(with_views, views, shardings)
 
     @standard_promotion()
     def init_fn(params: optax.Params) -> optax.OptState:
@@ -265,3 +263,32 @@ def build(
 
     update = standard_promotion()(skip_missing(update_fn, "inner_states", storage))
     return optax.GradientTransformationExtraArgs(init_fn, update)
+
+
+def _optimizer_by_tree(
+    with_views: Callable[[Views], optax.GradientTransformation],
+    views: Views,
+    shardings: Shardings,
+) -> Callable[[Any], optax.GradientTransformation]:
+    """Returns a function from a tree to the optimizer for it.
+
+    Views that are a callable are made from the whole tree. A new optimizer is made only where the
+    views differ from the latest.
+    """
+    optimizer = with_views(views)
+    if not is_function(views):
+        return lambda tree: optimizer
+    latest: tuple[Any, optax.GradientTransformation] = None, optimizer
+
+    def of_tree(tree: Any) -> optax.GradientTransformation:
+        nonlocal latest
+        made = views(whole_tree(tree, shardings))
+        key = jax.tree.flatten(made)
+        known, found = latest
+        if key != known:
+            # A callable, because None as a tree would stand for matrices.
+            found = with_views(lambda _: made)
+            latest = key, found
+        return found
+
+    return of_tree

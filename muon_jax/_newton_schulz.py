@@ -5,9 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from muon_jax._checks import checks_arguments
-from muon_jax._distributed.devices import traced_for
-from muon_jax._distributed.on_shards import by_device
-from muon_jax._distributed.sharding import axes_of_entry
+from muon_jax._distributed.sharding import axes_of_entry, by_device, traced_for
 from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning

@@ -11,18 +11,24 @@ from muon_jax._coefficients import CoeffsByPath, iterations_by_path
 from muon_jax._distributed.exchange import Exchange, exchange_of
 from muon_jax._distributed.init_shardings import InitShardings, warn_of_other_shardings
 from muon_jax._distributed.map_matrices import map_matrices
-from muon_jax._distributed.on_shards import inner_products
-from muon_jax._distributed.sharding import Shardings, is_in_shard_map, whole_tree
+from muon_jax._distributed.sharding import Shardings, inner_products, is_in_shard_map, whole_tree
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.schedules import NSCoeffs
-from muon_jax._matrices.view_checks import check_views, check_views_fit
+from muon_jax._matrices.parts import check_views, check_views_fit
 from muon_jax._matrices.views import Views
-from muon_jax._transforms.momentum import Momentum, MuonState, accumulation
-from muon_jax._transforms.rounding import Rounding, random_keys, widen
+from muon_jax._transforms.momentum import (
+    Momentum,
+    MuonState,
+    Rounding,
+    Storage,
+    accumulation,
+    random_keys,
+    storage_of,
+    widen,
+)
 from muon_jax._transforms.skipping import settled_views, skip_missing
-from muon_jax._transforms.storage import Storage, storage_of
-from muon_jax._tree_checks import (
+from muon_jax._trees import (
     check_floats,
     check_gradients,
     check_mu_dtype,

@@ -25,7 +25,7 @@ from muon_jax import (
     newton_schulz,
     scale_by_muon,
 )
-from muon_jax._distributed import devices
+from muon_jax._distributed import sharding as devices
 from muon_jax._distributed.planning import make_plan, units_of
 from muon_jax._reports.arguments import all_arguments, iterations_of_muon
 

@@ -44,7 +44,6 @@ ORDER = {
         "_checks",
         "_numerics",
         "_table",
-        "_tree_checks",
         "_trees",
         "_matrices",
         "_by_use",
@@ -62,7 +61,7 @@ ORDER = {
     ),
 }
 # The iteration knows stacks of matrices alone.
-NOT_FOR_ITERATION = {"_tree_checks", "_trees", "_matrices"}
+NOT_FOR_ITERATION = {"_trees", "_matrices"}
 
 MODULES = {package: house.modules_of(TREE, package) for package in house.PACKAGES}
 EVERY = [module for modules in MODULES.values() for module in modules]

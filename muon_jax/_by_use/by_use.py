@@ -31,8 +31,7 @@ from muon_jax._matrices.rules import (
 )
 from muon_jax._matrices.views import MATRICES, ViewTree
 from muon_jax._table import table
-from muon_jax._tree_checks import OF_MODULES_IN_FN, check_params, dtype_of
-from muon_jax._trees import path_name
+from muon_jax._trees import OF_MODULES_IN_FN, check_params, dtype_of, path_name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from muon_jax._tree_checks import OF_MODULES_IN_FN, is_array
-from muon_jax._trees import any_missing
+from muon_jax._trees import OF_MODULES_IN_FN, any_missing, is_array
 from pallas_kernels.arguments import shown
 
 

@@ -11,11 +11,11 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from muon_jax._distributed.devices import asks_how_to_partition
 from muon_jax._distributed.exchange import Exchange
 from muon_jax._distributed.sharding import (
     Mesh,
     Shardings,
+    asks_how_to_partition,
     mesh_axes_by_dim,
     mesh_of,
     meshes_of,

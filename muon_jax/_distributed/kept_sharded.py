@@ -24,8 +24,13 @@ from muon_jax._iteration.form import Form
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import gram_gain, largest_entries
 from muon_jax._iteration.operand import WholeMatrices, scale_down, split, transposed
-from muon_jax._matrices.axes import MatrixAxes, from_matrices, matrix_axes, to_matrices
-from muon_jax._matrices.views import MuonDimensionNumbers
+from muon_jax._matrices.views import (
+    MatrixAxes,
+    MuonDimensionNumbers,
+    from_matrices,
+    matrix_axes,
+    to_matrices,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

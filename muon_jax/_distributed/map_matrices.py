@@ -12,20 +12,22 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._coefficients import Iterations, map_by_iteration
 from muon_jax._distributed.automatic import Planned, run_when_partitioned, with_rules
-from muon_jax._distributed.devices import asks_how_to_partition, platform_of, traced_for
 from muon_jax._distributed.exchange import BlockStep, Exchange
-from muon_jax._distributed.on_shards import by_device
 from muon_jax._distributed.plan import Leaf
 from muon_jax._distributed.planning import make_plan, units_of
 from muon_jax._distributed.run import run_either
 from muon_jax._distributed.sharding import (
     Mesh,
     Placed,
+    asks_how_to_partition,
     axes_of_spec,
+    by_device,
     locate,
     meshes_of,
+    platform_of,
     shardings_of_leaves,
     spec_of,
+    traced_for,
 )
 from muon_jax._distributed.stacked import run_stacked
 from muon_jax._matrices.parts import stacks_of_tree

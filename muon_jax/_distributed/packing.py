@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf
 from muon_jax._iteration.normalization import largest_entries, powers_of_two
 from muon_jax._iteration.operand import bounded, split_apart, unknown
-from muon_jax._matrices.axes import MatrixAxes, to_matrices
+from muon_jax._matrices.views import MatrixAxes, to_matrices
 
 
 def pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:

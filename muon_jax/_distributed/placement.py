@@ -26,10 +26,14 @@ from jax.sharding import PartitionSpec
 from muon_jax._distributed.exchange import Exchange
 from muon_jax._distributed.plan import Leaf
 from muon_jax._distributed.sharding import axes_of_spec, mesh_axes_by_dim
-from muon_jax._matrices.axes import matrix_axes
-from muon_jax._matrices.parts import axes_taken_apart, batch_axes, parts_of
-from muon_jax._matrices.shape_factors import ScaleOfBlocks, shape_factor
-from muon_jax._matrices.views import MuonDimensionNumbers, Unfold, View, axis_of
+from muon_jax._matrices.parts import (
+    ScaleOfBlocks,
+    axes_taken_apart,
+    batch_axes,
+    parts_of,
+    shape_factor,
+)
+from muon_jax._matrices.views import MuonDimensionNumbers, Unfold, View, axis_of, matrix_axes
 from muon_jax._trees import errors_naming
 
 

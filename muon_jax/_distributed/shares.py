@@ -15,8 +15,7 @@ import jax.numpy as jnp
 
 from muon_jax._distributed.packing import unit_axes
 from muon_jax._distributed.plan import Leaf, Share
-from muon_jax._matrices.axes import from_matrices, to_matrices
-from muon_jax._matrices.views import stacked_view
+from muon_jax._matrices.views import from_matrices, stacked_view, to_matrices
 
 
 def shares_of(leaves: Sequence[Leaf]) -> list[Share]:

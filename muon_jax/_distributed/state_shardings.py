@@ -13,8 +13,7 @@ from muon_jax._distributed.sharding import (
     spec_of,
     spec_that_fits,
 )
-from muon_jax._tree_checks import check_params
-from muon_jax._trees import errors_naming, unboxed
+from muon_jax._trees import check_params, errors_naming, unboxed
 
 
 def state_shardings(

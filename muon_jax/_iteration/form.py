@@ -246,7 +246,8 @@ def gram_form(wanted: Wanted) -> Form | str:
 def _offered_forms(wanted: Wanted) -> list[Form | str]:
     """Returns the form of each method that the caller takes, or why there is no gram form."""
     schedule, offered = wanted.schedule, []
-    for method in [wanted.method] if wanted.method else get_args(Method.__value__):
+    methods: list[Method] = [wanted.method] if wanted.method else [*get_args(Method.__value__)]
+    for method in methods:
         dtype = _products_dtype(schedule, method, wanted.dtype, wanted.in_dtype)
         reason, products = None, schedule.products(dtype)
         if method == "gram" and not schedule.is_composed:  # which has one form for both methods

@@ -28,8 +28,7 @@ from muon_jax._matrices.rules import (
 )
 from muon_jax._matrices.stacked_layers import Layers, layers_of
 from muon_jax._matrices.views import View, ViewTree
-from muon_jax._tree_checks import check_params
-from muon_jax._trees import has_masked, path_name
+from muon_jax._trees import check_params, has_masked, path_name
 
 
 class Route(NamedTuple):

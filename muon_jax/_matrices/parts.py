@@ -3,15 +3,51 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax._matrices.axes import MatrixAxes, from_matrices, matrix_axes, to_matrices
-from muon_jax._matrices.views import Split, Unfold, View, Views, axis_of, views_of_leaves
-from muon_jax._trees import errors_naming
+from muon_jax._matrices.views import (
+    OF_PARTS,
+    MatrixAxes,
+    Split,
+    Unfold,
+    View,
+    Views,
+    as_view,
+    axis_of,
+    from_matrices,
+    is_view,
+    matrix_axes,
+    to_matrices,
+    views_of_leaves,
+)
+from muon_jax._trees import errors_naming, is_function
+
+type ShapeScale = Literal["clipped_ratio", "ratio", "none"]
+type ScaleOfBlocks = Literal["clipped_ratio", "ratio", "none", "longer_side"]
+
+
+def shape_factor(scale: ScaleOfBlocks, fan_in: int, fan_out: int) -> float:
+    """Returns the factor of the update of a matrix of `fan_in` rows and `fan_out` columns.
+
+    Args:
+        scale: `"clipped_ratio"` is √max(1, fan_out/fan_in), `"ratio"` √(fan_out/fan_in), `"none"`
+            1, and `"longer_side"` √max(fan_in, fan_out).
+        fan_in: the number of rows.
+        fan_out: the number of columns.
+    """
+    ratio = fan_out / max(fan_in, 1)
+    squares = {
+        "clipped_ratio": max(1.0, ratio),
+        "ratio": ratio,
+        "none": 1.0,
+        "longer_side": max(fan_in, fan_out),
+    }
+    return math.sqrt(squares[scale])
+
 
 NO_AXES = MatrixAxes((), (), ())
 
@@ -227,3 +263,18 @@ def stacks_of_tree(
         )
 
     return stacks_by_leaf, tree_of_stacks
+
+
+def check_views(views: Views, argument: str = OF_PARTS) -> None:
+    """Raises ValueError where a leaf of a tree of views is no view. A callable makes its later."""
+    if not is_function(views):
+        for path, node in jax.tree.leaves_with_path(views, is_leaf=is_view):
+            as_view(argument, path, node)
+
+
+def check_views_fit(views: Views, tree: Any) -> None:
+    """Raises ValueError where a leaf of `tree` has a view that does not fit, or is no matrix."""
+    leaves = jax.tree.leaves(tree)
+    for leaf, (name, view) in zip(leaves, views_of_leaves(views, tree), strict=True):
+        with errors_naming(name, leaf.shape):
+            values_per_matrix(lambda rows, cols: 0.0, view, leaf.shape)

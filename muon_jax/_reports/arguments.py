@@ -14,8 +14,8 @@ from muon_jax._coefficients import Iterations, check_patterns, iterations_by_pat
 from muon_jax._foreign.calls import check_names
 from muon_jax._matrices.views import View, assigned_views
 from muon_jax._presets import all_given
-from muon_jax._transforms.storage import Memory, storage_of
-from muon_jax._tree_checks import check_params
+from muon_jax._transforms.momentum import Memory, storage_of
+from muon_jax._trees import check_params
 
 
 def all_arguments(

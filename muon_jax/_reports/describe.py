@@ -26,7 +26,7 @@ from muon_jax._reports.arguments import (
     views_of_muon,
 )
 from muon_jax._table import table
-from muon_jax._transforms.storage import Storage, storage_of
+from muon_jax._transforms.momentum import Storage, storage_of
 from muon_jax._trees import errors_naming
 from pallas_kernels import select_implementation, unsupported_reason
 from pallas_kernels.arguments import check_supported, standard_promotion

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._transforms.storage import Storage
-from muon_jax._tree_checks import check_gradients, check_state
+from muon_jax._transforms.momentum import Storage
+from muon_jax._trees import check_gradients, check_state
 
 
 def scale_by_adam(

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax._checks import checks_arguments
-from muon_jax._distributed.on_shards import by_element
-from muon_jax._distributed.sharding import Shardings
-from muon_jax._matrices.shape_factors import ShapeScale, shape_factor
+from muon_jax._distributed.sharding import Shardings, by_element
+from muon_jax._matrices.parts import ShapeScale, shape_factor
 from muon_jax._matrices.views import Views
 from pallas_kernels.arguments import standard_promotion
 

@@ -14,9 +14,17 @@ import optax
 
 from muon_jax._distributed.sharding import Shardings, whole_tree
 from muon_jax._matrices.views import Views
-from muon_jax._transforms.storage import Storage
-from muon_jax._tree_checks import check_gradients, check_state, check_update
-from muon_jax._trees import any_missing, fill_missing, is_box, is_function, is_missing
+from muon_jax._transforms.momentum import Storage
+from muon_jax._trees import (
+    any_missing,
+    check_gradients,
+    check_state,
+    check_update,
+    fill_missing,
+    is_box,
+    is_function,
+    is_missing,
+)
 
 # The fields of a state that are trees like the parameters.
 _ARRAYS = Storage()

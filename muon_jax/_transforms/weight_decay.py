@@ -1,5 +1,6 @@
 """Weight decay: its place in a chain, the factors of its rate, and the entries that it spares."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -7,9 +8,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._transforms.rates import product_of_rates
 from muon_jax._trees import broadcast_prefix
 from pallas_kernels.arguments import check_flag
+
+
+def product_of_rates(*factors: Any) -> optax.ScalarOrSchedule:
+    """Returns the product, a schedule where a factor is a schedule."""
+    if not any(map(callable, factors)):
+        return math.prod(factors)
+    return lambda count: math.prod(_value_at(factor, count) for factor in factors)
+
+
+def _value_at(rate: Any, count: jax.typing.ArrayLike) -> Any:
+    return rate(count) if callable(rate) else rate
+
 
 type DecayForm = Literal["decoupled", "independent", "l2", "palm", "scaled_palm"]
 

@@ -20,13 +20,12 @@ from muon_jax._distributed.sharding import (
     locate,
     meshes_of,
 )
-from muon_jax._matrices.view_checks import check_views
+from muon_jax._matrices.parts import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import wide
 from muon_jax._transforms.momentum import MuonState
 from muon_jax._transforms.skipping import Present
-from muon_jax._tree_checks import check_state
-from muon_jax._trees import fill_missing
+from muon_jax._trees import check_state, fill_missing
 from muon_jax.contrib._quantized import QUANTIZED
 from muon_jax.contrib._reductions import Matrices, matrices_of_tree, norm_of_any_size, stack
 from muon_jax.contrib._spectra import (

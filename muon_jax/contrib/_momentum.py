@@ -9,9 +9,8 @@ import optax
 
 from muon_jax._checks import checks_arguments
 from muon_jax._distributed.sharding import Shardings, whole_tree
-from muon_jax._transforms.momentum import Momentum, MuonState
-from muon_jax._transforms.storage import Storage, storage_of
-from muon_jax._tree_checks import check_mu_dtype
+from muon_jax._transforms.momentum import Momentum, MuonState, Storage, storage_of
+from muon_jax._trees import check_mu_dtype
 from muon_jax.contrib._on_host import map_where_it_is
 from muon_jax.contrib._quantized import (
     QUANTIZED,

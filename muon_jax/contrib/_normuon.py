@@ -9,12 +9,11 @@ import optax
 
 from muon_jax._checks import BETA, checks_arguments
 from muon_jax._distributed.sharding import Shardings, check_shardings
-from muon_jax._matrices.view_checks import check_views
+from muon_jax._matrices.parts import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, root, wide
 from muon_jax._transforms.skipping import settled_views, skip_missing
-from muon_jax._tree_checks import check_params
-from muon_jax._trees import is_box
+from muon_jax._trees import check_params, is_box
 from muon_jax.contrib._reductions import Matrices, matrices_of_tree
 from muon_jax.contrib._trees import in_box_of, with_arrays
 from pallas_kernels.arguments import standard_promotion

@@ -21,7 +21,7 @@ from jax.extend import backend
 
 from muon_jax._checks import checks_arguments
 from muon_jax._distributed.sharding import is_in_shard_map, mesh_of
-from muon_jax._transforms.storage import Memory, Storage, storage_of
+from muon_jax._transforms.momentum import Memory, Storage, storage_of
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 # Smaller arrays stay on the device. Their bytes do not matter, and each transfer takes some 10 µs.

@@ -9,8 +9,7 @@ import optax
 
 from muon_jax._checks import checks_arguments
 from muon_jax._distributed.sharding import Shardings, check_shardings
-from muon_jax._matrices.shape_factors import ShapeScale
-from muon_jax._matrices.view_checks import check_views
+from muon_jax._matrices.parts import ShapeScale, check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, wide
 from muon_jax._transforms.skipping import settled_views, skip_missing

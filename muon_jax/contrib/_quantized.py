@@ -16,11 +16,15 @@ from muon_jax._distributed.sharding import (
     sharding_that_fits,
     whole_tree,
 )
-from muon_jax._matrices.axes import are_dimension_numbers, matrix_axes, with_own_numbers
-from muon_jax._matrices.views import Views, assigned_views
+from muon_jax._matrices.views import (
+    Views,
+    are_dimension_numbers,
+    assigned_views,
+    matrix_axes,
+    with_own_numbers,
+)
 from muon_jax._numerics import over
-from muon_jax._transforms.rounding import Rounding, cast_like
-from muon_jax._transforms.storage import Storage
+from muon_jax._transforms.momentum import Rounding, Storage, cast_like
 from muon_jax._trees import is_box
 from muon_jax.contrib._on_host import map_where_it_is, to_device
 from muon_jax.contrib._trees import in_box_of

@@ -18,9 +18,8 @@ from muon_jax._distributed.sharding import (
     locate,
     mesh_axes_by_dim,
 )
-from muon_jax._matrices.axes import MatrixAxes
 from muon_jax._matrices.parts import Cut, Reshape, join, parts_of
-from muon_jax._matrices.views import View, Views, views_of_leaves
+from muon_jax._matrices.views import MatrixAxes, View, Views, views_of_leaves
 from muon_jax._numerics import over, root
 from muon_jax._trees import errors_naming
 

@@ -12,7 +12,7 @@ from test_layouts import LAYOUTS, problem
 
 from benchmarks._times.sharded import collectives
 from muon_jax import Exchange, NewtonSchulz, explain, muon, scale_by_muon
-from muon_jax._distributed import devices
+from muon_jax._distributed import sharding as devices
 
 UNKNOWN = "shardings of the parameters are not known.*cpu devices.*Pass shardings=.*optimizer.init"
 # What XLA exchanges where nobody knows shardings: two all-to-alls for each stack and mesh axis.

@@ -30,7 +30,7 @@ from muon_jax import (
     scale_by_muon,
 )
 from muon_jax._distributed.sharding import axes_of_entry
-from muon_jax._matrices.axes import matrix_axes
+from muon_jax._matrices.views import matrix_axes
 
 MATRICES = MuonDimensionNumbers(-2, -1)
 SIZES = {"replica": 2, "fsdp": 2, "tp": 2}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from muon_jax import MuonDimensionNumbers
-from muon_jax._matrices.axes import from_matrices, matrix_axes, to_matrices
+from muon_jax._matrices.views import from_matrices, matrix_axes, to_matrices
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
 from muon_jax._matrices.views import Split, Unfold
-from muon_jax._transforms import rounding as _rounding
+from muon_jax._transforms import momentum as _momentum
 from muon_jax.contrib import keep_param_norm, scale_by_normuon, scale_to_param_norm
 
 VIEWS = {
@@ -198,7 +198,7 @@ def test_fixed_norm_updates_need_parameters(transform):
 def test_stochastic_rounding_is_right_on_average_and_to_a_neighbour():
     values = jnp.array([1 + 2**-9, -3.3, 1e-3, 7e20, -1e-39, 255.1], jnp.float32)
     draws = 20_000
-    rounded = _rounding.stochastic_round(
+    rounded = _momentum.stochastic_round(
         jnp.broadcast_to(values, (draws, values.size)), jax.random.key(0)
     )
     chex.assert_type(rounded, jnp.bfloat16)
@@ -215,19 +215,19 @@ def test_stochastic_rounding_is_right_on_average_and_to_a_neighbour():
 def test_stochastic_rounding_keeps_values_of_bfloat16_infinities_and_nan():
     every = jnp.arange(2**16, dtype=jnp.uint32).astype(jnp.uint16)
     values = jax.lax.bitcast_convert_type(every, jnp.bfloat16)
-    rounded = _rounding.stochastic_round(values.astype(jnp.float32), jax.random.key(1))
+    rounded = _momentum.stochastic_round(values.astype(jnp.float32), jax.random.key(1))
     nan = np.isnan(np.asarray(values, np.float32))
     np.testing.assert_array_equal(np.isnan(np.asarray(rounded, np.float32)), nan)
     bits = np.asarray(jax.lax.bitcast_convert_type(rounded, jnp.uint16))
     np.testing.assert_array_equal(bits[~nan], np.asarray(every)[~nan])
     payload = jax.lax.bitcast_convert_type(jnp.uint32([0x7F800001, 0xFFFFFFFF]), jnp.float32)
-    assert jnp.isnan(_rounding.stochastic_round(payload, jax.random.key(2))).all()
+    assert jnp.isnan(_momentum.stochastic_round(payload, jax.random.key(2))).all()
 
 
 def test_small_increments_are_lost_to_nearest_rounding_and_not_to_stochastic():
     def sum_of(key_of_step):
         step = jax.jit(
-            lambda x, i: _rounding.cast_like(x.astype(jnp.float32) + 2**-10, x, key_of_step(i))
+            lambda x, i: _momentum.cast_like(x.astype(jnp.float32) + 2**-10, x, key_of_step(i))
         )
         total = jnp.ones((16, 24), jnp.bfloat16)  # whose neighbour is 1 + 2**-7
         for i in range(200):
