@@ -155,14 +155,13 @@ def newton_schulz(
                 f" {', '.join(f'{name}={x!r}' for name, x in given.items())} beside it: pass them"
                 " to NewtonSchulz"
             )
-        iteration = ns_coeffs
+        iteration = ns_coeffs.filled(
+            steps=ns_steps, eps=eps, eps_mode=eps_mode, preconditioning=preconditioning
+        )
     else:
         iteration = NewtonSchulz(
-            ns_coeffs, dtype=dtype, method=method, implementation=implementation
+            ns_coeffs, ns_steps, eps, eps_mode, preconditioning, dtype, method, implementation
         )
-    iteration = iteration.filled(
-        steps=ns_steps, eps=eps, eps_mode=eps_mode, preconditioning=preconditioning
-    )
     with traced_for([x]):
         return polar_factors(iteration, x)
 

@@ -330,9 +330,9 @@ class Implementation:
             ValueError: there is no such implementation.
             NotImplementedError: the named implementation cannot run here.
         """
+        check_name("implementation", name, sorted(IMPLEMENTATIONS), or_none=True)
         if name is None:
             return cls(supported_implementations(operands[0]))
-        check_name("implementation", name, sorted(IMPLEMENTATIONS))
         reason = gemm_unsupported_reason(name, *operands, out_dtype=out_dtype)
         check_supported(name, reason)
         return cls((name,))

@@ -13,7 +13,7 @@ import pytest
 import pallas_kernels
 from muon_jax import newton_schulz
 from muon_jax._iteration import operand
-from muon_jax._iteration.published import NAMED
+from muon_jax._iteration.coefficients import NAMED
 
 unjitted = helpers.unjitted_newton_schulz
 STANDARD = NAMED["standard"][0]

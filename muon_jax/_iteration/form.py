@@ -28,7 +28,7 @@ import numpy as np
 
 from muon_jax._iteration.normalization import Preconditioning
 from muon_jax._iteration.steps import Products, Schedule, Step
-from pallas_kernels import Implementation, select_implementation, unsupported_reason
+from pallas_kernels import Implementation
 from pallas_kernels import device as _device
 
 
@@ -188,7 +188,6 @@ class Wanted(NamedTuple):
         schedule: the steps, without arrays.
         method: `"standard"`, `"gram"`, or None for the faster by a model of the times.
         preconditioning, dtype, implementation: as for `newton_schulz`.
-        in_dtype: of the matrices.
     """
 
     schedule: Schedule
@@ -196,11 +195,10 @@ class Wanted(NamedTuple):
     preconditioning: Preconditioning
     dtype: ProductsDType
     implementation: str | None
-    in_dtype: jnp.dtype
 
 
 @_device.memoized
-def form_of_group(wanted: Wanted, shape: tuple[int, int]) -> Form:
+def form_of_group(wanted: Wanted, shape: tuple[int, int], in_dtype: jnp.dtype) -> Form:
     """Returns the form of an optimizer's matrices `(m, n)`, m ≤ n: that of a stack of 16.
 
     So an update never depends on its group. The implementation is the one that is named, or else:
@@ -213,47 +211,53 @@ def form_of_group(wanted: Wanted, shape: tuple[int, int]) -> Form:
     Raises:
         ValueError: as `form_of_stack`.
     """
-    form = form_of_stack(wanted, (GROUP, *shape))
-    padded = jax.ShapeDtypeStruct((GROUP, *(size + -size % 64 for size in shape)), form.dtype)
-    if form.implementation or unsupported_reason("mosaic_gpu", padded):
+    form = form_of_stack(wanted, (GROUP, *shape), in_dtype)
+    if form.implementation:
         return form
-    chosen = select_implementation(padded).implementation
-    needs_mosaic = wanted.schedule.is_composed or chosen == "xla"
-    return form._replace(implementation="mosaic_gpu" if needs_mosaic else chosen)
+    chosen = form.chosen(shape)
+    if "mosaic_gpu" not in chosen.names:
+        return form
+    padded = (size + -size % 64 for size in shape)
+    name = chosen.name_for(jax.ShapeDtypeStruct((GROUP, *padded), form.dtype))
+    needs_mosaic = wanted.schedule.is_composed or name == "xla"
+    return form._replace(implementation="mosaic_gpu" if needs_mosaic else name)
 
 
-def form_of_stack(wanted: Wanted, shape: tuple[int, ...]) -> Form:
-    """Returns the form of a stack `(..., m, n)`, m ≤ n.
+def form_of_stack(wanted: Wanted, shape: tuple[int, ...], in_dtype: jnp.dtype) -> Form:
+    """Returns the form of a stack `(..., m, n)` of `in_dtype`, m ≤ n.
 
     Raises:
         ValueError: the schedule has no form of that method, or no safe one.
     """
-    offered = _offered_forms(wanted)
+    offered = _offered_forms(wanted, in_dtype)
     forms = [form for form in offered if isinstance(form, Form)]
     if not forms:
         raise ValueError(f"method='gram' is not offered here: {offered[0]}. Pass method='standard'")
     return min(forms, key=lambda form: form.products.microseconds(shape))
 
 
-def gram_form(wanted: Wanted) -> Form | str:
+def gram_form(wanted: Wanted, in_dtype: jnp.dtype) -> Form | str:
     """Returns the gram form, which sharded matrices run in, or why there is none."""
     if wanted.method == "standard":
         return "the standard form was asked for, where every step multiplies with X"
-    return _offered_forms(wanted)[-1]
+    return _offered_forms(wanted, in_dtype)[-1]
 
 
 @_device.memoized
-def _offered_forms(wanted: Wanted) -> list[Form | str]:
+def _offered_forms(wanted: Wanted, in_dtype: jnp.dtype) -> list[Form | str]:
     """Returns the form of each method that the caller takes, or why there is no gram form."""
     schedule, offered = wanted.schedule, []
     methods: list[Method] = [wanted.method] if wanted.method else [*get_args(Method.__value__)]
     for method in methods:
-        dtype = _products_dtype(schedule, method, wanted.dtype, wanted.in_dtype)
-        reason, products = None, schedule.products(dtype)
-        if method == "gram" and not schedule.is_composed:  # which has one form for both methods
-            reason = _no_gram_form(schedule, wanted.preconditioning, dtype)
-            products = products if reason else products_of_gram_form(schedule, dtype)
-        offered.append(reason or Form(method, dtype, products, wanted.implementation))
+        dtype = _products_dtype(schedule, method, wanted.dtype, in_dtype)
+        if method == "standard" or schedule.is_composed:  # which has one form for both methods
+            products = schedule.products(dtype)
+        elif reason := _no_gram_form(schedule, wanted.preconditioning, dtype):
+            offered.append(reason)
+            continue
+        else:
+            products = products_of_gram_form(schedule, dtype)
+        offered.append(Form(method, dtype, products, wanted.implementation))
     return offered
 
 

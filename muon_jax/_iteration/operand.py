@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from muon_jax._iteration.normalization import ceil_log2, powers_of_two
+from muon_jax._iteration.normalization import powers_of_two
 from pallas_kernels import Implementation, gemm_of_stacks, syrk_of_stacks
 from pallas_kernels import device as _device
 
@@ -178,17 +178,21 @@ def scale_down(
     """
     narrow = min(dtype, stacks[0].dtype, key=lambda dtype: jnp.finfo(dtype).nmant)
     rounded = functools.partial(_rounded, dtype=narrow)
-    first, second = powers_of_two(rounded(largest), -(-ceil_log2(n) // 4))
+    log2_n = (n - 1).bit_length()  # rounded up
+    first, second = powers_of_two(rounded(largest), -(-log2_n // 4))
     # Each stack is scaled by itself, for XLA to scale it in the pass that computes it.
     factors = split_apart([f[..., None, None] for f in (first, second)], stacks)
 
-    def scale(x: jax.Array, f: jax.Array, g: jax.Array) -> jax.Array:
-        def function(x: jax.Array) -> jax.Array:
-            return (rounded(x) * f * g).astype(dtype)
+    def scale(f: jax.Array, g: jax.Array, x: jax.Array) -> jax.Array:
+        return (rounded(x) * f * g).astype(dtype)
 
-        return elementwise_packed(function, x) if _is_packed(x, dtype, operand) else function(x)
-
-    return [*map(scale, stacks, *factors)], first * second
+    scaled = [
+        elementwise_packed(functools.partial(scale, f, g), x)
+        if _is_packed(x, dtype, operand)
+        else scale(f, g, x)
+        for x, f, g in zip(stacks, *factors, strict=True)
+    ]
+    return scaled, first * second
 
 
 def join(stacks: Sequence[jax.Array]) -> jax.Array:

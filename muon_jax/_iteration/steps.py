@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax._iteration.published import DEFAULT_STEPS
 from pallas_kernels import ChainLink
+
+DEFAULT_STEPS = 5  # the default of ns_steps, here as in optax
 
 type Triple = tuple[float | jax.Array, float | jax.Array, float | jax.Array]
 
@@ -63,7 +64,6 @@ class Products(NamedTuple):
         """
         *batch, m, n = shape
         square, wide = (2 * math.prod(batch) * m * size for size in (m, n))  # bytes
-
         products = (  # how many, their FLOPs, and the bytes of their operands and results
             (self.grams, m * wide / 2, wide + square),
             (self.squares, m * square / 2, 3 * square),

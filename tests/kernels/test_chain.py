@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import muon_jax
-from muon_jax._iteration.fitted import SCHEDULES
+from muon_jax._iteration.coefficients import SCHEDULES
 from pallas_kernels import ChainLink, syrk_chain, syrk_with_residual
 from pallas_kernels._mosaic_gpu import chain as mosaic_gpu
 from pallas_kernels._mosaic_gpu.chain import LARGE, SMALL, ChainProgram
