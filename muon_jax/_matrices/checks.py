@@ -85,8 +85,6 @@ class Checks:
         -   The window of a convolution is small.
         -   `weight` is (out, in) in Equinox, Haliax and PyTorch: in MLPs the above must confirm it.
         """
-        if one.role.startswith("einsum"):
-            return ""
         other, shape, rank = OTHER[self._layout], one.in_order(OTHER[self._layout]), len(one.shape)
         if bias := bias_beside(one.name, self._shapes):
             fits, fits_other = (
