@@ -142,6 +142,9 @@ def check_update(gradients: Any, params: Any) -> None:
             `check_gradients`.
     """
     for path, gradient in jax.tree.leaves_with_path(gradients):
+        dtype = getattr(gradient, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1:
+            continue
         name = f"the gradient {jax.tree_util.keystr(path)}"
         if not is_array(gradient):
             raise TypeError(f"{name} must be an array, got {gradient!r}: pass jnp.asarray of it")
@@ -166,15 +169,17 @@ def check_gradients(gradients: Any, like: Any, owner: str) -> None:
         like: the parameters, or their momenta.
         owner: what `like` is, for errors.
     """
-    if not _are_alike(gradients, like):
-        difference = _first_difference(gradients, like, _compare_gradient, _is_none)
-        if difference:
-            path, left, right = difference
-            raise ValueError(
-                f"the gradients must have the tree and the shapes of {owner}: at {_shown(path)} the"
-                f" gradients have {left}, {owner} {right}. Pass the gradients of the parameters"
-                " that init got"
-            )
+    if jax.tree.structure(gradients) == jax.tree.structure(like):
+        pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(like), strict=True)
+        if all(np.shape(g) == np.shape(x) and not jnp.iscomplexobj(g) for g, x in pairs):
+            return
+    if difference := _first_difference(gradients, like, _compare_gradient, is_missing):
+        path, left, right = difference
+        raise ValueError(
+            f"the gradients must have the tree and the shapes of {owner}: at {_shown(path)} the"
+            f" gradients have {left}, {owner} {right}. Pass the gradients of the parameters that"
+            " init got"
+        )
 
     def check(path: Path, gradient: Any, of_owner: Any) -> None:
         if gradient is not None and _is_complex(gradient) and not _is_complex(of_owner):
@@ -183,7 +188,7 @@ def check_gradients(gradients: Any, like: Any, owner: str) -> None:
                 f" there {dtype_of(of_owner)}: pass its real part, or complex parameters"
             )
 
-    jax.tree.map_with_path(check, gradients, like, is_leaf=_is_none)
+    jax.tree.map_with_path(check, gradients, like, is_leaf=is_missing)
 
 
 def check_prefix(argument: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> None:
@@ -252,14 +257,6 @@ def _compare_gradient(gradient: Any, of_owner: Any) -> tuple[str, str] | None:
     return _described(gradient), _described(of_owner)
 
 
-def _are_alike(left: Any, right: Any) -> bool:
-    """Whether both trees are equal, and the shapes of their leaves."""
-    if jax.tree.structure(left) != jax.tree.structure(right):
-        return False
-    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
-    return all(_compare_gradient(*pair) is None for pair in pairs)
-
-
 def _described(node: Any) -> str:
     if is_array(node):
         return f"{dtype_of(node)}{[*np.shape(node)]}"
@@ -285,10 +282,6 @@ def dtype_of(leaf: Any) -> Any:
 
 def _is_complex(leaf: Any) -> bool:
     return jnp.issubdtype(dtype_of(leaf), jnp.complexfloating)
-
-
-def _is_none(node: Any) -> bool:
-    return node is None
 
 
 # The last key of a path to an array in a box: Flax' `value`, and the only child of Haliax'.

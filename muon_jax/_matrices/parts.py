@@ -1,5 +1,6 @@
 """The parts of an array that a view stands for: the one place that reads `Split` and `Unfold`."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -112,14 +113,16 @@ class Part(NamedTuple):
         return x
 
 
-def parts_of(view: View, shape: tuple[int, ...]) -> list[Part]:
+@functools.lru_cache(4096)
+def parts_of(view: View, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Returns the parts of an array of this shape.
 
     Raises:
         ValueError: the view does not fit the array.
     """
     ndim = len(shape)
-    return [*_parts(view, Part((), shape, NO_AXES, (*range(ndim),), (True,) * ndim, frozenset()))]
+    whole = Part((), shape, NO_AXES, (*range(ndim),), (True,) * ndim, frozenset())
+    return (*_parts(view, whole),)
 
 
 def _parts(view: View, whole: Part) -> Iterator[Part]:

@@ -42,10 +42,11 @@ def are_dimension_numbers(node: Any) -> bool:
 
 
 def with_own_numbers(view: Any) -> Any:
-    """Returns a view, or views, with the dimension numbers of other packages as ours."""
+    """Returns a view, or views, that hashes, with our class of dimension numbers."""
     if are_dimension_numbers(view):
-        return MuonDimensionNumbers(view.reduction_axis, view.output_axis)
-    return type(view)(map(with_own_numbers, view)) if isinstance(view, list | tuple) else view
+        axes = (view.reduction_axis, view.output_axis)
+        return MuonDimensionNumbers(*(tuple(x) if isinstance(x, list) else x for x in axes))
+    return tuple(map(with_own_numbers, view)) if isinstance(view, list | tuple) else view
 
 
 def matrix_axes(ndim: int, dimension_numbers: MuonDimensionNumbers) -> MatrixAxes:
@@ -124,6 +125,7 @@ class Split:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "sizes", tuple(self.sizes))
         object.__setattr__(self, "view", with_own_numbers(self.view))
 
     @property
@@ -172,6 +174,7 @@ class Unfold:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "sizes", tuple(self.sizes))
         object.__setattr__(self, "view", with_own_numbers(self.view))
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
