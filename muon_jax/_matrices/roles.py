@@ -359,11 +359,6 @@ def parent_of(module: str) -> str:
     return module[: module.rfind("/") + 1]
 
 
-def width_of_embedding(of_one: Found) -> int:
-    """Returns the width that an embedding gives: a table is (rows, width) in both layouts."""
-    return of_one.shape[of_one.axes.index(-1) if len(of_one.shape) == 2 else -1]
-
-
 def bias_beside(name: str, shapes: Mapping[str, Shape]) -> Shape | None:
     """Returns the shape of the bias beside a kernel, by its path; None where there is none."""
     module = module_of(name)
