@@ -183,6 +183,7 @@ def test_the_state_with_a_mask_is_that_of_optax(weight_decay):
     assert jax.tree.structure(decays[0]).num_nodes > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kwargs",
     [

@@ -180,6 +180,7 @@ def with_one_large_entry():
     return x, *np.linalg.svd(x, full_matrices=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["standard", "polar_express", "balanced"])
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_one_large_entry_does_not_hide_the_others_in_float16(name, method):
@@ -295,6 +296,7 @@ def test_one_row_and_one_column_are_normalized():
     chex.assert_trees_all_close(newton_schulz(x.T, dtype="float32"), expected.T, atol=1e-5)
 
 
+@pytest.mark.slow
 @each_implementation
 @pytest.mark.parametrize("shape", helpers.mostly_nightly([(24, 40), (40, 23)], [(40, 23)]), ids=str)
 def test_a_bad_element_makes_its_whole_matrix_nan_and_no_other(run, implementation, shape):

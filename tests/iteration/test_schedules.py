@@ -245,6 +245,7 @@ def error_of_one_direction(name, dtype):
     return np.median(errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_one_direction_among_small_ones(dtype):
     reference = error_of_one_direction("polar_express", dtype)
