@@ -27,6 +27,7 @@ from muon_jax import (
 )
 from muon_jax._distributed import sharding as devices
 from muon_jax._distributed.planning import make_plan, units_of
+from muon_jax._distributed.sharding import parameters_of
 from muon_jax._reports.arguments import all_arguments, iterations_of_muon
 
 MATRICES = MuonDimensionNumbers()
@@ -116,7 +117,8 @@ def test_owners_of_the_second_coefficients_come_after_those_of_the_first():
     grads = layers()
     arguments, _ = all_arguments("explain", muon, {"ns_coeffs": BY_PATH}, grads)
     iterations = iterations_of_muon(arguments, grads)
-    units = units_of(None, grads, iterations)
+    parameters = parameters_of(None, grads, None)
+    units = units_of(parameters, [x.dtype for x in jax.tree.leaves(grads)], iterations)
     plan = make_plan(units, [PartitionSpec("x")] * 4, {"x": 4}, Exchange(), iterations.distinct)
     assert [(c.first, c.count) for c in plan.buckets[0].chunks] == [(0, 2), (2, 2)]
 

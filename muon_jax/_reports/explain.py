@@ -10,12 +10,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._checks import checks_arguments
 from muon_jax._distributed.exchange import Exchange, exchange_of
-from muon_jax._distributed.init_shardings import are_from_init
 from muon_jax._distributed.planning import make_plan, units_of
 from muon_jax._distributed.sharding import (
     Mesh,
     Shardings,
+    are_from_init,
     axes_of_spec,
+    parameters_of,
     shardings_of_leaves,
     spec_of,
 )
@@ -72,7 +73,9 @@ def explain(
     mesh = _mesh_for(placed, mesh)
     # A callable, because a tree of views may itself be callable.
     iterations = iterations_of_muon(given, matrices)
-    units = units_of(lambda _: views, matrices, iterations)
+    parameters = parameters_of(lambda _: views, matrices, None)
+    dtypes = [x.dtype for x in jax.tree.leaves(matrices)]
+    units = units_of(parameters, dtypes, iterations)
     plan = make_plan(units, specs, mesh.shape, exchange, iterations.distinct)
     explanation = explained(plan, iterations.names, exchange.links)
     period = int(exchange.block_period or 1)
