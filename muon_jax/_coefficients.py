@@ -1,7 +1,6 @@
 """Coefficients by path: which iteration the matrices of each parameter have."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,8 @@ import numpy as np
 
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.schedules import NSCoeffs
-from muon_jax._trees import check_patterns_decide, errors_naming, has_masked, path_name
+from muon_jax._patterns import check_each_decides, first_match
+from muon_jax._trees import errors_naming, has_masked, path_name
 
 # Coefficients for each regular expression of paths, or a function of a path and a shape.
 type _OfOnePath = NSCoeffs | NewtonSchulz
@@ -63,13 +63,13 @@ def iterations_by_path(
     def of_leaf(name: str, shape: tuple[int, ...]) -> NewtonSchulz:
         if callable(ns_coeffs):
             return iteration_of(ns_coeffs(name, shape))
-        for pattern, iteration in patterns.items():
-            if re.search(pattern, name):
-                return iteration
-        raise ValueError(
-            "no pattern of ns_coeffs matches its path: add '.*': 'standard' as the last entry, for"
-            " all paths that no other pattern matches"
-        )
+        pattern = first_match(patterns, name)
+        if pattern is None:
+            raise ValueError(
+                "no pattern of ns_coeffs matches its path: add '.*': 'standard' as the last entry,"
+                " for all paths that no other pattern matches"
+            )
+        return patterns[pattern]
 
     def of_tree(tree: Any) -> Iterations:
         leaves = [(path_name(path), np.shape(x)) for path, x in jax.tree.leaves_with_path(tree)]
@@ -97,16 +97,8 @@ def check_patterns(ns_coeffs: NSCoeffs | NewtonSchulz | CoeffsByPath, labels: An
     """
     named = jax.tree.leaves_with_path(labels)
     names = [path_name(path) for path, label in named if label == "muon"]
-    patterns = ns_coeffs if isinstance(ns_coeffs, Mapping) else ()
-    idle = [p for p in patterns if not any(re.search(p, name) for name in names)]
-    if not names or has_masked(labels):
-        return
-    if idle:
-        raise ValueError(
-            f"the patterns {idle} of ns_coeffs match none of the {len(names)} parameters that"
-            f" Muon has, such as {names[0]!r}: describe(params) prints all paths"
-        )
-    check_patterns_decide("ns_coeffs", patterns, names)
+    if isinstance(ns_coeffs, Mapping) and names and not has_masked(labels):
+        check_each_decides("ns_coeffs", ns_coeffs, names, "parameters that Muon has")
 
 
 def map_by_iteration(

@@ -155,14 +155,13 @@ def newton_schulz(
                 f" {', '.join(f'{name}={x!r}' for name, x in given.items())} beside it: pass them"
                 " to NewtonSchulz"
             )
-        iteration = ns_coeffs
+        iteration = ns_coeffs.filled(
+            steps=ns_steps, eps=eps, eps_mode=eps_mode, preconditioning=preconditioning
+        )
     else:
         iteration = NewtonSchulz(
-            ns_coeffs, dtype=dtype, method=method, implementation=implementation
+            ns_coeffs, ns_steps, eps, eps_mode, preconditioning, dtype, method, implementation
         )
-    iteration = iteration.filled(
-        steps=ns_steps, eps=eps, eps_mode=eps_mode, preconditioning=preconditioning
-    )
     with traced_for([x]):
         return polar_factors(iteration, x)
 
@@ -171,10 +170,8 @@ def newton_schulz(
 def polar_factors(iteration: NewtonSchulz, x: jax.Array) -> jax.Array:
     """`newton_schulz` with that iteration."""
     form = iteration.form_of_stack((*x.shape[:-2], *sorted(x.shape[-2:])), x.dtype)
-    operand = WholeMatrices(
-        implementation=form.implementation,
-        # Tall matrices are transposed back in a pass, which also converts them.
-        out_dtype=None if is_tall(x) else x.dtype,
-    )
+    # Tall matrices are transposed back in a pass, which also converts them.
+    out_dtype = None if is_tall(x) else x.dtype
+    operand = WholeMatrices(implementation=form.chosen(x.shape, out_dtype), out_dtype=out_dtype)
     (result,) = by_device(lambda stacks: iteration.run(stacks, form, operand), [x])
     return result

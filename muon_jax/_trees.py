@@ -1,8 +1,7 @@
 """Trees of parameters: paths, prefixes, missing leaves, and checks of where two trees differ."""
 
 import contextlib
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import jax
@@ -360,30 +359,6 @@ def broadcast_prefix[Node, Found](
     check_prefix(argument, prefix, tree, is_leaf)
     jax.tree.map_with_path(find, prefix, tree, is_leaf=is_leaf)
     return found
-
-
-def check_patterns_decide(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Raises ValueError where patterns that are before one take all paths that it matches.
-
-    Args:
-        argument: what has the patterns, for errors.
-        patterns: regular expressions, of which the first that matches a path decides.
-        names: the paths. A pattern that matches none of them passes.
-    """
-    patterns = [*patterns]
-    matching = {p: [name for name in names if re.search(p, name)] for p in patterns}
-    first = {name: p for p in reversed(patterns) for name in matching[p]}
-    for pattern, matched in matching.items():
-        takers = [p for p in patterns if p in {first[name] for name in matched}]
-        if not takers or pattern in takers:
-            continue
-        left = {first[name] for name in names if name in first and name not in matched}
-        mend = f"put {pattern!r} first, or " if left >= {*takers} else ""
-        raise ValueError(
-            f"{argument}[{pattern!r}] never decides: {', '.join(map(repr, takers))} before it"
-            f" already {'match' if len(takers) > 1 else 'matches'} all that it matches, such as"
-            f" {matched[0]!r}: {mend}leave it out"
-        )
 
 
 def is_missing(node: Any) -> bool:

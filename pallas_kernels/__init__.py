@@ -11,14 +11,16 @@
 The kernels of symmetric products compute the lower triangle only, and fuse the whole epilogue.
 `select_implementation` tells which implementation `None` stands for, and `unsupported_reason` tells
 why an implementation cannot run. Several products share launches in `syrk_chain`, `syrk_of_stacks`
-and `gemm_of_stacks`. Public, too, are the modules `arguments` and `device`, which muon_jax shares,
-and the command `python -m pallas_kernels.tune`.
+and `gemm_of_stacks`. An `Implementation` is chosen once for many products, which check nothing.
+Public, too, are the modules `arguments` and `device`, which muon_jax shares, and the command
+`python -m pallas_kernels.tune`.
 
 Pallas' back ends are imported when a kernel is first chosen.
 """
 
 from pallas_kernels._products import (
     ChainLink,
+    Implementation,
     gemm,
     gemm_of_stacks,
     syrk,
@@ -37,6 +39,7 @@ from pallas_kernels._selection import (
 __all__ = [
     "IMPLEMENTATIONS",
     "ChainLink",
+    "Implementation",
     "Selection",
     "gemm",
     "gemm_of_stacks",

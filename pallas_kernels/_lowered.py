@@ -128,7 +128,7 @@ def _lower(
     operand_types, result_types = ([(x.shape, x.dtype.name) for x in side] for side in types)
     # `jax.export` asks for a kernel that older versions of JAX can read.
     settings = (ctx.is_forward_compat(), jax.config.jax_enable_x64)
-    key = repr((identity, operand_types, result_types, device.cache_key(), settings))
+    key = repr((identity, operand_types, result_types, device.current(), settings))
     if call := _kept.get(key) or _read(key):
         _kept[key] = call
         return call.emit(ctx, operands)

@@ -1,20 +1,21 @@
 """The public products: they check operands, choose an implementation, and run it."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import device
 from pallas_kernels._selection import (
     IMPLEMENTATIONS,
     fastest_gemm,
     fastest_syrkx,
     gemm_unsupported_reason,
-    reason_against,
+    reasons_against,
+    supported_implementations,
 )
 from pallas_kernels.arguments import (
     check_array,
@@ -176,11 +177,16 @@ def gemm(
     References:
         `GEMM <https://www.netlib.org/lapack/explore-html/>`_ of the BLAS.
     """
-    call = _type_of_call(("gemm", out_dtype, implementation), a_matrix, b_matrix)
-    if call not in _CHOSEN:
-        _CHOSEN[call] = _checked_gemm(a_matrix, b_matrix, out_dtype, implementation)
-    dtype = a_matrix.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    return _module(_CHOSEN[call]).gemm(a_matrix, b_matrix, out_dtype=dtype)
+    *batch, _, k = _checked_shape(a_matrix, "(..., m, k)")
+    check_array("b_matrix", b_matrix)
+    if (b_matrix.shape[:-1], b_matrix.dtype) != ((*batch, k), a_matrix.dtype):
+        raise ValueError(
+            f"b_matrix must be {a_matrix.dtype}{[*batch, k]} and n columns to fit a_matrix,"
+            f" {_type_of(a_matrix)}; got {_type_of(b_matrix)}"
+        )
+    dtype = _checked_out_dtype(a_matrix.dtype if out_dtype is None else out_dtype)
+    chosen = Implementation.chosen(implementation, a_matrix, b_matrix, out_dtype=dtype)
+    return chosen.gemm(a_matrix, b_matrix, out_dtype=dtype)
 
 
 class ChainLink(NamedTuple):
@@ -199,6 +205,7 @@ class ChainLink(NamedTuple):
     residual: bool = False
 
 
+@standard_promotion()
 def syrk_chain(
     inputs: Sequence[jax.Array],
     links: Sequence[ChainLink],
@@ -223,26 +230,12 @@ def syrk_chain(
     Raises:
         TypeError, ValueError, NotImplementedError: as `syrkx`.
     """
-    *batch, m, _ = inputs[0].shape
-    structure = tuple((tuple(c for _, c in link.addends), link.residual) for link in links)
-    rows = tuple((link.alpha, link.diagonal, *(b for b, _ in link.addends)) for link in links)
-    supported = len(links) > 1 and not reason_against("mosaic_gpu", inputs[0])
-    if supported and m % 64 == 0 and implementation in (None, "mosaic_gpu"):
-        from pallas_kernels._mosaic_gpu import chain
-
-        fits = chain.fits_shared_memory(m, structure, len(inputs))
-        if fits:
-            return chain.syrk_chain(inputs, structure, rows)
-        of_one = implementation or fastest_syrkx(inputs[0], True, symmetrize_output).implementation
-        if of_one == "mosaic_gpu" and chain.fastest_chain_config(math.prod(batch), m):
-            return chain.syrk_chain(inputs, structure, rows)
-    terms, result = [*inputs], inputs[0]
-    for (addends, residual), (alpha, diagonal, *betas) in zip(structure, rows, strict=True):
-        cs = tuple(terms[c] for c in addends)
-        options = alpha, tuple(betas), diagonal, symmetrize_output, implementation, residual
-        result, *_ = made = _symmetric_product(result, None, cs, *options)
-        terms += made
-    return result
+    check_flag("symmetrize_output", symmetrize_output)
+    _check_symmetric(inputs[0], None, inputs[1:])
+    for alpha, addends, diagonal, _ in links:
+        _check_coefficients(inputs[0].shape[:-2], alpha, diagonal, [beta for beta, _ in addends])
+    chosen = Implementation.chosen(implementation, inputs[0])
+    return chosen.syrk_chain(inputs, links, symmetrize_output=bool(symmetrize_output))
 
 
 def syrk_of_stacks(
@@ -305,6 +298,121 @@ def gemm_of_stacks(
     return _module("mosaic_gpu").gemm_of_stacks(a_matrix, stacks, out_dtype=dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """The products of matrices of one dtype, by an implementation that is chosen once.
+
+    The methods compute what the functions of the same names document, and check nothing: they are
+    for a caller that makes its operands itself, such as an iteration.
+
+    Attributes:
+        names: the implementation that was named, or all that run here. Of several, each product has
+            the one that is expected to be the fastest.
+    """
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def chosen(
+        cls,
+        name: str | None,
+        *operands: jax.Array | jax.ShapeDtypeStruct,
+        out_dtype: jnp.dtype | None = None,
+    ) -> Self:
+        """Returns the implementation of that name, or the choice among all that run here.
+
+        Args:
+            name: `"xla"`, `"triton"`, `"mosaic_gpu"` or None.
+            operands: one of the operands, or anything with its `shape` and `dtype`; or several.
+            out_dtype: the widest dtype of a result, or None for the operands'.
+
+        Raises:
+            ValueError: there is no such implementation.
+            NotImplementedError: the named implementation cannot run here.
+        """
+        check_name("implementation", name, sorted(IMPLEMENTATIONS), or_none=True)
+        if name is None:
+            return cls(supported_implementations(operands[0]))
+        reason = gemm_unsupported_reason(name, *operands, out_dtype=out_dtype)
+        check_supported(name, reason)
+        return cls((name,))
+
+    def name_for(self, a_matrix: jax.Array | jax.ShapeDtypeStruct) -> str:
+        """Returns the name of the implementation of A·Aᵀ."""
+        only, *others = self.names
+        return fastest_syrkx(a_matrix, False, True).implementation if others else only
+
+    def syrkx(
+        self,
+        a_matrix: jax.Array,
+        b_matrix: jax.Array | None = None,
+        c_matrices: tuple[jax.Array, ...] = (),
+        *,
+        alpha: Coefficient = 1,
+        betas: Sequence[Coefficient] = (),
+        diagonal: Coefficient = 0,
+        symmetrize_output: bool = True,
+        residual: bool = False,
+    ) -> tuple[jax.Array, ...]:
+        """Returns the product of A and B, or of A and A, and with `residual` also its residual."""
+        name, *others = self.names
+        if others:
+            name = fastest_syrkx(a_matrix, bool(c_matrices), symmetrize_output).implementation
+        accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
+        return _module(name).syrkx(
+            a_matrix,
+            b_matrix,
+            tuple(jnp.expand_dims(c, range(a_matrix.ndim - c.ndim)) for c in c_matrices),
+            tuple(jnp.asarray(value, accumulator) for value in (alpha, diagonal, *betas)),
+            symmetrize_output=symmetrize_output,
+            residual=residual,
+        )
+
+    def syrk_chain(
+        self,
+        inputs: Sequence[jax.Array],
+        links: Sequence[ChainLink],
+        *,
+        symmetrize_output: bool = True,
+    ) -> jax.Array:
+        """Returns the last product of the chain."""
+        *batch, m, _ = inputs[0].shape
+        if "mosaic_gpu" in self.names and len(links) > 1 and m % 64 == 0:
+            from pallas_kernels._mosaic_gpu import chain
+
+            structure = tuple((tuple(c for _, c in link.addends), link.residual) for link in links)
+            rows = [(link.alpha, link.diagonal, *(b for b, _ in link.addends)) for link in links]
+            if chain.fits_shared_memory(m, structure, len(inputs)):
+                return chain.syrk_chain(inputs, structure, rows)
+            name, *others = self.names
+            if others:
+                name = fastest_syrkx(inputs[0], True, symmetrize_output).implementation
+            if name == "mosaic_gpu" and chain.fastest_chain_config(math.prod(batch), m):
+                return chain.syrk_chain(inputs, structure, rows)
+        terms, result = [*inputs], inputs[0]
+        for link in links:
+            result, *_ = made = self.syrkx(
+                result,
+                c_matrices=tuple(terms[c] for _, c in link.addends),
+                alpha=link.alpha,
+                betas=[beta for beta, _ in link.addends],
+                diagonal=link.diagonal,
+                symmetrize_output=symmetrize_output,
+                residual=link.residual,
+            )
+            terms += made
+        return result
+
+    def gemm(
+        self, a_matrix: jax.Array, b_matrix: jax.Array, *, out_dtype: jnp.dtype | None = None
+    ) -> jax.Array:
+        """Returns A·B."""
+        out_dtype = out_dtype or a_matrix.dtype
+        name, *others = self.names
+        name = fastest_gemm(a_matrix, b_matrix, out_dtype) if others else name
+        return _module(name).gemm(a_matrix, b_matrix, out_dtype=out_dtype)
+
+
 @standard_promotion()
 def _symmetric_product(
     a_matrix: jax.Array,
@@ -318,35 +426,20 @@ def _symmetric_product(
     residual: bool = False,
 ) -> tuple[jax.Array, ...]:
     """The product that `syrkx` documents, with B = A for None, and its residual if wanted."""
-    c_matrices: tuple[Any, ...] = c_matrix if isinstance(c_matrix, tuple) else (c_matrix,)
-    betas: tuple[Any, ...] = beta if isinstance(beta, tuple) else (beta,)
-    if c_matrix is None:
-        c_matrices, betas = (), () if isinstance(beta, int | float) and beta == 0 else betas
-    coefficients = (alpha, diagonal, *betas)
-    operands, options = (a_matrix, b_matrix, *c_matrices), (symmetrize_output, implementation)
-    call = _type_of_call(("syrkx", len(operands), *options), *operands, *coefficients)
-    if call not in _CHOSEN:
-        _CHOSEN[call] = _checked_product(operands, coefficients, symmetrize_output, implementation)
-    accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
-    return _module(_CHOSEN[call]).syrkx(
+    c_matrices, betas = _addends_and_betas(c_matrix, beta)
+    check_flag("symmetrize_output", symmetrize_output)
+    _check_symmetric(a_matrix, b_matrix, c_matrices)
+    _check_coefficients(a_matrix.shape[:-2], alpha, diagonal, betas)
+    return Implementation.chosen(implementation, a_matrix).syrkx(
         a_matrix,
         b_matrix,
-        tuple(jnp.expand_dims(c, range(a_matrix.ndim - c.ndim)) for c in c_matrices),
-        tuple(jnp.asarray(value, accumulator) for value in coefficients),
-        symmetrize_output=symmetrize_output,
+        c_matrices,
+        alpha=alpha,
+        betas=betas,
+        diagonal=diagonal,
+        symmetrize_output=bool(symmetrize_output),
         residual=residual,
     )
-
-
-# The implementation of each call whose arguments were checked, by their types. An iteration repeats
-# a few calls.
-_CHOSEN: dict[Hashable, str] = {}
-
-
-def _type_of_call(options: tuple[Any, ...], *arguments: Any) -> Hashable:
-    """Returns what decides whether arguments fit, and which implementation runs."""
-    types = ((type(x), x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in arguments)
-    return repr(options), device.cache_key(), *types
 
 
 @functools.cache
@@ -362,22 +455,9 @@ def _module(implementation: str) -> Any:
     return module
 
 
-def _checked_product(
-    operands: Sequence[Any],
-    coefficients: Sequence[Any],
-    symmetrize_output: bool,
-    implementation: str | None,
-) -> str:
-    """Returns the implementation of a symmetric product, once its arguments are checked.
-
-    Args:
-        operands: A, B (None for A) and all C.
-        coefficients: (alpha, diagonal, *betas).
-        symmetrize_output, implementation: as for `syrkx`.
-    """
-    check_flag("symmetrize_output", symmetrize_output)
-    check_name("implementation", implementation, sorted(IMPLEMENTATIONS), or_none=True)
-    a_matrix, b_matrix, *c_matrices = operands
+def _check_symmetric(
+    a_matrix: Any, b_matrix: Any | None = None, c_matrices: Sequence[Any] = ()
+) -> None:
     *batch, m, _ = _checked_shape(a_matrix, "(..., m, n)")
     expected = [("b_matrix", b_matrix, [a_matrix.shape])] if b_matrix is not None else []
     expected += [("c_matrix", c, [(*batch, m, m), (m, m)]) for c in c_matrices]
@@ -388,51 +468,23 @@ def _checked_product(
                 f"{name} must be {a_matrix.dtype}{list(shapes[0])} to fit a_matrix,"
                 f" {_type_of(a_matrix)}; got {_type_of(operand)}"
             )
-    betas = coefficients[2:]
-    if betas and not c_matrices:
-        raise ValueError(
-            f"beta={betas[0]} multiplies c_matrix, which is None: pass both or neither"
-        )
-    if len(betas) != len(c_matrices):
-        raise ValueError(
-            f"c_matrix is a tuple of {len(c_matrices)} matrices: beta must be one of as many"
-            f" coefficients, got {betas if len(betas) > 1 else betas[0]}"
-        )
-    names = ["alpha", "diagonal", *["beta"] * len(c_matrices)]
-    for name, value in zip(names, coefficients, strict=True):
+
+
+def _check_coefficients(
+    batch: tuple[int, ...], alpha: Any, diagonal: Any, betas: Sequence[Any]
+) -> None:
+    named = [("alpha", alpha), ("diagonal", diagonal), *(("beta", beta) for beta in betas)]
+    for name, value in named:
         if not is_real(value):
             raise TypeError(
                 f"{name} must be a real number, or an array of one for each matrix, got"
                 f" {shown(value)}: pass {name}=1.0, for example"
             )
-        if jnp.shape(value) not in ((), tuple(batch)):
+        if jnp.shape(value) not in ((), batch):
             raise ValueError(
-                f"{name} must be a scalar or have the batch shape {tuple(batch)} of a_matrix, got"
+                f"{name} must be a scalar or have the batch shape {batch} of a_matrix, got"
                 f" shape {jnp.shape(value)}"
             )
-    if implementation is None:
-        return fastest_syrkx(a_matrix, bool(c_matrices), bool(symmetrize_output)).implementation
-    check_supported(implementation, reason_against(implementation, a_matrix))
-    return implementation
-
-
-def _checked_gemm(a_matrix: Any, b_matrix: Any, out_dtype: Any, implementation: str | None) -> str:
-    """Returns the implementation of `gemm`, once its arguments are checked."""
-    check_name("implementation", implementation, sorted(IMPLEMENTATIONS), or_none=True)
-    *batch, _, k = _checked_shape(a_matrix, "(..., m, k)")
-    check_array("b_matrix", b_matrix)
-    if (b_matrix.shape[:-1], b_matrix.dtype) != ((*batch, k), a_matrix.dtype):
-        raise ValueError(
-            f"b_matrix must be {a_matrix.dtype}{[*batch, k]} and n columns to fit a_matrix,"
-            f" {_type_of(a_matrix)}; got {_type_of(b_matrix)}"
-        )
-    dtype = _checked_out_dtype(a_matrix.dtype if out_dtype is None else out_dtype)
-    if implementation is None:
-        return fastest_gemm(a_matrix, b_matrix, dtype)
-    if implementation != "xla":
-        reason = gemm_unsupported_reason(implementation, a_matrix, b_matrix, dtype)
-        check_supported(implementation, reason)
-    return implementation
 
 
 def _type_of(x: jax.Array) -> str:
@@ -458,7 +510,7 @@ def _check_stacks(stacks: Sequence[jax.Array]) -> None:
                 "stacks must be (batch, m, n) with one m and one dtype, and m and n multiples of"
                 f" 64, got {', '.join(map(_type_of, stacks))}: pad them with zeros"
             )
-        check_supported("mosaic_gpu", reason_against("mosaic_gpu", stack))
+        check_supported("mosaic_gpu", reasons_against(stack)["mosaic_gpu"])
 
 
 def _checked_out_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
@@ -472,3 +524,23 @@ def _checked_out_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
             " the operands"
         )
     return known
+
+
+def _addends_and_betas(
+    c_matrix: Addends | None, beta: Coefficients
+) -> tuple[tuple[jax.Array, ...], tuple[Coefficient, ...]]:
+    """Returns the tuples of all C and all β."""
+    if c_matrix is None:
+        if not (isinstance(beta, int | float) and beta == 0):
+            raise ValueError(
+                f"beta={beta} multiplies c_matrix, which is None: pass both or neither"
+            )
+        return (), ()
+    if not isinstance(c_matrix, tuple):
+        return (c_matrix,), (beta,)  # pyright: ignore[reportReturnType] (a tuple is taken as an array)
+    if not isinstance(beta, tuple) or len(beta) != len(c_matrix):
+        raise ValueError(
+            f"c_matrix is a tuple of {len(c_matrix)} matrices: beta must be one of as many"
+            f" coefficients, got {beta}"
+        )
+    return c_matrix, beta

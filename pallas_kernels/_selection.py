@@ -4,10 +4,9 @@ Answers are memoized, because a traced update asks dozens of times about the sam
 Nothing here imports a back end of Pallas unless the device may need it.
 """
 
-import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,25 +14,12 @@ import jax.numpy as jnp
 from pallas_kernels import _tuning, device
 from pallas_kernels._mosaic_gpu.config import mosaic_syrkx_beats_xla, predict_gemm_efficiency
 from pallas_kernels.arguments import check_flag, check_name, check_operand
+from pallas_kernels.device import memoized
 
 type Operand = jax.Array | jax.ShapeDtypeStruct
 
 IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu")
 _TRITON_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-
-
-def _memoized[R](function: Callable[..., R]) -> Callable[..., R]:
-    """Keeps answers by the shapes and dtypes of operands, and by the device."""
-    kept = functools.lru_cache(1024)(lambda _, *args: function(*args))
-
-    @functools.wraps(function)
-    def wrapper(*args: Any) -> R:
-        described = (
-            jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x for x in args
-        )
-        return kept(device.cache_key(), *described)
-
-    return wrapper
 
 
 def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
@@ -49,7 +35,7 @@ def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
     """
     check_name("implementation", implementation, sorted(IMPLEMENTATIONS))
     check_operand("a_matrix", a_matrix)
-    return reason_against(implementation, a_matrix)
+    return reasons_against(a_matrix)[implementation]
 
 
 class Selection(NamedTuple):
@@ -88,10 +74,10 @@ def select_implementation(
     return fastest_syrkx(a_matrix, addend, symmetrize_output)
 
 
-@_memoized
+@memoized
 def fastest_syrkx(a_matrix: Operand, addend: bool, symmetrize_output: bool) -> Selection:
     """`select_implementation` without its checks."""
-    supported = tuple(x for x in IMPLEMENTATIONS if reason_against(x, a_matrix) is None)
+    supported = supported_implementations(a_matrix)
     if len(supported) == 1:
         return Selection(supported[0], "only this implementation runs here")
     is_half = jnp.dtype(a_matrix.dtype).itemsize == 2
@@ -102,7 +88,7 @@ def fastest_syrkx(a_matrix: Operand, addend: bool, symmetrize_output: bool) -> S
             name for name in times if name != skipped and _implementation_of(name) in supported
         ]
         fastest = min(candidates, key=lambda name: times[name])
-        return Selection(_implementation_of(fastest), f"measured on an {device.kind()}")
+        return Selection(_implementation_of(fastest), f"measured on an {device.current().kind}")
     modelled = _modelled_fastest(a_matrix, addend, supported)
     return Selection(modelled, "modelled after times on an NVIDIA H200")
 
@@ -127,7 +113,7 @@ def _triton_reason(a_matrix: Operand) -> str | None:
         return f"the dtype {a_matrix.dtype} is not one of {supported}"
     if not a_matrix.size:
         return f"the shape {a_matrix.shape} has no elements"
-    if device.platform() not in ("gpu", "cuda", "rocm"):
+    if device.current().platform not in ("gpu", "cuda", "rocm"):
         return "the default device is not a GPU"
     from jax.experimental.pallas import triton as plt
 
@@ -145,8 +131,9 @@ def _mosaic_reason(a_matrix: Operand) -> str | None:
         return f"the dtype {a_matrix.dtype} is neither bfloat16 nor float16"
     if not a_matrix.size:
         return f"the shape {a_matrix.shape} has no elements"
-    if not device.is_hopper():
-        return f"the default device, {device.kind()}, is no Hopper GPU (H100, H200, GH200)"
+    here = device.current()
+    if not here.is_hopper:
+        return f"the default device, {here.kind}, is no Hopper GPU (H100, H200, GH200)"
     return None
 
 
@@ -157,10 +144,15 @@ _REASONS: dict[str, Callable[[Operand], str | None]] = {
 }
 
 
-@_memoized
-def reason_against(implementation: str, operand: Operand) -> str | None:
-    """`unsupported_reason` without its checks."""
-    return _REASONS[implementation](operand)
+@memoized
+def reasons_against(operand: Operand) -> dict[str, str | None]:
+    """Returns `unsupported_reason` for each implementation, without its checks."""
+    return {name: reason(operand) for name, reason in _REASONS.items()}
+
+
+def supported_implementations(operand: Operand) -> tuple[str, ...]:
+    """Returns the implementations that run here."""
+    return tuple(name for name, reason in reasons_against(operand).items() if reason is None)
 
 
 # Which is the fastest. Limits were measured on an H200 by `python -m benchmarks syrk` and `gemm`;
@@ -187,22 +179,21 @@ def _modelled_fastest(operand: Operand, addend: bool, supported: tuple[str, ...]
 
 
 def gemm_unsupported_reason(
-    implementation: str, a_matrix: Operand, b_matrix: Operand, out_dtype: jnp.dtype
+    implementation: str, *operands: Operand, out_dtype: jnp.dtype | None = None
 ) -> str | None:
-    """Returns why a kernel of `gemm` cannot run, or None."""
-    if out_dtype not in _TRITON_DTYPES:
+    """Returns why an implementation cannot multiply these, to a result of that dtype, or None."""
+    if implementation != "xla" and out_dtype is not None and out_dtype not in _TRITON_DTYPES:
         return f"out_dtype={out_dtype} is none of bfloat16, float16 and float32"
-    of_a, of_b = (reason_against(implementation, x) for x in (a_matrix, b_matrix))
-    return of_a or of_b
+    return next(filter(None, (reasons_against(x)[implementation] for x in operands)), None)
 
 
-@_memoized
+@memoized
 def fastest_gemm(a: Operand, b: Operand, out_dtype: jnp.dtype) -> str:
     """Returns the implementation that None stands for; see `gemm`."""
     (batch, m, k), n, is_half = _as_one_stack(a), b.shape[-1], a.dtype.itemsize == 2
 
     def runs(implementation: str) -> bool:
-        return not gemm_unsupported_reason(implementation, a, b, out_dtype)
+        return not gemm_unsupported_reason(implementation, a, b, out_dtype=out_dtype)
 
     # Its time over that of cuBLAS: 0.62 for 64², 1.05 for 384²·384×1536, up to 1.5 with four times
     # as many products.
@@ -222,5 +213,5 @@ def fastest_gemm(a: Operand, b: Operand, out_dtype: jnp.dtype) -> str:
     #     less of the time goes into products      up to 18% more (2×2560²)
     #     single small matrices, which cuBLAS      14.3 µs and 12.6 (1536²),
     #     has more ways to divide                  5.2 µs and 3.3 (512²)
-    efficiency = predict_gemm_efficiency((batch, m, k), n, device.num_multiprocessors())
+    efficiency = predict_gemm_efficiency((batch, m, k), n, device.current().num_multiprocessors)
     return "mosaic_gpu" if k >= 3072 and efficiency >= 0.9 else "xla"

@@ -90,7 +90,9 @@ def jitted[F: Callable[..., Any]](launch: F) -> F:
     @functools.wraps(jitted)
     def call(*operands: Any, **options: Any) -> Any:
         if "num_programs" in static:
-            options["num_programs"] = options.get("num_programs") or device.num_multiprocessors()
+            options["num_programs"] = (
+                options.get("num_programs") or device.current().num_multiprocessors
+            )
         return jitted(*operands, **options)
 
     return call  # pyright: ignore[reportReturnType]

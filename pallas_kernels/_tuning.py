@@ -22,7 +22,7 @@ def lookup(shape: tuple[int, ...], *, addend: bool) -> dict[str, float] | None:
 
     Each name is an implementation's, followed by the config or the option that was measured.
     """
-    return _table(device.kind()).get((*shape, addend))
+    return _table(device.current().kind).get((*shape, addend))
 
 
 @functools.cache

@@ -1,11 +1,12 @@
 """The device that functions are traced for: the abstract mesh's, where one is set, or the default.
 
-The answers depend on the context, so a cached function that needs one takes `cache_key()` too.
+The answers depend on the context, so what is kept of them is `memoized` by the context, too.
 """
 
+import functools
 import re
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import backend
@@ -13,36 +14,50 @@ from jax.extend import backend
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
-def kind() -> str:
-    """Returns the device's name, as its maker gives it."""
-    return _current().device_kind
+class Device(NamedTuple):
+    """What the products depend on: equal devices have equal programs.
+
+    Attributes:
+        platform: JAX's name, `"cpu"`, `"gpu"`, `"tpu"` or another.
+        kind: the name that its maker gives it.
+        num_multiprocessors: of a GPU.
+        default: JAX's default device, by name, since a cached device would keep its backend alive.
+            Pallas asks it for the compute capability of a described GPU that it does not know.
+    """
+
+    platform: str
+    kind: str
+    num_multiprocessors: int
+    default: str
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether the device is an NVIDIA GPU of compute capability 9.0."""
+        return bool(_HOPPER.search(self.kind))
 
 
-def platform() -> str:
-    """Returns JAX's name of the device's platform: `"cpu"`, `"gpu"`, `"tpu"` or another."""
-    return _current().platform
-
-
-def num_multiprocessors() -> int:
-    """Returns the number of multiprocessors of the GPU."""
-    device = _current()
-    return device.num_cores if hasattr(device, "num_cores") else device.core_count
-
-
-def is_hopper() -> bool:
-    """Returns whether the device is an NVIDIA GPU of compute capability 9.0."""
-    return bool(_HOPPER.search(kind()))
-
-
-def cache_key() -> Hashable:
-    """Returns a value that is equal wherever all questions about the device have equal answers."""
+def current() -> Device:
+    """Returns the device that functions are traced for."""
     device = jax.sharding.get_abstract_mesh().abstract_device or backend.get_default_device()
-    cores = getattr(device, "num_cores", None) or getattr(device, "core_count", None)
-    # Pallas asks the default device for the compute capability of a described GPU that it does not
-    # know by name. A string, because a cached device would keep its backend alive.
-    default = str(jax.config.jax_default_device)
-    return device.device_kind, device.platform, cores, default
+    cores = getattr(device, "num_cores", None) or getattr(device, "core_count", None) or 0
+    return Device(device.platform, device.device_kind, cores, str(jax.config.jax_default_device))
 
 
-def _current() -> Any:
-    return jax.sharding.get_abstract_mesh().abstract_device or backend.get_default_device()
+def memoized[R](function: Callable[..., R]) -> Callable[..., R]:
+    """Keeps answers by the arguments, the device, and the precision of JAX's products.
+
+    Of an operand the shape and the dtype count.
+    """
+    kept = functools.lru_cache(1024)(lambda _, *args: function(*args))
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> R:
+        described = (
+            jax.ShapeDtypeStruct(x.shape, x.dtype)
+            if hasattr(x, "shape") and hasattr(x, "dtype")
+            else x
+            for x in args
+        )
+        return kept((current(), jax.config.jax_default_matmul_precision), *described)
+
+    return wrapper

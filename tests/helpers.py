@@ -236,7 +236,7 @@ DTYPES = {
     name: (jnp.bfloat16, jnp.float16) + (() if "mosaic_gpu" in name else (jnp.float32,))
     for name in IMPLEMENTATIONS
 }
-needs_hopper = pytest.mark.skipif(not device.is_hopper(), reason="needs a Hopper GPU")
+needs_hopper = pytest.mark.skipif(not device.current().is_hopper, reason="needs a Hopper GPU")
 MARKS = {
     "triton": [pytest.mark.gpu],
     "mosaic_gpu": [pytest.mark.gpu, needs_hopper],

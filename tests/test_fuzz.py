@@ -30,7 +30,7 @@ import muon_jax
 import muon_jax.contrib
 import pallas_kernels
 from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, Split, Unfold
-from muon_jax._iteration.published import NAMED
+from muon_jax._iteration.coefficients import NAMED
 from muon_jax.contrib import KeyHeads, QueryHeads
 
 CASES = int(os.environ.get("MUON_JAX_FUZZ_CASES", 5000))

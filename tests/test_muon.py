@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import muon_jax
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, muon, scale_by_muon
-from muon_jax._iteration.published import NAMED
+from muon_jax._iteration.coefficients import NAMED
 from muon_jax._transforms.shape_scale import scale_by_shape
 
 DIMENSION_NUMBERS = {
@@ -183,6 +183,7 @@ def test_the_state_with_a_mask_is_that_of_optax(weight_decay):
     assert jax.tree.structure(decays[0]).num_nodes > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kwargs",
     [

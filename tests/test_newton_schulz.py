@@ -13,8 +13,7 @@ import pytest
 import pallas_kernels
 from muon_jax import newton_schulz
 from muon_jax._iteration import operand
-from muon_jax._iteration.published import NAMED
-from pallas_kernels import _products
+from muon_jax._iteration.coefficients import NAMED
 
 unjitted = helpers.unjitted_newton_schulz
 STANDARD = NAMED["standard"][0]
@@ -48,10 +47,13 @@ def run(monkeypatch):
         if implementation == "triton, interpreted":
             interpreted = helpers.IMPLEMENTATIONS[implementation]
 
-            def product(a, b, c, alpha, beta, diagonal, *options):
-                return (interpreted(a, b, c, alpha=alpha, beta=beta, diagonal=diagonal),)
+            def product(self, a, b=None, c_matrices=(), *, betas=(), **coefficients):
+                for option in ("symmetrize_output", "residual"):
+                    coefficients.pop(option, None)
+                c, beta = (c_matrices, tuple(betas)) if c_matrices else (None, 0)
+                return (interpreted(a, b, c, beta=beta, **coefficients),)
 
-            monkeypatch.setattr(_products, "_symmetric_product", product)
+            monkeypatch.setattr(pallas_kernels.Implementation, "syrkx", product)
             return unjitted(x, *args, **kwargs)
         return newton_schulz(x, *args, implementation=implementation, **kwargs)
 
@@ -178,6 +180,7 @@ def with_one_large_entry():
     return x, *np.linalg.svd(x, full_matrices=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["standard", "polar_express", "balanced"])
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_one_large_entry_does_not_hide_the_others_in_float16(name, method):
@@ -293,6 +296,7 @@ def test_one_row_and_one_column_are_normalized():
     chex.assert_trees_all_close(newton_schulz(x.T, dtype="float32"), expected.T, atol=1e-5)
 
 
+@pytest.mark.slow
 @each_implementation
 @pytest.mark.parametrize("shape", helpers.mostly_nightly([(24, 40), (40, 23)], [(40, 23)]), ids=str)
 def test_a_bad_element_makes_its_whole_matrix_nan_and_no_other(run, implementation, shape):

@@ -45,6 +45,7 @@ ORDER = {
         "_numerics",
         "_table",
         "_trees",
+        "_patterns",
         "_matrices",
         "_by_use",
         "_iteration",

@@ -150,6 +150,7 @@ MADE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("jitted", [True, False])
 @pytest.mark.parametrize("name", MADE)

@@ -141,6 +141,7 @@ def smaller_arguments(arguments):
     return {key: only(arguments[key]) for key in named if isinstance(arguments.get(key), dict)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize(
     "make",
@@ -163,6 +164,7 @@ def test_momenta_that_are_not_finite_do_not_reach_a_skipped_parameter(make, valu
     chex.assert_trees_all_equal(moments_of(after, "frozen"), moments_of(state, "frozen"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_params", helpers.mostly_slow([True, False], [False]))
 def test_momenta_in_8_bits_stay_bit_for_bit(with_params):
     shapes = {"a": (64, 128), "frozen": (64, 128), "small": (8, 16)}
@@ -210,6 +212,7 @@ def test_a_momentum_on_the_host_stays_there():
     assert np.any(updates["a"])
 
 
+@pytest.mark.slow
 def test_members_of_an_ensemble_skip_together():
     params = {name: jnp.stack([x, 2 * x]) for name, x in params_of().items()}
     optimizer = muon(0.1, ns_steps=2, weight_decay=0.1)
@@ -285,6 +288,7 @@ def test_qk_clip_leaves_skipped_heads():
     assert not np.any(updates["frozen"]["key"])
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_the_matrices_that_move():
     params = {name: x for name, x in params_of().items() if x.ndim == 2} | {"other": jnp.eye(6)}
     optimizer = with_metrics(scale_by_muon())
@@ -320,6 +324,7 @@ def test_by_role_sees_the_whole_tree():
         assert not any(map(np.any, jax.tree.leaves(skipped)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["multi_transform", "masked", "chain"])
 def test_within_wrappers_of_optax(wrap):
     params = params_of()
@@ -393,6 +398,7 @@ def test_optimizer_of_nnx():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, "shard_map"])
 def test_sharded(kind):
     mesh_kind = AxisType.Explicit if kind == AxisType.Explicit else AxisType.Auto

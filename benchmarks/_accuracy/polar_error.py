@@ -13,8 +13,7 @@ import numpy as np
 
 from benchmarks._accuracy.spectra import Case
 from muon_jax import newton_schulz
-from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax._iteration.published import NAMED
+from muon_jax._iteration.coefficients import NAMED, SCHEDULES
 
 METHODS = ("standard", "gram")
 DTYPES = ("float32", "bfloat16", "float16")

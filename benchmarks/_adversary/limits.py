@@ -3,9 +3,8 @@
 import numpy as np
 
 from benchmarks._accuracy.polar_error import LARGEST_ALLOWED, arguments_for_coefficients
-from muon_jax._iteration.published import DEFAULT_STEPS
 from muon_jax._iteration.schedules import resolve_schedule
-from muon_jax._iteration.steps import Schedule
+from muon_jax._iteration.steps import DEFAULT_STEPS, Schedule
 
 
 def maximum_of_map(name: str, dtype: str) -> float:

@@ -9,8 +9,7 @@ from benchmarks._coefficients.fit import fit, properties
 from benchmarks._coefficients.free import free_coefficients
 from benchmarks._coefficients.minimax import published_minimax_sets
 from benchmarks._command_line.progress import measure_each
-from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax._iteration.published import NAMED
+from muon_jax._iteration.coefficients import NAMED, SCHEDULES
 
 
 def add_coefficients_arguments(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Fits composed schedules under the noise of rounding: the origin of `_iteration.fitted`.
+"""Fits composed schedules under the noise of rounding: the origin of `_iteration.coefficients`.
 
 All steps are fitted jointly, by nonlinear least squares in float64. Let σ ↦ y(σ) be the map of the
 schedule. The objective is a sum of squares, where each kind of term is a mean over its points:

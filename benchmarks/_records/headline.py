@@ -13,7 +13,7 @@ from benchmarks._records.reading import (
     median_times,
     metric_values,
 )
-from muon_jax._iteration.fitted import SCHEDULES
+from muon_jax._iteration.coefficients import SCHEDULES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

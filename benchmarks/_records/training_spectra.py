@@ -9,10 +9,9 @@ import numpy as np
 from benchmarks._accuracy.polar_error import arguments_for_coefficients
 from benchmarks._adversary.limits import map_singular_values
 from benchmarks._records.reading import Report
-from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax._iteration.published import DEFAULT_STEPS, NAMED
+from muon_jax._iteration.coefficients import NAMED, SCHEDULES
 from muon_jax._iteration.schedules import resolve_schedule
-from muon_jax._iteration.steps import Schedule
+from muon_jax._iteration.steps import DEFAULT_STEPS, Schedule
 from muon_jax.contrib._spectra import LEAST_REACHED
 
 # What a spectrum is grouped by.

@@ -32,7 +32,7 @@ from benchmarks._times.timing import (
 )
 from benchmarks._times.updates import COMPARED, random_gradients, update_and_arguments
 from muon_jax import NewtonSchulz, newton_schulz
-from muon_jax._iteration.fitted import SCHEDULES
+from muon_jax._iteration.coefficients import SCHEDULES
 from pallas_kernels import select_implementation, syrk
 
 # The coefficients that `newton_schulz` is timed with beside its defaults, by default.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from optax.contrib import _muon as optax_muon
 
 from benchmarks._times.timing import JaxProgram, Timeable
-from muon_jax._iteration.published import NAMED
+from muon_jax._iteration.coefficients import NAMED
 
 # The rivals in torch of each measurement, and the package that each comes from.
 _IN_TORCH = {

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import torch  # pyright: ignore[reportMissingImports] (optional)
 
 from benchmarks._times.timing import Clock
-from muon_jax._iteration.published import NAMED
+from muon_jax._iteration.coefficients import NAMED
 
 type TorchFunction = Callable[..., torch.Tensor]
 

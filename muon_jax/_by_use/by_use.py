@@ -14,24 +14,30 @@ import numpy as np
 from muon_jax._by_use.follow import Follower, Value
 from muon_jax._by_use.pieces import whole
 from muon_jax._by_use.roles import MUON, Roles, Routed
-from muon_jax._by_use.trace import check_fn, traced
 from muon_jax._checks import checks_arguments
+from muon_jax._matrices.parts import parts_of
 from muon_jax._matrices.rules import (
-    Group,
     Rules,
     Undecided,
-    check_rule_fits,
-    check_rules,
+    check_is_tree,
     checked_rules,
     code_of_rules,
     code_of_view,
-    deciding_rule,
     groups_of,
     listed,
 )
 from muon_jax._matrices.views import MATRICES, ViewTree
+from muon_jax._patterns import check_each_decides, first_match
 from muon_jax._table import table
-from muon_jax._trees import OF_MODULES_IN_FN, check_params, dtype_of, path_name
+from muon_jax._trees import (
+    OF_MODULES_IN_FN,
+    any_missing,
+    check_params,
+    dtype_of,
+    is_array,
+    path_name,
+)
+from pallas_kernels.arguments import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +60,8 @@ class Routes:
         Raises:
             ValueError: `by_use` saw no parameter of that path, or saw it with another rank.
         """
-        if jax.tree_util.all_leaves([params]) and [*self] != [""]:
-            raise ValueError(
-                f"routes need a tree of parameters, got one array of shape {np.shape(params)}: pass"
-                " static_args='muon_weight_dimension_numbers' to optax.inject_hyperparams"
-            )
+        if [*self] != [""]:
+            check_is_tree("Routes", params)
         by_path = {routed.path: routed for routed in self.parameters}
 
         def view_of(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -100,7 +103,8 @@ class Routes:
         ]
         others = [r.path for r in self.parameters if r.view is None]
         groups = groups_of(of_muon, others)
-        groups += [Group(".*", [Undecided(".*", ())])] * bool(others)
+        if others:
+            groups[".*"] = [Undecided(".*", ())]
         return f"{table(heading, rows)}\n\nby_role(rules={code_of_rules({}, groups)})"
 
 
@@ -167,31 +171,32 @@ def by_use(
         ValueError: `fn` returns nothing, two parameters have one path, or `per_head` finds no
             heads.
     """
-    check_fn(fn)
+    if not callable(fn):
+        raise TypeError(
+            f"fn must be a loss or a forward pass, got {_short(fn)}: call by_use(fn, params,"
+            " *inputs)"
+        )
     check_params(params, "by_use(fn, params, *inputs)", OF_MODULES_IN_FN)
     rules = checked_rules(rules or {})
     flat = jax.tree.leaves_with_path(params)
-    named = [(path_name(path), np.shape(x)) for path, x in flat]
-    paths, shapes = [path for path, _ in named], [shape for _, shape in named]
+    paths, shapes = [path_name(path) for path, _ in flat], [np.shape(x) for _, x in flat]
     if twice := [path for path, n in Counter(paths).items() if n > 1]:
         raise ValueError(
             f"two parameters have the path {twice[0]!r}, by which rules and routes tell them apart:"
             " rename one of them"
         )
-    closed = traced(fn, params, inputs)
+    closed = _traced(fn, params, inputs)
     follower = Follower(captures_are_data=not inputs)
     args = [Value(frozenset([whole(i, shape)]), is_weight=True) for i, shape in enumerate(shapes)]
-    args += [Value(is_data=True)] * (len(closed.jaxpr.invars) - len(named))
-    outputs = follower.run(closed, args)
-    roles = Roles(follower, outputs, paths, shapes)
-    found = [roles.route(i, per_head) for i in range(len(named))]
-    found = [
-        routed
-        if jnp.issubdtype(dtype_of(x), jnp.inexact)
-        else routed._replace(role="unused", view=None)
-        for routed, (_, x) in zip(found, flat, strict=True)
-    ]
-    found = _ruled(found, rules)
+    args += [Value(is_data=True)] * (len(closed.jaxpr.invars) - len(paths))
+    roles = Roles(follower, follower.run(closed, args), paths, shapes)
+    check_each_decides("rules", rules, paths)
+    found = []
+    for i, (_, x) in enumerate(flat):
+        routed = roles.route(i, per_head)
+        if not jnp.issubdtype(dtype_of(x), jnp.inexact):
+            routed = routed._replace(role="unused", view=None)
+        found.append(_ruled(routed, rules))
     unclear = [Undecided(r.path, r.shape, r.reason) for r in found if r.role == "unclear"]
     if unclear:
         known = [r.path for r in found if r.role not in ("unclear", "rule")]
@@ -203,25 +208,92 @@ def by_use(
         )
     if per_head and not any("heads" in r.reason for r in found if r.role in MUON):
         raise ValueError(
-            f"per_head=True finds no projection to heads among the {len(named)} parameters: leave"
+            f"per_head=True finds no projection to heads among the {len(paths)} parameters: leave"
             " per_head out, or give rules for these projections"
         )
     return Routes(tuple(found))
 
 
-def _ruled(found: Sequence[Routed], rules: Rules) -> list[Routed]:
-    """The routes, of which those that a rule matches are decided by the first such rule."""
-    check_rules(rules, [routed.path for routed in found])
+def _traced(fn: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Any:
+    """Returns the closed jaxpr of `fn(params, *inputs)`.
 
-    def ruled(routed: Routed) -> Routed:
-        rule = deciding_rule(rules, routed.path)
-        if rule is None:
-            return routed
-        check_rule_fits(rule, rules[rule], routed.path, routed.shape)
-        reason = f"the rule {rule!r} matches; without it: {routed.role}"
-        return routed._replace(role="rule", view=rules[rule], reason=reason)
+    Raises:
+        TypeError: an input, or what `fn` returns, is no array; or `fn` needs the value of an input.
+        ValueError: `fn` returns nothing.
+    """
+    named = [
+        (f"inputs{jax.tree_util.keystr(path)}", leaf)
+        for path, leaf in jax.tree.leaves_with_path(inputs)
+    ]
+    for name, leaf in named:
+        if not _is_traceable(leaf):
+            raise TypeError(
+                f"{name} must be an array or the shape of one, got {_short(leaf)}: bind it to fn,"
+                " as in by_use(functools.partial(fn, mode='train'), params, x)"
+            )
 
-    return [*map(ruled, found)]
+    def with_checked_outputs(params: Any, *inputs: Any) -> Any:
+        outputs = fn(params, *inputs)
+        for path, leaf in jax.tree.leaves_with_path(outputs):
+            if not _is_traceable(leaf):
+                raise TypeError(
+                    f"fn must return arrays alone, got {_short(leaf)} at"
+                    f" {jax.tree_util.keystr(path) or 'the root'}: return the loss or the outputs"
+                )
+        if not jax.tree.leaves(outputs):
+            raise ValueError(
+                f"fn must return what it computes of params, got {outputs!r}: return the loss or"
+                " the outputs"
+            )
+        return outputs
+
+    try:
+        return jax.make_jaxpr(with_checked_outputs)(params, *inputs)
+    except Exception as error:
+        # JAX names the arguments whose values a program asks for.
+        is_asked = isinstance(error, TypeError) and "concrete" in str(error).lower()
+        for name, leaf in named:
+            if is_asked and name in str(error) and np.ndim(leaf) == 0:
+                raise TypeError(
+                    f"fn needs the value of {name}, got {_short(leaf)}, and a trace has shapes"
+                    " alone: bind it to fn, as in by_use(functools.partial(fn, train=True), params,"
+                    " x)"
+                ) from error
+        if type(error).__name__ == "TraceContextError":
+            error.add_note(f"by_use: state that fn changes must be an input: {OF_MODULES_IN_FN[1]}")
+        elif "'NoneType' object is not callable" in str(error) and any_missing(params):
+            error.add_note(
+                "by_use: params has None where a module of Equinox has functions:"
+                f" {OF_MODULES_IN_FN[0]}"
+            )
+        raise
+
+
+def _is_traceable(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, bool | np.bool_)
+
+
+def _short(value: Any) -> str:
+    """A value as errors show it, a tree by its type."""
+    is_tree = not jax.tree_util.all_leaves([value])
+    return f"a {type(value).__name__}" if is_tree and value is not None else shown(value)
+
+
+def _ruled(routed: Routed, rules: Rules) -> Routed:
+    """The route, decided by the first rule that matches its path, if one does."""
+    rule = first_match(rules, routed.path)
+    if rule is None:
+        return routed
+    view = rules[rule]
+    try:
+        if view is not None:
+            parts_of(view, routed.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"rules[{rule!r}] does not fit {routed.path} of shape {routed.shape}: {error}"
+        ) from error
+    reason = f"the rule {rule!r} matches; without it: {routed.role}"
+    return routed._replace(role="rule", view=view, reason=reason)
 
 
 def _in_one(paths: Sequence[str]) -> str:

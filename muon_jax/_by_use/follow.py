@@ -26,7 +26,6 @@ from muon_jax._by_use.pieces import (
     moved,
     of_no_source,
     placed,
-    placed_mixed,
     reshaped,
     size_of,
     sliced,
@@ -492,14 +491,14 @@ class Follower:
 
     def _one_hot(self, op: Operation, xs: list[Value]) -> frozenset[Piece]:
         """Pieces of a one-hot encoding of what products chose: along an axis, their outputs."""
-        found, axes = set(), [*map(of_no_source, op.out)]
+        found, axes = set(), tuple(map(of_no_source, op.out))
         for x, shape in zip(xs, op.shapes, strict=True):
             for j in x.marked("chosen"):
                 kept = self.products[j].kept
                 for k, n in enumerate(op.out if len(kept) == 1 else ()):
                     if n == kept[0].size and (k in x.repeats or shape[k] == 1):
                         own = Axis(0, (Atom(kept[0].axis, 0, 1, n),))
-                        found.add(Piece(j, (*axes[:k], own, *axes[k + 1 :])))
+                        found.add(with_axis(Piece(j, axes), k, own, 1))
         return frozenset(found)
 
     def _modulated(self, op: Operation, xs: list[Value], pieces: list[frozenset[Piece]]) -> Marks:
@@ -629,7 +628,7 @@ class Follower:
                 own.contract,
             )
             rest = (own.shape, own.out, own.places, [(k, n)])
-            return own.x.with_pieces(placed_mixed(piece, *rest) for piece in own.x.pieces)
+            return own.x.with_pieces(placed(piece, *rest) for piece in own.x.pieces)
         for kind, i, *_ in pending if is_data else ():
             for j in left.x.frontier | right.x.frontier if kind == "factors" else ():
                 self._note("followed", j, i, False)

@@ -143,15 +143,26 @@ def without(piece: Piece, lost: Iterable[Atom]) -> Piece:
     )
 
 
-def placed(piece: Piece, shape: Shape, out: Shape, pairs: Iterable[tuple[int, int]]) -> Piece:
+def placed(
+    piece: Piece,
+    shape: Shape,
+    out: Shape,
+    pairs: Iterable[tuple[int, int]],
+    in_no_order: Iterable[tuple[int, int]] = (),
+) -> Piece:
     """Returns the piece with axis k of an array as axis n of the output, for each pair (k, n).
 
-    Axes of the source of which atoms find no place are lost: those of an axis in no pair, and of
-    one that has another size in the output, unless its one entry is repeated.
+    The entries of the pairs `in_no_order` have an order there that is not known. Axes of the source
+    of which atoms find no place are lost: those of an axis in no pair, and of one that has another
+    size in the output, unless its one entry is repeated.
     """
     axes, lost = [*map(of_no_source, out)], {*range(len(shape))}
-    for k, n in pairs:
-        if shape[k] == out[n]:
+    others = {(k, n) for k, n in in_no_order if out[n] > 1}
+    for k, n in (*pairs, *others):
+        if (k, n) in others:
+            own = Axis(0, mixed(piece.axes[k].atoms, out[n]))
+            piece, axes[n] = with_axis(piece, k, own, 1), own
+        elif shape[k] == out[n]:
             axes[n] = piece.axes[k]
         elif shape[k] == 1:
             axes[n] = Axis(0, piece.axes[k].atoms + axes[n].atoms)
@@ -161,25 +172,9 @@ def placed(piece: Piece, shape: Shape, out: Shape, pairs: Iterable[tuple[int, in
     return without(piece._replace(axes=tuple(axes)), piece.atoms(lost))
 
 
-def placed_mixed(
-    piece: Piece,
-    shape: Shape,
-    out: Shape,
-    pairs: Iterable[tuple[int, int]],
-    in_no_order: Iterable[tuple[int, int]],
-) -> Piece:
-    """Returns the same, with entries of some axes in an order that is not known."""
-    others = [(k, n) for k, n in in_no_order if out[n] > 1]
-    for k, n in others:
-        own = Axis(0, mixed(piece.axes[k].atoms, out[n]))
-        piece = piece._replace(axes=(*piece.axes[:k], own, *piece.axes[k + 1 :]))
-        shape = (*shape[:k], out[n], *shape[k + 1 :])
-    return placed(piece, shape, out, [*pairs, *others])
-
-
-def with_axis(piece: Piece, n: int, axis: Axis) -> Piece:
-    """Returns the piece with one more axis, before axis n."""
-    return piece._replace(axes=(*piece.axes[:n], axis, *piece.axes[n:]))
+def with_axis(piece: Piece, n: int, axis: Axis, replaced: int = 0) -> Piece:
+    """Returns the piece with one more axis before axis n, in the place of as many as `replaced`."""
+    return piece._replace(axes=(*piece.axes[:n], axis, *piece.axes[n + replaced :]))
 
 
 def sliced(
@@ -310,7 +305,7 @@ def joined(pieces: Iterable[Piece], k: int) -> frozenset[Piece]:
     groups: dict[Piece, list[Piece]] = {}
     for piece in sorted(pieces, key=lambda piece: piece.axes[k].at):
         own = Axis(0, fused(piece.axes[k].atoms))
-        rest = Piece(piece.source, (*piece.axes[:k], own, *piece.axes[k + 1 :]), (), piece.steps)
+        rest = with_axis(piece, k, own, 1)._replace(picks=())
         groups.setdefault(rest, []).append(piece)
     for rest, own in groups.items():
         at, inner, n = own[0].axes[k].at, rest.axes[k].atoms, len(own)
@@ -324,8 +319,7 @@ def joined(pieces: Iterable[Piece], k: int) -> frozenset[Piece]:
         )
         if runs:
             axis = Axis(at, (Atom(first[-1].axis, first[-1].start, step, n), *inner))
-            axes = (*rest.axes[:k], axis, *rest.axes[k + 1 :])
-            found.add(rest._replace(axes=axes, picks=first[:-1]))
+            found.add(with_axis(rest, k, axis, 1)._replace(picks=first[:-1]))
         else:
             found |= {*own}
     return frozenset(found)
@@ -398,10 +392,7 @@ def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | Non
             at, atoms = piece.axes[axis].at, fused(piece.axes[axis].atoms)
             if len(atoms) != 1 or atoms[0].size != shape[axis]:
                 return None
-            atoms = (atoms[0]._replace(size=out[axis]),)
-            return piece._replace(
-                axes=(*piece.axes[:axis], Axis(at, atoms), *piece.axes[axis + 1 :])
-            )
+            return with_axis(piece, axis, Axis(at, (atoms[0]._replace(size=out[axis]),)), 1)
         case "transpose":
             pairs = ((k, n) for n, k in enumerate(params["permutation"]))
         case "broadcast_in_dim":
@@ -429,7 +420,7 @@ def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | Non
             rest = {*batch} - {n for _, n in pairs}
             indexed = [k for k in numbers.start_index_map if k in gone]
             if op.is_fixed and len(rest) == len(indexed) == 1:
-                return placed_mixed(piece, shape, out, pairs, zip(indexed, rest, strict=True))
+                return placed(piece, shape, out, pairs, zip(indexed, rest, strict=True))
         case _ if name.startswith(REDUCTIONS) and "axes" in params:
             kept = (k for k in range(len(shape)) if k not in params["axes"])
             pairs = ((k, n) for n, k in enumerate(kept))
@@ -439,7 +430,7 @@ def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | Non
             return None
     pairs = [*pairs]
     in_no_order = [(k, n) for k, n in pairs if op.is_fixed and out[n] < shape[k]]
-    return placed_mixed(piece, shape, out, pairs, in_no_order)
+    return placed(piece, shape, out, pairs, in_no_order)
 
 
 def _shifted(piece: Piece, by: dict[int, int]) -> Piece:

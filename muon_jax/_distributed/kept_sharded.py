@@ -88,6 +88,10 @@ class ShardedMatrices(WholeMatrices):
         rounded = jax.lax.optimization_barrier(rounded)  # XLA would subtract the unrounded total
         return rounded, (total - rounded).astype(x.dtype)
 
+    def apply(self, q: jax.Array, x: jax.Array, *, last: bool) -> jax.Array:
+        """Returns `WholeMatrices.apply` of all matrices, for the Q of the team's matrix."""
+        return super().apply(self.spread(q), x, last=last)
+
     def spread(self, q: jax.Array) -> jax.Array:
         """Returns the Q of all matrices, from their teams."""
         if self.count == 1:
@@ -172,7 +176,7 @@ def _orthogonalize_pieces(
     form, n = leaves[0].sharded_form, leaves[0].matrices[0][2]
     assert isinstance(form, Form)
     operand = ShardedMatrices(
-        implementation=form.implementation,
+        implementation=form.chosen(leaves[0].matrices[0][1:]),
         axes=tuple(name for name, _ in bucket.axes),
         owners=bucket.owners,
         count=chunk.count,

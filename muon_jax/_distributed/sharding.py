@@ -272,7 +272,7 @@ def asks_how_to_partition(mesh: Mesh) -> bool:
 def platform_of(mesh: Mesh) -> str:
     """Returns the platform of the devices of a mesh, described ones included."""
     device = mesh.abstract_mesh.abstract_device
-    return device.platform if device else _device.platform()
+    return device.platform if device else _device.current().platform
 
 
 def traced_for(arrays: Sequence[jax.Array]) -> contextlib.AbstractContextManager:
@@ -282,7 +282,7 @@ def traced_for(arrays: Sequence[jax.Array]) -> contextlib.AbstractContextManager
     that of `jax.set_mesh`, which Pallas kernels for a described GPU need from the caller.
     """
     mesh = mesh_of(arrays).abstract_mesh if arrays else jax.sharding.get_abstract_mesh()
-    if platform_of(mesh) != "tpu" or _device.platform() == "tpu":
+    if platform_of(mesh) != "tpu" or _device.current().platform == "tpu":
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh)
 

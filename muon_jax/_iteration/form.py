@@ -20,17 +20,16 @@ Reference: `Gram Newton–Schulz <https://github.com/Dao-AILab/gram-newton-schul
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from muon_jax._iteration.normalization import Preconditioning
-from muon_jax._iteration.steps import Products, Schedule, Step, Triple
+from muon_jax._iteration.steps import Products, Schedule, Step
+from pallas_kernels import Implementation
 from pallas_kernels import device as _device
-from pallas_kernels import select_implementation, unsupported_reason
 
 
 def roundoff(dtype: jax.typing.DTypeLike) -> float:
@@ -41,7 +40,7 @@ def roundoff(dtype: jax.typing.DTypeLike) -> float:
     """
     is_float32 = jnp.finfo(dtype).dtype == jnp.float32
     kept = jax.config.jax_default_matmul_precision in ("highest", "float32")
-    if is_float32 and _device.platform() == "gpu" and not kept:
+    if is_float32 and _device.current().platform == "gpu" and not kept:
         return 2.0**-10
     return float(jnp.finfo(dtype).eps) / 2
 
@@ -60,9 +59,9 @@ def matmul_precision(
     spectra, and for coefficients that rounding makes diverge.
     """
     if jax.config.jax_default_matmul_precision is None and jnp.finfo(dtype).dtype == jnp.float32:
-        if _device.platform() == "tpu":
+        if _device.current().platform == "tpu":
             return jax.default_matmul_precision("high")
-        if _device.platform() == "gpu" and full:
+        if _device.current().platform == "gpu" and full:
             return jax.default_matmul_precision("highest")
     return contextlib.nullcontext()
 
@@ -84,7 +83,9 @@ _LEAST_ERROR = 8.0
 def loses_accuracy(schedule: Schedule, dtype: jax.typing.DTypeLike) -> bool:
     """Returns whether rounding makes the gram form less accurate than the standard one."""
     u, sigma = roundoff(dtype), np.geomspace(0.01, 1, 1000)
-    *_, sigma = _singular_values([step.triple for step in schedule.steps], sigma)
+    for step in schedule.steps:
+        a, b, c = map(float, step.triple)
+        sigma = a * sigma + b * sigma**3 + c * sigma**5
     return u > 2**-12 and bool(np.sqrt(np.mean((sigma - 1) ** 2)) < _LEAST_ERROR * u)
 
 
@@ -109,16 +110,19 @@ def segments(schedule: Schedule, dtype: jax.typing.DTypeLike) -> _Segments:
 @functools.lru_cache(maxsize=256)
 @np.errstate(over="ignore", invalid="ignore")  # of steps that diverge
 def _segments(steps: tuple[Step, ...], u: float) -> _Segments:
-    triples = [step.triple for step in steps]
-    values = _singular_values(triples, np.linspace(0, 1, 1001))
-    largest = [float(abs(sigma).max()) for sigma in values]
+    triples = [tuple(map(float, step.triple)) for step in steps]
+    # The singular values after the steps so far; then those that may come, at most, where a segment
+    # stops, after the steps that follow it.
+    room = np.linspace(0.0, _MOST_NOISE / _NOISE_TO_ROOM, 101)
+    values, largest = [np.linspace(0, 1, 1001)], [1.0]
+    for a, b, c in triples:
+        values = [a * x + b * x**3 + c * x**5 for x in values]
+        largest.append(float(abs(values[0]).max()))
+        values.append(largest[-1] * (1.0 + room))
     # For each number of steps the number of segments, the largest noise, and where they begin.
     best: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
     for stop in range(1, len(steps) + 1):
-        # How far above the largest, relatively, values may be that later steps take to 1.5.
-        room = np.linspace(0.0, _MOST_NOISE / _NOISE_TO_ROOM, 101)
-        *_, sigma = _singular_values(triples[stop:], largest[stop] * (1.0 + room))
-        allowed = _NOISE_TO_ROOM * float(room[abs(sigma) <= 1.5].max(initial=0.0))
+        allowed = _NOISE_TO_ROOM * float(room[abs(values[stop]) <= 1.5].max(initial=0.0))
         candidates = []
         for start in reversed(range(stop)):
             slope = largest[start] * math.prod(a for a, _, _ in triples[start:stop])
@@ -129,16 +133,6 @@ def _segments(steps: tuple[Step, ...], u: float) -> _Segments:
         best.append(min(candidates, key=lambda candidate: candidate[:2]))
     starts = best[-1][2]
     return tuple(steps[i:j] for i, j in zip(starts, (*starts[1:], len(steps)), strict=True))
-
-
-def _singular_values(triples: Sequence[Triple], sigma: np.ndarray) -> list[np.ndarray]:
-    """Returns singular values, with their signs, before the first step and after each."""
-    values = [sigma]
-    for triple in triples:
-        a, b, c = map(float, triple)
-        sigma = a * sigma + b * sigma**3 + c * sigma**5
-        values.append(sigma)
-    return values
 
 
 def products_of_gram_form(schedule: Schedule, dtype: jax.typing.DTypeLike) -> Products:
@@ -177,6 +171,15 @@ class Form(NamedTuple):
     products: Products
     implementation: str | None = None
 
+    def chosen(self, shape: tuple[int, ...], out_dtype: jnp.dtype | None = None) -> Implementation:
+        """Returns the implementation of the products of a stack.
+
+        Raises:
+            NotImplementedError: the named implementation cannot run here.
+        """
+        stack = jax.ShapeDtypeStruct(shape, self.dtype)
+        return Implementation.chosen(self.implementation, stack, out_dtype=out_dtype)
+
 
 class Wanted(NamedTuple):
     """What the caller says of the form.
@@ -185,7 +188,6 @@ class Wanted(NamedTuple):
         schedule: the steps, without arrays.
         method: `"standard"`, `"gram"`, or None for the faster by a model of the times.
         preconditioning, dtype, implementation: as for `newton_schulz`.
-        in_dtype: of the matrices.
     """
 
     schedule: Schedule
@@ -193,22 +195,10 @@ class Wanted(NamedTuple):
     preconditioning: Preconditioning
     dtype: ProductsDType
     implementation: str | None
-    in_dtype: jnp.dtype
 
 
-def _memoized[R](function: Callable[..., R]) -> Callable[..., R]:
-    """Keeps answers by the device and JAX's precision, which they depend on as well."""
-    kept = functools.lru_cache(1024)(lambda _, *args: function(*args))
-
-    @functools.wraps(function)
-    def wrapper(*args: Any) -> R:
-        return kept((_device.cache_key(), jax.config.jax_default_matmul_precision), *args)
-
-    return wrapper
-
-
-@_memoized
-def form_of_group(wanted: Wanted, shape: tuple[int, int]) -> Form:
+@_device.memoized
+def form_of_group(wanted: Wanted, shape: tuple[int, int], in_dtype: jnp.dtype) -> Form:
     """Returns the form of an optimizer's matrices `(m, n)`, m ≤ n: that of a stack of 16.
 
     So an update never depends on its group. The implementation is the one that is named, or else:
@@ -221,55 +211,60 @@ def form_of_group(wanted: Wanted, shape: tuple[int, int]) -> Form:
     Raises:
         ValueError: as `form_of_stack`.
     """
-    form = form_of_stack(wanted, (GROUP, *shape))
-    padded = jax.ShapeDtypeStruct((GROUP, *(size + -size % 64 for size in shape)), form.dtype)
-    if form.implementation or unsupported_reason("mosaic_gpu", padded):
+    form = form_of_stack(wanted, (GROUP, *shape), in_dtype)
+    if form.implementation:
         return form
-    chosen = select_implementation(padded).implementation
-    needs_mosaic = wanted.schedule.is_composed or chosen == "xla"
-    return form._replace(implementation="mosaic_gpu" if needs_mosaic else chosen)
+    chosen = form.chosen(shape)
+    if "mosaic_gpu" not in chosen.names:
+        return form
+    padded = (size + -size % 64 for size in shape)
+    name = chosen.name_for(jax.ShapeDtypeStruct((GROUP, *padded), form.dtype))
+    needs_mosaic = wanted.schedule.is_composed or name == "xla"
+    return form._replace(implementation="mosaic_gpu" if needs_mosaic else name)
 
 
-@_memoized
-def form_of_stack(wanted: Wanted, shape: tuple[int, ...]) -> Form:
-    """Returns the form of a stack `(..., m, n)`, m ≤ n.
+def form_of_stack(wanted: Wanted, shape: tuple[int, ...], in_dtype: jnp.dtype) -> Form:
+    """Returns the form of a stack `(..., m, n)` of `in_dtype`, m ≤ n.
 
     Raises:
         ValueError: the schedule has no form of that method, or no safe one.
     """
-    methods: list[Method] = [wanted.method] if wanted.method else [*get_args(Method.__value__)]
-    offered = [_offered_form(wanted, method) for method in methods]
+    offered = _offered_forms(wanted, in_dtype)
     forms = [form for form in offered if isinstance(form, Form)]
     if not forms:
         raise ValueError(f"method='gram' is not offered here: {offered[0]}. Pass method='standard'")
     return min(forms, key=lambda form: form.products.microseconds(shape))
 
 
-@_memoized
-def gram_form(wanted: Wanted) -> Form | str:
+def gram_form(wanted: Wanted, in_dtype: jnp.dtype) -> Form | str:
     """Returns the gram form, which sharded matrices run in, or why there is none."""
     if wanted.method == "standard":
         return "the standard form was asked for, where every step multiplies with X"
-    return _offered_form(wanted, "gram")
+    return _offered_forms(wanted, in_dtype)[-1]
 
 
-def _offered_form(wanted: Wanted, method: Method) -> Form | str:
-    schedule, named = wanted.schedule, wanted.implementation
-    dtype = _products_dtype(schedule, method, wanted.dtype, wanted.in_dtype)
-    if method == "gram":
-        if reason := _no_gram_form(schedule, wanted.preconditioning, dtype):
-            return reason
-        if not schedule.is_composed:
-            return Form(method, dtype, products_of_gram_form(schedule, dtype), named)
-    return Form(method, dtype, schedule.products(dtype), named)
+@_device.memoized
+def _offered_forms(wanted: Wanted, in_dtype: jnp.dtype) -> list[Form | str]:
+    """Returns the form of each method that the caller takes, or why there is no gram form."""
+    schedule, offered = wanted.schedule, []
+    methods: list[Method] = [wanted.method] if wanted.method else [*get_args(Method.__value__)]
+    for method in methods:
+        dtype = _products_dtype(schedule, method, wanted.dtype, in_dtype)
+        if method == "standard" or schedule.is_composed:  # which has one form for both methods
+            products = schedule.products(dtype)
+        elif reason := _no_gram_form(schedule, wanted.preconditioning, dtype):
+            offered.append(reason)
+            continue
+        else:
+            products = products_of_gram_form(schedule, dtype)
+        offered.append(Form(method, dtype, products, wanted.implementation))
+    return offered
 
 
 def _no_gram_form(
     schedule: Schedule, preconditioning: Preconditioning, dtype: jnp.dtype
 ) -> str | None:
-    """Returns why the schedule has no gram form in that dtype, or None."""
-    if schedule.is_composed:
-        return None  # a composed schedule has one form, under either name
+    """Returns why quintic steps have no gram form in that dtype, or None."""
     if schedule.traced:
         return "traced coefficients or steps have the standard form only"
     if schedule.diverging == "16 bits":
@@ -302,7 +297,7 @@ def _products_dtype(
     """
     is_quintic, diverging = not schedule.is_composed, schedule.diverging
     if isinstance(dtype, str) and dtype == "auto":
-        on_tpu = _device.platform() == "tpu"
+        on_tpu = _device.current().platform == "tpu"
         dtype = "bfloat16" if on_tpu or (is_quintic and method == "standard") else "float16"
         if diverging and dtype == "bfloat16":
             dtype = "float32" if on_tpu else "float16"

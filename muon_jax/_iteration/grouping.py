@@ -42,8 +42,10 @@ def map_by_shape(
         shares_launches: whether such matrices share launches with others of one m and any n.
     """
     found = groups(stacks, max_group_bytes)
+    if len(found) > 1:
+        found = _sharing_launches(found, stacks, max_group_bytes, shares_launches)
     results: dict[int, jax.Array] = {}
-    for group in _sharing_launches(found, stacks, max_group_bytes, shares_launches):
+    for group in found:
         results |= zip(group, function([stacks[i] for i in group]), strict=True)
     return [results[i] for i in range(len(stacks))]
 

@@ -1,4 +1,16 @@
-"""`NewtonSchulz`: a Newton–Schulz iteration, resolved once, that runs stacks of matrices."""
+"""`NewtonSchulz`: a Newton–Schulz iteration, resolved once, that runs stacks of matrices.
+
+Each step is a Gram matrix, products of m × m matrices, and one application.
+
+    R = XXᵀ,   Q = h(R),   X <- QX.
+
+Each step but the first forms R from the rounded X, so rounding does not add up between steps.
+Within a step of several products it does: rounding R hides small singular values, which h amplifies
+by its slope at 0. Steep steps therefore keep the residuals of R and of the first products
+(`Step.residual_betas`), and have noise, which keeps rounding errors from adding up (`Step.noisy`).
+
+In the gram form (`form`), several quintic steps share a Gram matrix and an application.
+"""
 
 import dataclasses
 import functools
@@ -19,6 +31,7 @@ from muon_jax._iteration.form import (
     form_of_stack,
     gram_form,
     matmul_precision,
+    segments,
 )
 from muon_jax._iteration.grouping import map_by_shape
 from muon_jax._iteration.normalization import (
@@ -39,10 +52,9 @@ from muon_jax._iteration.operand import (
     split,
     transposed_back,
 )
-from muon_jax._iteration.published import DEFAULT_STEPS
-from muon_jax._iteration.runner import run_gram_form, run_steps
 from muon_jax._iteration.schedules import NSCoeffs, canonicalize, is_traced, resolve_schedule
-from muon_jax._iteration.steps import Schedule
+from muon_jax._iteration.steps import DEFAULT_STEPS, Schedule, Step, noise_addend
+from pallas_kernels import Implementation
 from pallas_kernels import device as _device
 
 # Of `newton_schulz`, and of optimizers.
@@ -142,28 +154,24 @@ class NewtonSchulz:
         fields = (getattr(self, field.name) for field in dataclasses.fields(self))
         return tuple(id(x) if isinstance(x, jax.Array) else x for x in fields)
 
-    def _wanted(self, in_dtype: jax.typing.DTypeLike) -> Wanted:
-        """What the caller says of the form of matrices of `in_dtype`."""
-        return Wanted(
-            self.schedule.without_arrays(),
-            self.method,
-            self.preconditioning or "frobenius",
-            self.dtype,
-            self.implementation,
-            jnp.dtype(in_dtype),
-        )
+    @functools.cached_property
+    def _wanted(self) -> Wanted:
+        """What the caller says of the form."""
+        schedule, preconditioning = self.schedule.without_arrays(), self.preconditioning
+        preconditioning = preconditioning or "frobenius"
+        return Wanted(schedule, self.method, preconditioning, self.dtype, self.implementation)
 
     def form(self, shape: tuple[int, int], in_dtype: jax.typing.DTypeLike) -> Form:
         """Returns the form of an optimizer's matrices `(m, n)` of `in_dtype`, m ≤ n."""
-        return form_of_group(self._wanted(in_dtype), shape)
+        return form_of_group(self._wanted, shape, jnp.dtype(in_dtype))
 
     def form_of_stack(self, shape: tuple[int, ...], in_dtype: jax.typing.DTypeLike) -> Form:
         """Returns the form of one stack `(..., m, n)` of `in_dtype`, m ≤ n."""
-        return form_of_stack(self._wanted(in_dtype), shape)
+        return form_of_stack(self._wanted, shape, jnp.dtype(in_dtype))
 
     def sharded_form(self, in_dtype: jax.typing.DTypeLike) -> Form | str:
         """Returns the form of sharded matrices, or why there is none."""
-        return gram_form(self._wanted(in_dtype))
+        return gram_form(self._wanted, jnp.dtype(in_dtype))
 
     def map(self, stacks: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the polar factors of an optimizer's matrices, group by group.
@@ -237,7 +245,9 @@ class NewtonSchulz:
         norm = "schatten_4" if schedule.is_composed else self.preconditioning or "frobenius"
         eps = 0.0 if self.eps is None else self.eps
         normalization = Normalization(norm, eps, self.eps_mode or "add", scale, gain)
-        if _device.platform() == "cpu":  # where XLA cannot run a product merged with a transpose
+        if (
+            _device.current().platform == "cpu"
+        ):  # where XLA cannot run a product merged with a transpose
             x = jax.lax.optimization_barrier(x)
         x = jax.tree.map(lambda x: pad_for_kernels(x, operand), x)
         full = schedule.is_composed or schedule.diverging == "16 bits"
@@ -271,4 +281,105 @@ def orthogonalize(iteration: NewtonSchulz, stacks: list[jax.Array]) -> list[jax.
     (m, n), *others = {tuple(sorted(x.shape[-2:])) for x in stacks}
     form = iteration.form((m, n), stacks[0].dtype)
     operand = WholeStacks if others else WholeMatrices
-    return iteration.run(stacks, form, operand(implementation=form.implementation))
+    return iteration.run(stacks, form, operand(implementation=form.chosen((m, n))))
+
+
+def run_steps(
+    x: Any, schedule: Schedule, normalization: Normalization, operand: WholeMatrices
+) -> Any:
+    """Returns the result of the steps on X over its norm.
+
+    - The first Gram matrix is that of gain·X, for the norm to be read off it. Its entries are at
+      most 2¹⁵, and its small entries are not subnormal in float16.
+    - Entries of X are at most n^-¼. So entries of h/ν, at most 318/ν for every composed schedule
+      and its Schatten-4 norm ν, are within float16 for every shape and spectrum.
+
+    Args:
+        x: shape `(..., m, n)`, or several stacks, as `operand` takes them.
+        schedule: the steps. A number of steps that the trace does not know becomes a loop.
+        normalization: of X.
+        operand: the matrices whole, or sharded.
+    """
+    dtype = jax.tree.leaves(x)[0].dtype
+    steps, loop = schedule.steps_in(dtype), schedule.loop
+    options = {"symmetrize_output": False}
+    syrk_chain = operand.implementation.syrk_chain
+    has_16_bits = jnp.finfo(dtype).bits == 16
+
+    def run(step: Step, x: Any, *, last: bool) -> Any:
+        residual = has_16_bits and bool(step.residual_betas)
+        grams = operand.gram(x, residual=residual, **options)
+        return operand.apply(syrk_chain(*step.chain(*grams), **options), x, last=last)
+
+    step = steps[0]
+    if loop is not None:
+        step = dataclasses.replace(schedule.step_at(loop[0], dtype), noisy=step.noisy)
+    residual = has_16_bits and bool(step.residual_betas)
+    gram, *others = operand.gram(x, normalization.gain**2, residual=residual, **options)
+    x, gram, s, factor = normalization(x, gram, operand.spread)
+    q = syrk_chain(*step.scaled(s, factor).chain(gram, *others), **options)
+    x = operand.apply(q, x, last=loop is None and len(steps) == 1)
+    if loop is not None:
+        first, end = loop
+        return jax.lax.fori_loop(
+            first + 1, end, lambda i, x: run(schedule.step_at(i, dtype), x, last=False), x
+        )
+    for i, step in enumerate(steps[1:], 2):
+        x = run(step, x, last=i == len(steps))
+    return x
+
+
+def run_gram_form(
+    x: Any, schedule: Schedule, normalization: Normalization, operand: WholeMatrices
+) -> Any:
+    """Returns the result of the steps on X over its norm.
+
+    Args:
+        x: shape `(..., m, n)`, or several stacks, as `operand` takes them.
+        schedule: quintic steps, none of them traced.
+        normalization: of X.
+        operand: the matrices whole, or sharded.
+    """
+    (gram,) = operand.gram(x, normalization.gain**2)
+    x, gram, s, factor = normalization(x, gram, operand.spread)
+    parts = segments(schedule, gram.dtype)
+    for index, steps in enumerate(parts):
+        if index:
+            (gram,), s, factor = operand.gram(x), 1.0, 1.0
+        q = _segment(operand.implementation, gram, steps, s, factor)
+        x = operand.apply(q, x, last=index == len(parts) - 1)
+    return x
+
+
+def _segment(
+    implementation: Implementation,
+    gram: jax.Array,
+    steps: tuple[Step, ...],
+    s: float | jax.Array,
+    factor: float | jax.Array,
+) -> jax.Array:
+    """factor times the product of the steps' factors, from R = s²·gram on; shape `(..., m, m)`.
+
+    All products are of one kind, for one program: R² is R·Rᵀ by `syrkx`, with R for an addend.
+    """
+
+    def syrkx(a: jax.Array, b: jax.Array, *cs: jax.Array, beta: Any, **others: Any) -> jax.Array:
+        betas = beta if isinstance(beta, tuple) else (beta,)
+        (out,) = implementation.syrkx(a, b, cs, betas=betas, **others)
+        return out
+
+    r, scale, factors = gram, s**2, []
+    *others, (a, b, c) = (step.triple for step in steps)
+    for a_i, b_i, c_i in others:
+        z = syrkx(r, r, r, alpha=c_i * scale**2, beta=b_i * scale)
+        t = syrkx(r, z, r, alpha=scale, beta=a_i * scale)
+        r, scale = syrkx(t, z, t, beta=a_i), 1.0
+        factors.append((z, a_i))
+    cs, betas = (r,), (factor * b * scale,)
+    if steps[-1].noisy:
+        amplitude, noise = noise_addend(r)
+        cs, betas = (r, noise), (*betas, amplitude * factor * a)
+    q = syrkx(r, r, *cs, alpha=factor * c * scale**2, beta=betas, diagonal=factor * a)
+    for z, a_i in reversed(factors):
+        q = syrkx(z, q, q, beta=a_i)
+    return q

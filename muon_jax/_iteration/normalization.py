@@ -7,7 +7,7 @@ divided out through the coefficients of the first step.
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -54,17 +54,12 @@ def powers_of_two(largest: jax.Array, exponent: int) -> tuple[jax.Array, jax.Arr
     return jnp.ldexp(one, -(k // 2)), jnp.ldexp(one, k // 2 - k)
 
 
-def ceil_log2(n: int) -> int:
-    """Returns log₂ n, rounded up."""
-    return (n - 1).bit_length()
-
-
 def gram_gain(n: int) -> float:
     """Returns the power of two for which gain²·XXᵀ has entries up to 2¹⁵.
 
     Entries of X, of shape (m, n), are at most n^-¼.
     """
-    log2_n = ceil_log2(n)
+    log2_n = (n - 1).bit_length()  # rounded up
     return 2.0 ** ((15 - log2_n) // 2 - (-log2_n // 4))
 
 
@@ -73,22 +68,6 @@ def regularize(
 ) -> jax.Array:
     """Returns norm + eps, or max(norm, eps) under `eps_mode="max"`."""
     return jnp.add(norm, eps) if eps_mode == "add" else jnp.maximum(norm, eps)
-
-
-class Normalized(NamedTuple):
-    """X divided by its norm, which stands apart: the normalized X is factor·x, XXᵀ is s²·gram.
-
-    Attributes:
-        x: shape `(..., m, n)`.
-        gram: shape `(..., m, m)`.
-        s: a number, or one for each matrix, of shape `(...)`.
-        factor: likewise.
-    """
-
-    x: jax.Array
-    gram: jax.Array
-    s: float | jax.Array
-    factor: float | jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +90,10 @@ class Normalization:
 
     def __call__(
         self, x: jax.Array, gram: jax.Array, spread: Callable[[jax.Array], jax.Array]
-    ) -> Normalized:
-        """Returns X divided by its norm.
+    ) -> tuple[jax.Array, jax.Array, float | jax.Array, float | jax.Array]:
+        """Returns (x, gram, s, factor): X over its norm is factor·x, and its XXᵀ is s²·gram.
+
+        The norm stands apart in s and factor, which are a number or one for each matrix, `(...)`.
 
         Args:
             x: shape `(..., m, n)`.
@@ -122,10 +103,10 @@ class Normalization:
         scale = self.gain * self.scale
         if self.norm != "aol":
             s = self._inverse_norm(x, gram, scale)
-            return Normalized(x, gram, s, self.gain * s)
+            return x, gram, s, self.gain * s
         d = _inverse_row_norms(gram, _times(_times(self.eps, scale), scale))
         preconditioned = (gram * (2**7 * d) * (2**7 * d.mT)).astype(x.dtype)
-        return Normalized((self.gain * x * spread(d)).astype(x.dtype), preconditioned, 2.0**-7, 1.0)
+        return (self.gain * x * spread(d)).astype(x.dtype), preconditioned, 2.0**-7, 1.0
 
     def _inverse_norm(self, x: jax.Array, gram: jax.Array, scale: jax.Array) -> jax.Array:
         """Returns 1/(norm of X, with eps in the norm), and 0 for the zero matrix."""

@@ -21,16 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from muon_jax._iteration.normalization import ceil_log2, powers_of_two
+from muon_jax._iteration.normalization import powers_of_two
+from pallas_kernels import Implementation, gemm_of_stacks, syrk_of_stacks
 from pallas_kernels import device as _device
-from pallas_kernels import (
-    gemm,
-    gemm_of_stacks,
-    select_implementation,
-    syrk,
-    syrk_of_stacks,
-    syrk_with_residual,
-)
 
 
 def elementwise_packed(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -89,17 +82,13 @@ class WholeMatrices:
     """Matrices that this device has whole.
 
     Attributes:
-        implementation: of all products, as for `syrk` and `gemm`.
-        out_dtype: of the result; None for the products' dtype.
+        implementation: of all products.
+        out_dtype: of the result, where X is read from memory as it is, and the result stored as it
+            is. None for the products' dtype.
     """
 
-    implementation: str | None
+    implementation: Implementation
     out_dtype: jnp.dtype | None = None
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether X is read from memory as it is, and the result stored as it is."""
-        return self.out_dtype is not None
 
     def gram(
         self,
@@ -117,29 +106,19 @@ class WholeMatrices:
             residual: whether to return the residual.
             symmetrize_output: as for `syrk`.
         """
-        product = syrk_with_residual if residual else syrk
-        out = product(
-            x,
-            alpha=alpha,
-            symmetrize_output=symmetrize_output,
-            implementation=self.implementation,
+        return self.implementation.syrkx(
+            x, alpha=alpha, symmetrize_output=symmetrize_output, residual=residual
         )
-        return out if isinstance(out, tuple) else (out,)
 
     def apply(self, q: jax.Array, x: Any, *, last: bool) -> Any:
         """Returns QX, the last one in the dtype of the result.
 
         Args:
-            q: shape `(..., m, m)`, for the matrices whose Gram matrices this device iterates on.
+            q: shape `(..., m, m)`.
             x: shape `(..., m, n)`.
             last: whether this is the last application of the iteration.
         """
-        return gemm(
-            self.spread(q),
-            x,
-            out_dtype=self.out_dtype if last else None,
-            implementation=self.implementation,
-        )
+        return self.implementation.gemm(q, x, out_dtype=self.out_dtype if last else None)
 
     def spread(self, q: jax.Array) -> jax.Array:
         """Returns Q for all matrices of X, of Q for those that this device iterates on."""
@@ -199,17 +178,21 @@ def scale_down(
     """
     narrow = min(dtype, stacks[0].dtype, key=lambda dtype: jnp.finfo(dtype).nmant)
     rounded = functools.partial(_rounded, dtype=narrow)
-    first, second = powers_of_two(rounded(largest), -(-ceil_log2(n) // 4))
+    log2_n = (n - 1).bit_length()  # rounded up
+    first, second = powers_of_two(rounded(largest), -(-log2_n // 4))
     # Each stack is scaled by itself, for XLA to scale it in the pass that computes it.
     factors = split_apart([f[..., None, None] for f in (first, second)], stacks)
 
-    def scale(x: jax.Array, f: jax.Array, g: jax.Array) -> jax.Array:
-        def function(x: jax.Array) -> jax.Array:
-            return (rounded(x) * f * g).astype(dtype)
+    def scale(f: jax.Array, g: jax.Array, x: jax.Array) -> jax.Array:
+        return (rounded(x) * f * g).astype(dtype)
 
-        return elementwise_packed(function, x) if _is_packed(x, dtype, operand) else function(x)
-
-    return [*map(scale, stacks, *factors)], first * second
+    scaled = [
+        elementwise_packed(functools.partial(scale, f, g), x)
+        if _is_packed(x, dtype, operand)
+        else scale(f, g, x)
+        for x, f, g in zip(stacks, *factors, strict=True)
+    ]
+    return scaled, first * second
 
 
 def join(stacks: Sequence[jax.Array]) -> jax.Array:
@@ -292,7 +275,7 @@ def transposed(x: jax.Array) -> jax.Array:
 
     Without the constraint GPUs transpose everything that X is computed from.
     """
-    if _device.platform() == "gpu":
+    if _device.current().platform == "gpu":
         return with_layout_constraint(x, Layout(tuple(range(x.ndim)))).mT
     return transposed_back(x)
 
@@ -303,7 +286,7 @@ def transposed_back(x: jax.Array) -> jax.Array:
     Two barriers keep X there, in place of a constraint of layouts: `jax.export` takes no program
     with such a constraint. The second barrier is on rows, which cannot lie as columns do.
     """
-    if _device.platform() != "cpu":
+    if _device.current().platform != "cpu":
         return x.mT
     x = jax.lax.optimization_barrier(x).mT
     rows = jax.lax.optimization_barrier(jax.lax.collapse(x, 0, x.ndim - 1))
@@ -357,13 +340,13 @@ def cut_padding(x: jax.Array, rows: int, cols: int, operand: WholeMatrices) -> j
 
 def _is_packed(x: jax.Array, dtype: jnp.dtype, operand: WholeMatrices) -> bool:
     """Whether passes over X are packed: they pass over X alone, and kernels in `dtype` follow."""
-    return operand.is_stored and _implementation(x, dtype, operand) != "xla"
+    return operand.out_dtype is not None and _implementation(x, dtype, operand) != "xla"
 
 
 def _implementation(x: jax.Array, dtype: jnp.dtype, operand: WholeMatrices) -> str:
     """The implementation of the products of X in `dtype`, once X is padded."""
     padded = jax.ShapeDtypeStruct((*x.shape[:-2], *_round_up(x, 64)), dtype)
-    return operand.implementation or select_implementation(padded).implementation
+    return operand.implementation.name_for(padded)
 
 
 def _round_up(x: jax.Array, multiple: int) -> Iterable[int]:

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax._iteration.published import DEFAULT_STEPS, DIVERGING, NAMED, NOISY
-from muon_jax._iteration.steps import Schedule, Step, Triple
+from muon_jax._iteration.coefficients import DIVERGING, NAMED, NOISY, SCHEDULES
+from muon_jax._iteration.steps import DEFAULT_STEPS, Schedule, Step, Triple
 from pallas_kernels.arguments import check_name, is_real
 
 type NSCoeffs = str | Triple | tuple[Triple, ...]
@@ -78,7 +77,7 @@ def resolve_schedule(
         ValueError: an unknown name, a number of steps that the coefficients do not have, or a
             preconditioning beside a composed schedule, which brings its own.
     """
-    if not is_traced(ns_steps):
+    if not isinstance(ns_steps, Tracer):
         ns_steps = int(ns_steps)
     if not isinstance(ns_coeffs, str):
         rows = ns_coeffs if np.ndim(ns_coeffs) == 2 else [ns_coeffs]
@@ -87,7 +86,7 @@ def resolve_schedule(
         return _composed(SCHEDULES[ns_coeffs], ns_steps, preconditioning)
     check_name("ns_coeffs", ns_coeffs, sorted({*NAMED, *SCHEDULES}))
     rows = NAMED[ns_coeffs]
-    if len(rows) > 1 and not is_traced(ns_steps):
+    if len(rows) > 1 and not isinstance(ns_steps, Tracer):
         if ns_steps == DEFAULT_STEPS:
             ns_steps = len(rows)
         if ns_steps > len(rows):
@@ -103,7 +102,7 @@ def resolve_schedule(
 def _of_rows(rows: Sequence[Any], count: int | jax.Array, name: str = "") -> Schedule:
     """The last `count` of these rows, or the only row `count` times."""
     steps, loop = tuple(Step.of_triple(*row) for row in rows), None
-    if not is_traced(count):
+    if not isinstance(count, Tracer):
         steps = steps * count if len(rows) == 1 else steps
     elif len(rows) == 1:
         loop = 0, count
@@ -118,7 +117,7 @@ def _of_rows(rows: Sequence[Any], count: int | jax.Array, name: str = "") -> Sch
 
 def _composed(schedule: Schedule, ns_steps: int | jax.Array, preconditioning: str) -> Schedule:
     count = len(schedule.steps)
-    if not is_traced(ns_steps) and ns_steps not in (DEFAULT_STEPS, count):
+    if not isinstance(ns_steps, Tracer) and ns_steps not in (DEFAULT_STEPS, count):
         raise ValueError(
             f"ns_coeffs={schedule.name!r} is a whole of {count} step(s), none of which can be left"
             f" out or repeated, got ns_steps={ns_steps}: leave ns_steps at its default,"

@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax._iteration.published import DEFAULT_STEPS
-from pallas_kernels import ChainLink, syrk_chain
+from pallas_kernels import ChainLink
+
+DEFAULT_STEPS = 5  # the default of ns_steps, here as in optax
 
 type Triple = tuple[float | jax.Array, float | jax.Array, float | jax.Array]
 
@@ -63,15 +64,15 @@ class Products(NamedTuple):
         """
         *batch, m, n = shape
         square, wide = (2 * math.prod(batch) * m * size for size in (m, n))  # bytes
-
-        def time(flops: float, num_bytes: float) -> float:
-            return _LAUNCH + math.hypot(flops / _FLOPS, num_bytes / _BYTES)
-
-        return (
-            self.grams * time(m * wide / 2, wide + square)
-            + self.squares * time(m * square / 2, 3 * square)
-            + self.mixed * time(m * square / 2, 4 * square)
-            + self.applications * time(m * wide, 2 * wide + square)
+        products = (  # how many, their FLOPs, and the bytes of their operands and results
+            (self.grams, m * wide / 2, wide + square),
+            (self.squares, m * square / 2, 3 * square),
+            (self.mixed, m * square / 2, 4 * square),
+            (self.applications, m * wide, 2 * wide + square),
+        )
+        return sum(
+            number * (_LAUNCH + math.hypot(flops / _FLOPS, num_bytes / _BYTES))
+            for number, flops, num_bytes in products
         )
 
 
@@ -142,7 +143,7 @@ class Step:
         """Returns the quintic step X <- aX + bRX + cR²X."""
         return cls((Product(c, ((b, 0),), a),), noisy=noisy)
 
-    @property
+    @functools.cached_property
     def triple(self) -> Triple:
         """The coefficients (a, b, c) of a quintic step."""
         (product,) = self.products
@@ -180,15 +181,14 @@ class Step:
         betas = tuple(scaled_beta(j, beta, j) for j, beta in enumerate(self.residual_betas))
         return Step(products, betas, self.noisy)
 
-    def polynomial(
-        self, gram: jax.Array, residual: jax.Array | None = None, **options: Any
-    ) -> jax.Array:
-        """Returns h(R), of shape `(..., m, m)`.
+    def chain(
+        self, gram: jax.Array, residual: jax.Array | None = None
+    ) -> tuple[list[jax.Array], list[ChainLink]]:
+        """Returns the inputs and the links for which `pallas_kernels.syrk_chain` computes h(R).
 
         Args:
             gram: R, of shape `(..., m, m)`.
             residual: of R, where the step has residuals and the dtype has 16 bits.
-            options: of `pallas_kernels.syrk`.
         """
         inputs, low, noise = [gram], None, None
         if residual is not None:
@@ -210,7 +210,7 @@ class Step:
             numbers.append(made)
             low = made + 1 if has_residual else None
             made += 1 + has_residual
-        return syrk_chain(inputs, links, **options)
+        return inputs, links
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,21 +13,30 @@ from optax.contrib import MuonDimensionNumbers
 
 from muon_jax._checks import checks_arguments
 from muon_jax._matrices.checks import Checks
-from muon_jax._matrices.layouts import Layout, Shape, relabelled
-from muon_jax._matrices.roles import UNKNOWN, Found, NamedShape, Unknown, is_block, look_up
+from muon_jax._matrices.roles import (
+    OTHER,
+    UNKNOWN,
+    Found,
+    Layout,
+    NamedShape,
+    Shape,
+    Unknown,
+    is_block,
+    look_up,
+)
 from muon_jax._matrices.rules import (
-    Group,
+    Groups,
     Rules,
     Undecided,
-    check_rules,
+    check_is_tree,
     checked_rules,
     code_of_rules,
-    deciding_rule,
     groups_of,
     listed,
 )
 from muon_jax._matrices.stacked_layers import Layers, layers_of
-from muon_jax._matrices.views import View, ViewTree
+from muon_jax._matrices.views import Split, View, ViewTree
+from muon_jax._patterns import check_each_decides, first_match
 from muon_jax._trees import check_params, has_masked, path_name
 
 
@@ -110,13 +119,9 @@ def by_role(
         given |= {} if layout == "in_out" else {"layout": layout}
         return _WithArguments(by_role, **given)
     named, treedef = named_shapes(params), jax.tree.structure(params)
-    if named and jax.tree_util.treedef_is_leaf(treedef):
-        raise ValueError(
-            f"by_role needs a tree of parameters, got one array of shape {named[0][1]}: pass"
-            " static_args='muon_weight_dimension_numbers' to optax.inject_hyperparams"
-        )
+    check_is_tree("by_role", params)
     if named and not has_masked(params):
-        check_rules(rules, [name for name, _ in named])
+        check_each_decides("rules", rules, [name for name, _ in named])
     found = routes(named, rules, layout)
     if any(isinstance(route.view, Unknown) for route in found):
         raise ValueError(_message(named, found, rules, layout))
@@ -127,39 +132,37 @@ def _message(
     named: Sequence[NamedShape], found: Sequence[Route], rules: Rules, layout: Layout
 ) -> str:
     """The message of the error for parameters without a view: which, why, and what to pass."""
-    paths = [path for path, _ in named]
-    unknown = [
-        (Undecided(*leaf, route.view.reason), route.view.is_of_layout)
+    unknown = {
+        leaf: route.view
         for leaf, route in zip(named, found, strict=True)
         if isinstance(route.view, Unknown)
-    ]
-    is_layout = any(is_of_layout for _, is_of_layout in unknown)
-    known = {*paths} - {leaf.path for leaf, _ in unknown}
+    }
+    is_layout = any(view.is_of_layout for view in unknown.values())
+    others = [leaf[0] for leaf in named if leaf not in unknown and not first_match(rules, leaf[0])]
     groups = groups_of(
-        [leaf for leaf, is_of_layout in unknown if is_of_layout == is_layout],
-        [path for path in known if deciding_rule(rules, path) is None],
+        [
+            Undecided(*leaf, view.reason)
+            for leaf, view in unknown.items()
+            if view.is_of_layout == is_layout
+        ],
+        others,
     )
 
-    def call(groups: Sequence[Group], layout: Layout) -> str:
+    def call(groups: Groups, layout: Layout) -> str:
         given = [f"layout={layout!r}"] * (layout != "in_out")
         given += [f"rules={code_of_rules(rules, groups)}"] * bool(rules or groups)
         return f"by_role({', '.join(given)})"
 
-    other: Layout = "out_in" if layout == "in_out" else "in_out"
-    what, remedy, order = (
-        (
-            f"layout={layout!r} does not fit",
-            f"{call([], other)} if all parameters have the other order",
-            other,
-        )
-        if is_layout
-        else (
-            "by_role does not know",
+    if is_layout:
+        order = OTHER[layout]
+        what = f"layout={layout!r} does not fit"
+        remedy = f"{call({}, order)} if all parameters have the other order"
+    else:
+        order, what = layout, "by_role does not know"
+        remedy = (
             "muon_weight_dimension_numbers=by_use(fn, params, *inputs), which reads roles off the"
-            " model",
-            layout,
+            " model"
         )
-    )
     matrix = "MuonDimensionNumbers(-2, -1)" if order == "in_out" else "MuonDimensionNumbers(-1, -2)"
     return (
         f"{what} {listed(groups)}: pass {remedy}, or {call(groups, layout)}, with None for AdamW or"
@@ -192,15 +195,28 @@ def routes(
     checks = Checks(found, layout)
 
     def route(path: str, one: Found) -> Route:
-        rule = deciding_rule(rules or {}, path)
+        rule = first_match(rules or {}, path)
         if rules and rule is not None:
             return Route(f"rule {rule!r}", rules[rule])
-        one = checks.checked(one)
-        if isinstance(one.view, Unknown):
-            return Route("unknown", one.view)
-        return Route(one.role, None if one.view is None else relabelled(one.view, one.axes))
+        view = checks.checked(one)
+        if isinstance(view, Unknown):
+            return Route("unknown", view)
+        return Route(one.role, view and _relabelled(view, one.axes))
 
     return [route(path, one) for (path, _), one in zip(named, found, strict=True)]
+
+
+def _relabelled(view: View, axes: tuple[int, ...]) -> View:
+    """The same view of an array that has axis i of the view at `axes[i]`, counted from the end.
+
+    All parts of a `Split` have the same view.
+    """
+    if isinstance(view, Split):
+        return Split(axes[view.axis], view.sizes, _relabelled(view.views[0], axes))
+    assert isinstance(view, MuonDimensionNumbers)
+    return MuonDimensionNumbers(
+        *(axes[g] if isinstance(g, int) else tuple(sorted(axes[i] for i in g)) for g in view)
+    )
 
 
 def _without_root(named: Sequence[NamedShape]) -> Sequence[NamedShape]:
@@ -218,21 +234,20 @@ def _without_root(named: Sequence[NamedShape]) -> Sequence[NamedShape]:
 
 def _found(name: str, shape: Shape, layers: Layers, layout: Layout) -> Found:
     """What the table of roles tells of a parameter, or its shape if it can only be a vector."""
-    axes = tuple(range(-len(shape), 0))
-    of_one, axes = layers.of_one(shape), layers.of_one(axes)
-    vector = Found(name, "vector", None, of_one, axes)
+    of_one, axes = layers.of_one(shape), layers.of_one(tuple(range(-len(shape), 0)))
     if len(shape) < 2:
-        return vector
+        return Found(name, "vector", None, of_one, axes)
     if not layers.is_known:
         return Found(name, "unknown", UNKNOWN, shape, axes)
     found = look_up(name, of_one, axes, layout)._replace(is_stacked=layers.axes != ())
-    vector = vector._replace(shape=found.shape, axes=found.axes)
+    is_vector = False
     if isinstance(found.view, MuonDimensionNumbers):
-        sizes = [math.prod(np.take(found.shape, group, 0).flat) for group in found.view]
-        return vector if 1 in sizes else found
-    if not isinstance(found.view, Unknown):
-        return found
-    # Each layer has a vector, or a kernel has one output.
-    is_vector = layers.is_vector or len(shape) > 2 and math.prod(shape[:-1]) == 1
-    has_one_output = found.shape[-1:] == (1,) and math.prod(found.shape) == max(found.shape)
-    return vector if is_vector or len(found.shape) > 1 and has_one_output else found
+        is_vector = 1 in [math.prod(np.take(found.shape, group, 0).flat) for group in found.view]
+    elif isinstance(found.view, Unknown):  # each layer has a vector, or a kernel has one output
+        is_vector = layers.is_vector or len(shape) > 2 and math.prod(shape[:-1]) == 1
+        is_vector |= (
+            found.shape[-1:] == (1,)
+            and math.prod(found.shape) == max(found.shape)
+            and (len(found.shape) > 1)
+        )
+    return found._replace(role="vector", view=None) if is_vector else found

@@ -5,16 +5,19 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from muon_jax._matrices.layouts import Layout, axes_in_out, fits_bias, has_other_window
 from muon_jax._matrices.roles import (
     ALONE_IN_BLOCK,
     FROM_HEADS,
     FUSED_GATE,
     FUSED_QKV,
+    OTHER,
     TO_HEADS,
+    Answer,
     Found,
+    Layout,
     Unknown,
     bias_beside,
+    fits_bias,
     is_block,
     is_inside,
     parent_of,
@@ -22,6 +25,8 @@ from muon_jax._matrices.roles import (
     width_of_embedding,
 )
 
+# Along an axis no window is larger. Common ones are 1 to 7, and 11 in AlexNet.
+_LARGEST_WINDOW = 11
 # The first layers of an MLP, which are wider than their inputs, and the second.
 _FIRST = re.compile(r"fc_?1|c_fc|fc_in|((w|mlp)_)?(up|gate)(_proj)?|w[13i]|linear_?1")
 _SECOND = re.compile(r"fc_?2|fc_out|((w|mlp)_)?down(_proj)?|w[2o]|linear_?2")
@@ -53,21 +58,21 @@ class Checks:
         is_part = others or len(modules) < 2 or is_block(root) or re.search("att|mha", root)
         self._root = "" if is_part or not is_inside(f"{root}/layer") else f"{root}/"
 
-    def checked(self, one: Found) -> Found:
-        """Returns what is found, without its view where something speaks against it."""
+    def checked(self, one: Found) -> Answer:
+        """Returns the view that is found, `Unknown` where something speaks against it."""
         if self._has_wide_bias(one):
             one = one._replace(view=Unknown("whose bias has several axes"))
         # A window at the end may be of one element, and look like one output.
         is_left = one.view is None and (one.role != "convolution" or one.shape[-1] > 1)
         if is_left or len(one.shape) < 2 or one.role == "unknown":
-            return one
+            return one.view
         if reason := self._reason_of_layout(one):
-            return one._replace(view=Unknown(reason, is_of_layout=True))
+            return Unknown(reason, is_of_layout=True)
         if isinstance(one.view, Unknown | None):
-            return one
+            return one.view
         reason = self._reason_of_shapes(one)
         is_known = not reason and (one.is_stacked or self._is_hidden(one))
-        return one if is_known else one._replace(view=Unknown(reason))
+        return one.view if is_known else Unknown(reason)
 
     def _reason_of_layout(self, one: Found) -> str:
         """What speaks against the layout; an empty string if nothing does.
@@ -80,29 +85,33 @@ class Checks:
         -   The window of a convolution is small.
         -   `weight` is (out, in) in Equinox, Haliax and PyTorch: in MLPs the above must confirm it.
         """
-        layout, shape = self._layout, one.own_shape
-        other: Layout = "out_in" if layout == "in_out" else "in_out"
         if one.role.startswith("einsum"):
             return ""
+        other, shape, rank = OTHER[self._layout], one.in_order(OTHER[self._layout]), len(one.shape)
         if bias := bias_beside(one.name, self._shapes):
-            fits, fits_other = (fits_bias(shape, bias, order) for order in (layout, other))
+            fits, fits_other = (
+                fits_bias(one.own_shape, bias, order) for order in (self._layout, other)
+            )
             if fits != fits_other:
                 return "whose bias has the size of its input" if fits_other else ""
         end = _end_of_stream(one)
         if end is not None and not isinstance(one.view, Unknown):
-            here, there = (
-                shape[axes_in_out(order, one.role, len(shape))[end]] for order in (layout, other)
-            )
+            here, there = one.shape[end], shape[end]
             if (here in self._widths) != (there in self._widths):
                 is_wrong = there in self._widths and here not in self._vectors
                 return f"where {there} is the width of the embedding" if is_wrong else ""
-        is_weight = layout == "in_out" and re.search("/weights?$", one.name) is not None
-        is_window = one.role == "convolution" or one.role == "embedding" and len(shape) > 3
-        if is_window and len(shape) > 2 and has_other_window(shape, layout, not is_weight):
-            return "which may have its window at the other end"
+        is_weight = self._layout == "in_out" and re.search("/weights?$", one.name) is not None
+        if rank > 2 and (one.role == "convolution" or one.role == "embedding" and rank > 3):
+            # A window is smaller than the channels at the other end. One axis tells less. Where the
+            # name does not make the layout sure, a small window there is enough.
+            here, there = max(one.shape[:-2]), max(shape[:-2])
+            is_small = there <= _LARGEST_WINDOW
+            is_sure = rank > 3 or is_small and here > _LARGEST_WINDOW
+            if there < here and (is_weight or is_sure) or is_weight and is_small:
+                return "which may have its window at the other end"
         if one.role == FUSED_QKV and one.shape[-2] == 3 * one.shape[-1]:
             return "which has the width of q, k and v first"
-        is_of_experts = len(one.shape) > 2 or re.search("expert|moe", one.module) is not None
+        is_of_experts = rank > 2 or re.search("expert|moe", one.module)
         is_of_mlp = one.role in (*_OF_MLP, FUSED_GATE) and not is_of_experts
         is_either = is_weight and is_of_mlp and len({*one.shape}) > 1
         return "which PyTorch would have as (out, in)" if is_either else ""
@@ -138,11 +147,11 @@ class Checks:
 
         It shows a stack of convolutions, a filter for each place, or gate and up by turns.
         """
-        is_fused = one.role == FUSED_GATE
-        if not (is_fused or one.role in ("convolution", "embedding") and len(one.shape) > 2):
-            return False
-        biases = (self._shapes.get(f"{one.module}{end}", ()) for end in ("_bias", "/bias", "/b"))
-        return any(len(bias) > 1 and (is_fused or sum(n > 1 for n in bias) > 1) for bias in biases)
+        bias = bias_beside(one.name, self._shapes) or ()
+        if one.role == FUSED_GATE:
+            return len(bias) > 1
+        is_window = one.role in ("convolution", "embedding") and len(one.shape) > 2
+        return is_window and sum(n > 1 for n in bias) > 1
 
     def _is_hidden(self, one: Found) -> bool:
         """Whether a parameter is no output head, whose name may be that of any layer."""
@@ -168,12 +177,7 @@ def _last_of(module: str) -> str:
 
 def _may_be_second(one: Found) -> bool:
     """Whether a layer may take the result of one beside it, as the second layer of an MLP."""
-    is_output = one.role == FROM_HEADS and _last_of(one.module) in (
-        "o",
-        "out",
-        "o_proj",
-        "out_proj",
-    )
+    is_output = one.role == FROM_HEADS and re.fullmatch("(o|out)(_proj)?", _last_of(one.module))
     return len(one.shape) == 2 and one.role in ("matrix", "vector", FROM_HEADS) and not is_output
 
 

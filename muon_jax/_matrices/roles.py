@@ -1,16 +1,18 @@
 """The role of a parameter, told by its path and the shape of one layer: a table."""
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
-from muon_jax._matrices.layouts import Layout, Shape, axes_in_out
 from muon_jax._matrices.views import MATRICES, Split, View
 
+type Shape = tuple[int, ...]
+# "in_out": (in, out), convolutions (*window, in, out). "out_in": (out, in), (out, in, *window).
+type Layout = Literal["in_out", "out_in"]
+OTHER: dict[Layout, Layout] = {"in_out": "out_in", "out_in": "in_out"}
 type NamedShape = tuple[str, Shape]  # the path of a parameter and its shape
 
 
@@ -27,35 +29,31 @@ class Unknown:
 
 UNKNOWN = Unknown()
 
+type Answer = View | None | Unknown
 # The view by the shape of one layer, in the order (in, out).
-type ViewOfShape = Callable[[Shape], View | None | Unknown]
+type ViewOfShape = Callable[[Shape], Answer]
 
 VIEW_TO_HEADS = MuonDimensionNumbers(-3, (-2, -1))
 VIEW_FROM_HEADS = MuonDimensionNumbers((-3, -2), -1)
 
 
-def adamw(shape: Shape) -> None:
-    del shape
+def by_rank(
+    otherwise: ViewOfShape | None = None, adamw_below: int = 0, **views: View
+) -> ViewOfShape:
+    """Returns a function that gives `rank_2=…` to shapes of two axes, if none is 1, and so on.
 
+    AdamW has shapes with fewer axes than `adamw_below`.
+    """
 
-def nothing_known(shape: Shape) -> Unknown:
-    del shape
-    return UNKNOWN
-
-
-def by_rank(otherwise: ViewOfShape = nothing_known, **views: View) -> ViewOfShape:
-    """Returns a function that gives `rank_2=…` to shapes of two axes, if none is 1, and so on."""
-
-    def view_of(shape: Shape) -> View | None | Unknown:
-        view = None if len(shape) == 2 and 1 in shape else views.get(f"rank_{len(shape)}")
-        return view or otherwise(shape)
+    def view_of(shape: Shape) -> Answer:
+        rank = len(shape)
+        if rank < adamw_below:
+            return None
+        if f"rank_{rank}" in views and not (rank == 2 and 1 in shape):
+            return views[f"rank_{rank}"]
+        return otherwise(shape) if otherwise else UNKNOWN
 
     return view_of
-
-
-def adamw_below(rank: int, view_of: ViewOfShape) -> ViewOfShape:
-    """Returns a function that leaves shapes of fewer axes to AdamW, and others to `view_of`."""
-    return lambda shape: None if len(shape) < rank else view_of(shape)
 
 
 def halves(shape: Shape) -> View | Unknown:
@@ -81,7 +79,7 @@ def gate(shape: Shape) -> View | Unknown:
     return MATRICES if len(shape) == 2 and shape[0] <= shape[1] else UNKNOWN
 
 
-def convolution(shape: Shape) -> View | None | Unknown:
+def convolution(shape: Shape) -> Answer:
     """(*window, in, out)."""
     rank = len(shape)
     if rank < 3:
@@ -105,7 +103,7 @@ class Found(NamedTuple):
 
     name: str
     role: str
-    view: View | None | Unknown
+    view: Answer
     shape: Shape
     axes: tuple[int, ...]
     is_stacked: bool = False
@@ -114,6 +112,11 @@ class Found(NamedTuple):
     def own_shape(self) -> Shape:
         """The shape of one layer, with its axes as the parameter has them."""
         return tuple(size for _, size in sorted(zip(self.axes, self.shape, strict=True)))
+
+    def in_order(self, layout: Layout) -> Shape:
+        """Returns the shape of one layer in the order (in, out), if the parameter has `layout`."""
+        own = self.own_shape
+        return tuple(own[axis] for axis in axes_in_out(layout, self.role, len(own)))
 
     @property
     def module(self) -> str:
@@ -131,21 +134,47 @@ def look_up(name: str, shape: Shape, axes: tuple[int, ...], layout: Layout) -> F
         layout: the order of these axes.
     """
     own = plain(name)
-    rows = ((role, view) for role, p, view in _ROLES if _whole_names(p).search(own))
-    role, view_of = next(rows, ("unnamed", nothing_known))
+    rows = ((role, v) for role, p, v in _ROLES if re.search(f"(^|/)({p})(/|$)", own))
+    role, view_of = next(rows, ("unnamed", UNKNOWN))
     order = axes_in_out(layout, role, len(shape))
-    in_order = tuple(shape[axis] for axis in order)
-    return Found(name, role, view_of(in_order), in_order, tuple(axes[axis] for axis in order))
+    shape = tuple(shape[axis] for axis in order)
+    view = view_of(shape) if callable(view_of) else view_of
+    return Found(name, role, view, shape, tuple(axes[axis] for axis in order))
+
+
+def axes_in_out(layout: Layout, role: str, rank: int) -> tuple[int, ...]:
+    """Returns which axis of an array of this role each of its axes is in the order (in, out)."""
+    axes = tuple(range(rank))
+    if layout == "in_out" or rank < 2 or role.startswith("einsum"):
+        return axes  # the axes of an einsum are those of its equation
+    if role in (TO_HEADS, FUSED_QKV):  # (heads, dim, in)
+        return axes[-1:] + axes[:-1]
+    if role == FROM_HEADS:  # (out, heads, dim)
+        return axes[1:] + axes[:1]
+    if role in ("convolution", "embedding"):  # (out, in, *window)
+        return (*axes[2:], 1, 0)
+    return (*axes[:-2], rank - 1, rank - 2)  # (…, out, in), such as the matrices of experts
+
+
+def fits_bias(shape: Shape, bias: Shape, layout: Layout) -> bool:
+    """Whether a kernel of this shape makes what a bias of that shape is added to.
+
+    The bias has the axes of the output, after those of experts where the kernel has some. It may
+    have axes of size 1 besides, as those of Equinox's convolutions have.
+    """
+    if len(bias) > 1 and bias == ((*shape[:-2], shape[-1]) if layout == "in_out" else shape[:-1]):
+        return True
+    bias = tuple(size for size in bias if size > 1)
+    experts, out = bias[:-1], bias[-1:]
+    of_experts = shape[: len(experts)] == experts
+    if layout == "in_out":
+        return not bias or shape[-len(bias) :] == bias or of_experts and shape[-1:] == out
+    return shape[: len(bias)] == bias or of_experts and shape[-2:-1] == out
 
 
 def plain(name: str) -> str:
     """Returns a path without the numbers that Flax appends and the tildes that Haiku inserts."""
     return re.sub(r"_\d+(?=/|$)", "", name).replace("~/", "")
-
-
-@functools.cache
-def _whole_names(pattern: str) -> re.Pattern[str]:
-    return re.compile(rf"(^|/)({pattern})(/|$)")
 
 
 CONTAINER = r"(?:layers|blocks|stages|stack|h|\w*scan\w*)"
@@ -193,42 +222,42 @@ _ALONE = r"(?!.*/(\w*att\w*|mha|query|key|value|[qkvo](_proj)?|\w*(conv|norm)\w*
 
 # A role, a regular expression for whole names in the path, and the view by the shape of one layer.
 # The first row that matches decides.
-_ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
-    ("adapter", r"(\w+_)?lora_?[ab]|(\w+_)?lora(?=(/[^/]+){1,2}$)|(\w+_)?adapters?", adamw),
+_ROLES: tuple[tuple[str, str, Answer | ViewOfShape], ...] = (
+    ("adapter", r"(\w+_)?lora_?[ab]|(\w+_)?lora(?=(/[^/]+){1,2}$)|(\w+_)?adapters?", None),
     (
         "bias",
         rf"(bias(es)?|\w*_bias){_END}|((?!w?(q|kv?|v)_b)\w+_b|b_(in|out|up|down|gate)){_LAST}",
-        adamw,
+        None,
     ),
-    ("bias", rf"b[io]?\d*{_LAST}", adamw_below(3, nothing_known)),  # (heads, dim) at most
+    ("bias", rf"b[io]?\d*{_LAST}", by_rank(adamw_below=3)),  # (heads, dim) at most
     (
         "norm",
         rf"(\w*norm\w*|ln(_?\w)?|bn\d*)(?=(/(?!(kernel|w_\w+)$)[^/]+)?$)|(scale|gamma|beta){_LAST}",
-        adamw,
+        None,
     ),
-    ("token", rf"(cls|class|mask|register|dist\w*)_?tokens?|(cls|registers?){_END}", adamw),
+    ("token", rf"(cls|class|mask|register|dist\w*)_?tokens?|(cls|registers?){_END}", None),
     (
         "position",
         rf"(wpe|(abs_|rel(ative)?_)?pos(ition(?!_?wise)\w*)?(_?(emb\w*|enc\w*|table))?){_NEAR}"
         rf"|rope{_NEAR}|(cos|sin)(_cached?)?{_LAST}|(rope_)?freqs_cis{_LAST}",
-        adamw,
+        None,
     ),
     (
         "embedding",
         rf"({_EMBEDDING})({_NEAR}|(?=/(?!({_LAYER})/)[^/]+/({LEAF})$))",
-        adamw_below(4, convolution),  # four axes: an embedding of patches
+        by_rank(convolution, adamw_below=4),  # four axes: an embedding of patches
     ),
-    ("unnamed", rf"({_HEAD})(?!(/({LEAF}))?$)", nothing_known),  # of several layers, perhaps
-    ("head", rf"({_HEAD}|scores?|qa_outputs?|regressor){_END}", adamw),
-    ("router", rf"\w*router\w*|(gating|switch|dispatch){_END}", adamw),
+    ("unnamed", rf"({_HEAD})(?!(/({LEAF}))?$)", UNKNOWN),  # of several layers, perhaps
+    ("head", rf"({_HEAD}|scores?|qa_outputs?|regressor){_END}", None),
+    ("router", rf"\w*router\w*|(gating|switch|dispatch){_END}", None),
     (
         "router",
         rf"\w*moe\w*/(wg|gate(_({LEAF}))?){_END}",
-        adamw_below(3, by_rank(rank_3=MATRICES)),
+        by_rank(rank_3=MATRICES, adamw_below=3),
     ),
-    ("gate", r"smear\w*", adamw),
+    ("gate", r"smear\w*", None),
     # What LoRA's factors are added to, or a factor; either order; alternating heads.
-    ("unnamed", r"lora\w*|gating_einsum|\w*query_key_value\w*", nothing_known),
+    ("unnamed", r"lora\w*|gating_einsum|\w*query_key_value\w*", UNKNOWN),
     (FUSED_GATE, _NAMES_OF_GATE_AND_UP, fused_gate),
     # (in, out) may be a router, or the gate of one expert.
     ("experts", rf"\w*experts?/(gate|wg){_END}", by_rank(gate, rank_3=MATRICES)),
@@ -246,13 +275,13 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     ("convolution", rf"(\w*(pointwise|pw)_?conv\w*){_END}", by_rank(convolution, rank_2=MATRICES)),
     ("convolution", rf"\w*conv\w*{_END}|\w*embed\w*(/proj\w*)?/({LEAF})", convolution),
     # A hidden layer or the output head, learned vectors, or RWKV's MLP in either order.
-    ("unnamed", rf"^(?!.*/\d+/)(.*/)?final\w*|heads(/[^/]+)?{_END}", nothing_known),
+    ("unnamed", rf"^(?!.*/\d+/)(.*/)?final\w*|heads(/[^/]+)?{_END}", UNKNOWN),
     (
         "unnamed",
         rf"(prefix|prompts?|mem(ory)?|pkm)/\w+{_END}|(query|key|value){_LAST}",
-        nothing_known,
+        UNKNOWN,
     ),
-    ("unnamed", rf"(?!\w*att)\w*(mlp|ffn|feed|channel_mix)\w*/(key|value){_END}", nothing_known),
+    ("unnamed", rf"(?!\w*att)\w*(mlp|ffn|feed|channel_mix)\w*/(key|value){_END}", UNKNOWN),
     # The equations of Gemma's einsums: BTD,NDH->BTNH, and BTNH,NHD->BTD.
     (
         "einsum to heads",
@@ -262,7 +291,7 @@ _ROLES: tuple[tuple[str, str, ViewOfShape], ...] = (
     ("einsum from heads", r"(attn_vec|o)_einsum", by_rank(rank_3=VIEW_FROM_HEADS)),
     (FUSED_QKV, _NAMES_OF_QKV, fused_qkv),
     ("fused kv", _NAMES_OF_KV, halves),
-    ("unnamed", rf"in_proj|({_NAMES_OF_FUSED}){_END}", nothing_known),
+    ("unnamed", rf"in_proj|({_NAMES_OF_FUSED}){_END}", UNKNOWN),
     (
         TO_HEADS,
         rf"w?[qkv]|(q|k|v)_proj|query|key|value(?=(/({LEAF}))?$)|w?(q|kv?|v)_b(_proj)?",

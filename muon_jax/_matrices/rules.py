@@ -2,14 +2,13 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from muon_jax._matrices.parts import parts_of
 from muon_jax._matrices.views import View, as_view
-from muon_jax._trees import check_patterns_decide
 
 type Rules = Mapping[str, View | None]
 
@@ -23,16 +22,8 @@ class Undecided(NamedTuple):
     proposal: str = "None"
 
 
-class Group(NamedTuple):
-    """Parameters whose paths differ in numbers alone."""
-
-    pattern: str
-    members: Sequence[Undecided]
-
-
-def deciding_rule(rules: Rules, path: str) -> str | None:
-    """Returns the first rule that matches a path, None if there is none."""
-    return next((rule for rule in rules if re.search(rule, path)), None)
+# Parameters whose paths differ in numbers alone, by an expression that matches no other path.
+type Groups = Mapping[str, Sequence[Undecided]]
 
 
 def checked_rules(rules: Mapping[str, Any]) -> dict[str, View | None]:
@@ -46,32 +37,19 @@ def checked_rules(rules: Mapping[str, Any]) -> dict[str, View | None]:
     }
 
 
-def check_rule_fits(rule: str, view: View | None, path: str, shape: tuple[int, ...]) -> None:
-    """Raises ValueError where the view of a rule does not fit the shape of a parameter."""
-    if view is None:
-        return
-    try:
-        parts_of(view, shape)
-    except ValueError as error:
+def check_is_tree(router: str, params: Any) -> None:
+    """Raises ValueError where the parameters are one array."""
+    if jax.tree_util.all_leaves([params]):
         raise ValueError(
-            f"rules[{rule!r}] does not fit {path} of shape {shape}: {error}"
-        ) from error
-
-
-def check_rules(rules: Rules, paths: Sequence[str]) -> None:
-    """Raises ValueError where a rule matches no path, or rules before it take all that it does."""
-    idle = [rule for rule in rules if not any(re.search(rule, path) for path in paths)]
-    if idle:
-        raise ValueError(
-            f"the rules {idle} match none of the {len(paths)} paths, such as"
-            f" {next(iter(paths), None)!r}:"
-            " describe(params) prints all paths"
+            f"{router} needs a tree of parameters, got one array of shape {np.shape(params)}: pass"
+            " static_args='muon_weight_dimension_numbers' to optax.inject_hyperparams"
         )
-    check_patterns_decide("rules", rules, paths)
 
 
-def groups_of(undecided: Sequence[Undecided], others: Sequence[str]) -> list[Group]:
-    """Returns the parameters in groups, each with an expression that matches no other path.
+def groups_of(
+    undecided: Sequence[Undecided], others: Sequence[str]
+) -> dict[str, Sequence[Undecided]]:
+    """Returns the parameters in groups.
 
     Args:
         undecided: the parameters.
@@ -81,16 +59,15 @@ def groups_of(undecided: Sequence[Undecided], others: Sequence[str]) -> list[Gro
     for leaf in undecided:
         alike[re.sub(r"\d+", "0", leaf.path), leaf.reason, leaf.proposal].append(leaf)
     names = {*others, *(leaf.path for leaf in undecided)}
-    return [group for members in alike.values() for group in _groups(members, names)]
-
-
-def _groups(members: Sequence[Undecided], names: set[str]) -> Iterator[Group]:
-    """One group of parameters that are alike, or a group for each where it would have others."""
-    pattern = _pattern([leaf.path for leaf in members])
-    if any(re.search(pattern, name) for name in names - {leaf.path for leaf in members}):
-        yield from (Group(_pattern([leaf.path]), [leaf]) for leaf in members)
-    else:
-        yield Group(pattern, members)
+    groups: dict[str, Sequence[Undecided]] = {}
+    for members in alike.values():
+        paths = [leaf.path for leaf in members]
+        pattern = _pattern(paths)
+        if any(re.search(pattern, name) for name in names.difference(paths)):
+            groups |= {_pattern([leaf.path]): [leaf] for leaf in members}
+        else:
+            groups[pattern] = members
+    return groups
 
 
 def _pattern(paths: Sequence[str]) -> str:
@@ -100,20 +77,20 @@ def _pattern(paths: Sequence[str]) -> str:
     return f"^{''.join(varied)}$"
 
 
-def listed(groups: Sequence[Group]) -> str:
+def listed(groups: Groups) -> str:
     """Returns the first path of each group, its shape, how many are like it, and the reason."""
     said = []
-    for _, (first, *others) in groups:
+    for first, *others in groups.values():
         alike = f" and {len(others)} like it" if others else ""
         reason = f", {first.reason}" if first.reason else ""
         said.append(f"{first.path} of shape {first.shape}{alike}{reason}")
     return ", ".join(said)
 
 
-def code_of_rules(rules: Rules, groups: Sequence[Group]) -> str:
+def code_of_rules(rules: Rules, groups: Groups) -> str:
     """Returns the code of a dict of these rules and of a rule for each group."""
     entries = [f"{_literal(rule)}: {code_of_view(view)}" for rule, view in rules.items()]
-    entries += [f"{_literal(group.pattern)}: {group.members[0].proposal}" for group in groups]
+    entries += [f"{_literal(pattern)}: {group[0].proposal}" for pattern, group in groups.items()]
     return f"{{{', '.join(entries)}}}"
 
 

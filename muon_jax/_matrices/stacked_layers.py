@@ -5,8 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from muon_jax._matrices.layouts import Layout, Shape, fits_bias
-from muon_jax._matrices.roles import CONTAINER, NamedShape, bias_beside
+from muon_jax._matrices.roles import CONTAINER, Layout, NamedShape, Shape, bias_beside, fits_bias
 
 # A container whose layers may be stacked: no number of a layer follows it, not even after others.
 # Modules that stack nothing may have names such as `moe_layers`, too.

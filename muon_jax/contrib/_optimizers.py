@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ from muon_jax._checks import BETA, check_pattern, checks_arguments
 from muon_jax._distributed.exchange import exchange_of
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._muon import Additions, build, muon
+from muon_jax._patterns import check_each_decides, first_match
 from muon_jax._presets import PRESETS, takes_preset, with_defaults
 from muon_jax._trees import has_masked, path_name
 from muon_jax.contrib._normuon import Averaged, scale_by_normuon
@@ -213,15 +213,15 @@ def _with_adamh(pattern: str | None, params: Any, labels: Any) -> Any:
     if pattern is None:
         return labels
 
+    matrices = []
+
     def relabel(path: Any, x: Any, label: str) -> str:
-        is_matrix = label == "adam" and np.ndim(x) == 2
-        return "adamh" if is_matrix and re.search(pattern, path_name(path)) else label
+        if label != "adam" or np.ndim(x) != 2:
+            return label
+        matrices.append(path_name(path))
+        return label if first_match([pattern], matrices[-1]) is None else "adamh"
 
     found = jax.tree.map_with_path(relabel, params, labels)
-    leaves = jax.tree.leaves(found)
-    if leaves and "adamh" not in leaves and not has_masked(found):
-        raise ValueError(
-            f"adamh={pattern!r} matches no matrix that AdamW has: pass the path of the output head,"
-            " which describe(params) prints, or adamh=None where there is none"
-        )
+    if jax.tree.leaves(found) and not has_masked(found):
+        check_each_decides("adamh", [pattern], matrices, "matrices that AdamW has")
     return found

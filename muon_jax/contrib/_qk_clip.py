@@ -12,6 +12,7 @@ from muon_jax._argument_kinds import Number
 from muon_jax._checks import check_patterns, checks_arguments
 from muon_jax._matrices.views import Split
 from muon_jax._numerics import wide
+from muon_jax._patterns import check_each_decides, first_match
 from muon_jax._transforms.skipping import skip_missing
 from muon_jax._trees import errors_naming, path_name, unboxed
 from muon_jax.contrib._attention_heads import KeyHeads, QueryHeads, head_factors
@@ -98,16 +99,13 @@ def qk_clip(
             )
         measured = [(_keys_of_path(path), s) for path, s in jax.tree.leaves_with_path(max_logits)]
         names = [path_name(path) for path, _ in jax.tree.leaves_with_path(whole)]
-        unused = [p for p in heads if not any(re.search(p, name) for name in names)]
-        if unused:
-            raise ValueError(
-                f"heads has patterns that match no parameter, {sorted(unused)}: write patterns of"
-                f" the paths {names}"
-            )
+        for name in names:
+            _check_one_matches(heads, name)
+        check_each_decides("heads", heads, names)
 
         def clip_update(path: tuple[Any, ...], update: jax.Array, param: jax.Array) -> jax.Array:
             name = path_name(path)
-            pattern = _matching_pattern(heads, name)
+            pattern = first_match(heads, name)
             if pattern is None:
                 return update
             gammas = _gammas(threshold, _logits_above(path, measured))
@@ -135,14 +133,13 @@ def _check_specs(heads: Mapping[str, Any]) -> None:
                 )
 
 
-def _matching_pattern(heads: Mapping[str, Any], name: str) -> str | None:
+def _check_one_matches(heads: Mapping[str, Any], name: str) -> None:
     matches = [pattern for pattern in heads if re.search(pattern, name)]
     if len(matches) > 1:
         raise ValueError(
             f"heads must have one pattern for the parameter {name}, got {matches}: anchor patterns"
             " with ^ and $"
         )
-    return matches[0] if matches else None
 
 
 def _logits_above(

@@ -55,7 +55,7 @@ def fastest_chain_config(
     so it gains nothing. Large tiles must fill three quarters of the programs. Small tiles take 1.85
     times as long for the same elements, and compute fewer elements above the diagonal.
     """
-    num_programs = num_programs or device.num_multiprocessors()
+    num_programs = num_programs or device.current().num_multiprocessors
     large, small = (_num_tiles(m, config) for config in (LARGE, SMALL))
     if batch == 1:
         return None

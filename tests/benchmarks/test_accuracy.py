@@ -10,7 +10,7 @@ from benchmarks._accuracy import polar_error, spectra
 from benchmarks._accuracy.spectra import Case
 from benchmarks._records.tables import measurement_line
 from muon_jax import newton_schulz
-from muon_jax._iteration.fitted import SCHEDULES
+from muon_jax._iteration.coefficients import SCHEDULES
 
 ABSENT = {"momentum, step 5": "scikit-learn is not installed"}
 

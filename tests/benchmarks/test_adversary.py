@@ -20,7 +20,7 @@ from benchmarks._adversary.search import (
     search,
 )
 from muon_jax import newton_schulz
-from muon_jax._iteration.fitted import SCHEDULES
+from muon_jax._iteration.coefficients import SCHEDULES
 
 # Coefficients, dtype, input. Fits without a worst case had singular values of 1.55 to 10^16 there,
 # and published sets without noise 2.83, 2.04 and 57.

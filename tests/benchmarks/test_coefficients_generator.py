@@ -12,8 +12,7 @@ from benchmarks._coefficients.free import free_coefficients
 from benchmarks._coefficients.minimax import minimax_quintic, published_minimax_sets
 from benchmarks._coefficients.perturbed_map import map_with_errors
 from benchmarks._coefficients.worst_case import turns_of_spike, worst_outputs
-from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax._iteration.published import NAMED
+from muon_jax._iteration.coefficients import NAMED, SCHEDULES
 
 # Float64's rounding, which differs between CPUs, or units of the last published digit. The 8.20516
 # of "polar_express_nvidia" is published as 8.2051.

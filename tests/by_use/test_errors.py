@@ -250,7 +250,7 @@ def test_parts_that_indices_hide(parts):
 
 
 def test_a_rule_that_decides_nothing():
-    with pytest.raises(ValueError, match=r"the rules \['nothing'\] match none of the 3 paths"):
+    with pytest.raises(ValueError, match=r"\['nothing'\] of rules match none of the 3"):
         by_use(mlp, MLP, X, rules={"nothing": None})
     with pytest.raises(ValueError, match=r"rules\['\^w'\] never decides: 'w\$' before it"):
         by_use(mlp, MLP, X, rules={"w$": None, "^w": IN_OUT})
@@ -372,7 +372,7 @@ def test_no_parameters():
     routes = by_use(lambda p, x: x, {}, X)
     assert routes.parameters == () and routes({}) == {}
     assert str(routes).endswith("by_role(rules={})")
-    with pytest.raises(ValueError, match=r"the rules \['w'\] match none of the 0 paths"):
+    with pytest.raises(ValueError, match=r"\['w'\] of rules match none of the 0 parameters"):
         by_use(lambda p, x: x, {}, X, rules={"w": None})
 
 

@@ -1,6 +1,7 @@
 """Ensembles: updates under `vmap`, on both kinds of mesh axes."""
 
 import chex
+import helpers
 import jax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -39,7 +40,9 @@ def _one_by_one(grads):
     return jax.tree.map(lambda *xs: jax.numpy.stack(xs), *results)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    "kind", helpers.mostly_slow([AxisType.Explicit, AxisType.Auto], [AxisType.Auto])
+)
 @pytest.mark.parametrize(
     "spec",
     [P("member"), P(), P("member", "rows"), P(None, "rows"), P("member", None, ("data", "rows"))],
@@ -54,6 +57,7 @@ def test_an_ensemble_repeats_the_work_by_default(kind, spec):
     chex.assert_trees_all_close(jax.device_get(found), _one_by_one(grads), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("spec", [P("member"), P(), P("member", "rows")])
 @pytest.mark.parametrize("axes", ["split", {"data": "split"}], ids=str)

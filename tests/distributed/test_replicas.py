@@ -75,6 +75,7 @@ def test_the_default_has_the_bits_of_repeat(arguments, layout, kind):
     assert gathers[0] > gathers[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["HSDP", "HSDP, replicas inside"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_the_default_keeps_no_matrix_sharded_that_repeat_does_not(layout, kind):
@@ -146,6 +147,7 @@ def alone(stack):
     return [np.asarray(transform.update({"w": x}, transform.init({"w": x}))[0]["w"]) for x in stack]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("names", [("data",), ("data", "one")])
 def test_gradients_of_each_replica_stay_its_own(names, check_vma):

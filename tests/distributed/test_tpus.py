@@ -28,8 +28,7 @@ from benchmarks._tpu.described import (
 )
 from benchmarks._tpu.layouts import layouts_on_pod
 from muon_jax import MuonDimensionNumbers, muon, newton_schulz, scale_by_muon
-from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax._iteration.published import DIVERGING, NAMED
+from muon_jax._iteration.coefficients import DIVERGING, NAMED, SCHEDULES
 from muon_jax.contrib import KeyHeads, normuon, qk_clip, with_metrics
 
 pytestmark = [

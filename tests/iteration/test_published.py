@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks._accuracy import polar_error
 from muon_jax import newton_schulz
-from muon_jax._iteration.published import NAMED
+from muon_jax._iteration.coefficients import NAMED
 
 # Relative errors. Those of the gram form are larger: between restarts errors of R are amplified
 # ("dion" has 0.011 in float16, "polar_express_nanogpt" 1.3e-4 in float32).

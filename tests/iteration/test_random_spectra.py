@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks._accuracy import polar_error
 from muon_jax import newton_schulz
-from muon_jax._iteration.fitted import SCHEDULES
+from muon_jax._iteration.coefficients import SCHEDULES
 
 M = 48
 SPECTRA = {

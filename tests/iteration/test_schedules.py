@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from benchmarks._accuracy.polar_error import polar_metrics
 from benchmarks._accuracy.spectra import SPECTRA, Case, with_singular_values
 from muon_jax import newton_schulz
-from muon_jax._iteration.fitted import SCHEDULES
+from muon_jax._iteration.coefficients import SCHEDULES
 
 unjitted = helpers.unjitted_newton_schulz
 OFFERED = [(name, dtype) for name in SCHEDULES for dtype in ("float16", "bfloat16")]
@@ -245,6 +245,7 @@ def error_of_one_direction(name, dtype):
     return np.median(errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_one_direction_among_small_ones(dtype):
     reference = error_of_one_direction("polar_express", dtype)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from unittest import mock
 
 import chex
 import helpers
@@ -14,8 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import muon_jax
-from muon_jax._iteration import steps
-from muon_jax._iteration.fitted import SCHEDULES
+from muon_jax._iteration.coefficients import SCHEDULES
 from pallas_kernels import ChainLink, syrk_chain, syrk_with_residual
 from pallas_kernels._mosaic_gpu import chain as mosaic_gpu
 from pallas_kernels._mosaic_gpu.chain import LARGE, SMALL, ChainProgram
@@ -56,9 +54,7 @@ def structure_of(links):
 
 def chain_of(step, operand):
     """Inputs and products of the polynomial of a step, with a residual that is small enough."""
-    with mock.patch.object(steps, "syrk_chain") as chain:
-        step.polynomial(operand, operand / 4096 if step.residual_betas else None)
-    return chain.call_args.args
+    return step.chain(operand, operand / 4096 if step.residual_betas else None)
 
 
 class InOneProgram(ChainProgram):
@@ -146,7 +142,7 @@ def test_every_chain_of_small_matrices_fits_in_shared_memory(step, dtype):
 def test_all_matrices_of_a_vmap_are_in_one_launch(m, is_small):
     step = SCHEDULES["balanced"].steps[0]
     operand = jax.ShapeDtypeStruct((3, 5, m, m), jnp.float16)
-    function = jax.vmap(functools.partial(step.polynomial, implementation="mosaic_gpu"))
+    function = jax.vmap(lambda *r: syrk_chain(*step.chain(*r), implementation="mosaic_gpu"))
     with helpers.described_gpu("H200"):
         traced = jax.jit(function).trace(operand, operand)
         if is_small:  # the other kernel is lowered below
@@ -251,9 +247,11 @@ def test_an_update_of_gpt2_has_few_kernels():
 def test_on_a_gpu_one_launch_has_the_bits_of_one_for_each_product(batch, m, monkeypatch):
     step = SCHEDULES["balanced"].steps[0]
     x = jax.random.normal(jax.random.key(0), (batch, m, m)) / (2 * m**0.5)
-    function = functools.partial(
-        step.polynomial, symmetrize_output=False, implementation="mosaic_gpu"
-    )
+    options = {"symmetrize_output": False, "implementation": "mosaic_gpu"}
+
+    def function(*r):
+        return syrk_chain(*step.chain(*r), **options)
+
     r, low = syrk_with_residual(x.astype(jnp.float16))
     results = []
     for config in (None, SMALL, LARGE):

@@ -96,6 +96,7 @@ def updates_of(updates, **arguments):
     return jax.jit(tx.update)(updates, tx.init(updates))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axis", "kernels"), [((), 3), ((2,), 7)], ids=["alone", "vmapped"])
 @pytest.mark.parametrize("ns_coeffs", ["balanced", "standard"])
 def test_matrices_of_one_m_share_kernels(ns_coeffs, axis, kernels):

@@ -112,6 +112,7 @@ def test_two_operands_whose_product_is_symmetric(implementation, dtype):
     chex.assert_trees_all_equal(IMPLEMENTATIONS[implementation](a, b), expected)
 
 
+@pytest.mark.slow
 @each_implementation
 @pytest.mark.parametrize("examples", helpers.mostly_nightly([2, 6], [2], ()))  # each takes seconds
 def test_error_is_at_most_twice_that_of_xlas_product(implementation, examples):
@@ -161,6 +162,7 @@ def test_the_result_equals_its_transpose_exactly(implementation, dtype, same, sh
     chex.assert_trees_all_equal(out, np.asarray(out).mT)
 
 
+@pytest.mark.slow
 @each_implementation
 @pytest.mark.parametrize("in_axes", [(0, None, None), (1, 2, 0), (None, None, 0)], ids=str)
 def test_vmap_gives_what_each_matrix_alone_gives(implementation, in_axes):

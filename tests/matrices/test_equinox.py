@@ -130,6 +130,7 @@ def parts(tree, heads):
     return {name: of_one(name, np.asarray(x)) for name, x in helpers.flat(tree).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", helpers.mostly_nightly([1, HEADS], [HEADS]))
 def test_steps_are_those_of_a_dict_of_matrices(heads):
     of_heads = Unfold(-2, (HEADS, HEAD_DIM), MuonDimensionNumbers(-1, -2))

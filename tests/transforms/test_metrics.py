@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
-from muon_jax._iteration.fitted import SCHEDULES
-from muon_jax._iteration.published import DEFAULT_STEPS, NAMED
+from muon_jax._iteration.coefficients import NAMED, SCHEDULES
+from muon_jax._iteration.steps import DEFAULT_STEPS
 from muon_jax._matrices.views import Split
 from muon_jax.contrib import metrics, scale_by_normuon, with_metrics
 from muon_jax.contrib._spectra import LEAST_REACHED, unreached_share
