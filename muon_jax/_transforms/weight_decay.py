@@ -16,7 +16,12 @@ def product_of_rates(*factors: Any) -> optax.ScalarOrSchedule:
     """Returns the product, a schedule where a factor is a schedule."""
     if not any(map(callable, factors)):
         return math.prod(factors)
-    return lambda count: math.prod(x(count) if callable(x) else x for x in factors)
+
+    def product(count: jax.typing.ArrayLike) -> Any:
+        values: list[Any] = [x(count) if callable(x) else x for x in factors]
+        return math.prod(values)
+
+    return product
 
 
 type DecayForm = Literal["decoupled", "independent", "l2", "palm", "scaled_palm"]
