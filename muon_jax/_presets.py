@@ -98,17 +98,8 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # after the second step. The source runs square matrices in the standard form, this library in
     # the gram form; the polynomial is the same. AdamW is from the source's example.py. The gram
     # form needs a static number of steps: pass static_args="ns_steps" to optax.inject_hyperparams.
-    "gram": {
-        "ns_coeffs": NewtonSchulz("polar_express", dtype="float16", method="gram"),
-        "momentum": "heavy_ball",
-        "eps": 1e-7,
-        "consistent_rms": 0.2,
-        "weight_decay": 0.1,
-        "adam_b2": 0.95,
-        "adam_eps": 1e-8,
-        "adam_nesterov": False,
-        "adam_weight_decay": 0.1,
-    },
+    "gram": _MOONLIGHT
+    | {"ns_coeffs": NewtonSchulz("polar_express", dtype="float16", method="gram")},
     # https://github.com/marin-community/marin/blob/main/lib/levanter/src/levanter/optim/muon.py. It
     # iterates in the momentum's own dtype. It also clips AdamW's gradients to a global norm of 1;
     # add that with optax.chain. The source's use_kimi_scaling is consistent_rms=0.2.
@@ -127,21 +118,16 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # https://github.com/StarrickLiu/fused-muon: Moonlight's Muon, with one product X <- BX a step
     # for a rounded B. This library makes every step so. The source scales a convolution by its
     # channels, this library by its matrix.
-    "fused_muon": dict(_MOONLIGHT),
+    "fused_muon": _MOONLIGHT,
     # optim/muon.py in https://huggingface.co/AlexWortega/moe100m-physics-tinybpe, a Muon for
     # mixtures of experts, with ns_mode="fp16": products in float16 and coefficients that are all
     # divided by 1.02. The source rounds X to float16 before it takes the norm, so X can overflow;
     # this library rounds after. AdamW is torch.optim.AdamW with the class's own betas=(0.9, 0.95),
     # eps=1e-8 and weight_decay=0.01.
-    "moe_fp16": {
+    "moe_fp16": _MOONLIGHT
+    | {
         "ns_coeffs": NewtonSchulz("standard_1.02", dtype="float16", method="standard"),
-        "momentum": "heavy_ball",
-        "eps": 1e-7,
-        "consistent_rms": 0.2,
         "weight_decay": 0.01,
-        "adam_b2": 0.95,
-        "adam_eps": 1e-8,
-        "adam_nesterov": False,
         "adam_weight_decay": 0.01,
     },
     # Muon: orthogonalized_optimizers/muon.py in https://github.com/NVIDIA-NeMo/Emerging-Optimizers.
@@ -170,7 +156,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # 0.95, updates of RMS 0.2 and weight decay 0.1 are those of GLM-4.5
     # (https://arxiv.org/abs/2508.06471), where AdamW has embeddings, biases and norms alone, and
     # Muon the output head. All else is not stated, and is Moonlight's.
-    "glm5": dict(_MOONLIGHT),
+    "glm5": _MOONLIGHT,
 }
 PRESETS: dict[str, dict[str, Any]] = _ReadOnly(
     {name: _ReadOnly(arguments) for name, arguments in _ARGUMENTS.items()}
