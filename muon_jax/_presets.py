@@ -31,9 +31,9 @@ class _ReadOnly(dict[str, Any]):
         return dict, (dict(self),)
 
 
-_in_bfloat16 = functools.partial(NewtonSchulz, dtype="bfloat16", method="standard")
+in_bfloat16 = functools.partial(NewtonSchulz, dtype="bfloat16", method="standard")
 _KELLER = {
-    "ns_coeffs": _in_bfloat16(),
+    "ns_coeffs": in_bfloat16(),
     "momentum": "ema",
     "eps": 1e-7,
     "adam_b2": 0.95,
@@ -41,7 +41,7 @@ _KELLER = {
     "adam_nesterov": False,
 }
 _MOONLIGHT = {
-    "ns_coeffs": _in_bfloat16(),
+    "ns_coeffs": in_bfloat16(),
     "momentum": "heavy_ball",
     "eps": 1e-7,
     "consistent_rms": 0.2,
@@ -65,7 +65,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # https://github.com/pytorch/pytorch/blob/main/torch/optim/_muon.py, beside torch.optim.AdamW
     # with its defaults. The source's adjust_lr_fn="match_rms_adamw" is consistent_rms=0.2.
     "torch": {
-        "ns_coeffs": _in_bfloat16(),
+        "ns_coeffs": in_bfloat16(),
         "momentum": "ema",
         "eps": 1e-7,
         "eps_mode": "max",
@@ -84,7 +84,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # momentum, the default in 2026. The scale is not bounded below by 1. The source's safety factor
     # is 1.02.
     "dion": {
-        "ns_coeffs": _in_bfloat16("polar_express_nanogpt"),
+        "ns_coeffs": in_bfloat16("polar_express_nanogpt"),
         "momentum": "heavy_ball",
         "nesterov": False,
         "eps": 1e-8 / 1.02,
@@ -114,7 +114,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # by AOL, with the coefficients of the version of 2025-09-22, which has no optimizer of its own:
     # the rest is Keller Jordan's. The rows of a square matrix are the source's outputs and
     # this library's inputs, because weights are (in, out) here.
-    "turbo": _KELLER | {"ns_coeffs": _in_bfloat16("aol"), "preconditioning": "aol"},
+    "turbo": _KELLER | {"ns_coeffs": in_bfloat16("aol"), "preconditioning": "aol"},
     # https://github.com/StarrickLiu/fused-muon: Moonlight's Muon, with one product X <- BX a step
     # for a rounded B. This library makes every step so. The source scales a convolution by its
     # channels, this library by its matrix.
@@ -135,7 +135,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # source's scale "spectral" is √max(fan_in, fan_out), so its extra_scale_factor is
     # consistent_rms.
     "megatron": {
-        "ns_coeffs": _in_bfloat16("dion"),
+        "ns_coeffs": in_bfloat16("dion"),
         "momentum": "ema",
         "nesterov": False,
         "eps": 1e-15,
