@@ -32,9 +32,9 @@ class _ReadOnly(dict[str, Any]):
         return dict, (dict(self),)
 
 
-_in_bfloat16 = functools.partial(NewtonSchulz, dtype="bfloat16", method="standard")
+in_bfloat16 = functools.partial(NewtonSchulz, dtype="bfloat16", method="standard")
 _KELLER = {
-    "ns_coeffs": _in_bfloat16(),
+    "ns_coeffs": in_bfloat16(),
     "momentum": "ema",
     "eps": 1e-7,
     "adam_b2": 0.95,
@@ -42,7 +42,7 @@ _KELLER = {
     "adam_nesterov": False,
 }
 _MOONLIGHT = {
-    "ns_coeffs": _in_bfloat16(),
+    "ns_coeffs": in_bfloat16(),
     "momentum": "heavy_ball",
     "eps": 1e-7,
     "consistent_rms": 0.2,
@@ -66,7 +66,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # https://github.com/pytorch/pytorch/blob/main/torch/optim/_muon.py, beside torch.optim.AdamW
     # with its defaults. The source's adjust_lr_fn="match_rms_adamw" is consistent_rms=0.2.
     "torch": {
-        "ns_coeffs": _in_bfloat16(),
+        "ns_coeffs": in_bfloat16(),
         "momentum": "ema",
         "eps": 1e-7,
         "eps_mode": "max",
@@ -85,7 +85,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # momentum, the default in 2026. The scale is not bounded below by 1. The source's safety factor
     # is 1.02.
     "dion": {
-        "ns_coeffs": _in_bfloat16("polar_express_nanogpt"),
+        "ns_coeffs": in_bfloat16("polar_express_nanogpt"),
         "momentum": "heavy_ball",
         "nesterov": False,
         "eps": 1e-8 / 1.02,
@@ -99,17 +99,8 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # after the second step. The source runs square matrices in the standard form, this library in
     # the gram form; the polynomial is the same. AdamW is from the source's example.py. The gram
     # form needs a static number of steps: pass static_args="ns_steps" to optax.inject_hyperparams.
-    "gram": {
-        "ns_coeffs": NewtonSchulz("polar_express", dtype="float16", method="gram"),
-        "momentum": "heavy_ball",
-        "eps": 1e-7,
-        "consistent_rms": 0.2,
-        "weight_decay": 0.1,
-        "adam_b2": 0.95,
-        "adam_eps": 1e-8,
-        "adam_nesterov": False,
-        "adam_weight_decay": 0.1,
-    },
+    "gram": _MOONLIGHT
+    | {"ns_coeffs": NewtonSchulz("polar_express", dtype="float16", method="gram")},
     # https://github.com/marin-community/marin/blob/main/lib/levanter/src/levanter/optim/muon.py. It
     # iterates in the momentum's own dtype. It also clips AdamW's gradients to a global norm of 1;
     # add that with optax.chain. The source's use_kimi_scaling is consistent_rms=0.2.
@@ -124,25 +115,20 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # by AOL, with the coefficients of the version of 2025-09-22, which has no optimizer of its own:
     # the rest is Keller Jordan's. The rows of a square matrix are the source's outputs and
     # this library's inputs, because weights are (in, out) here.
-    "turbo": _KELLER | {"ns_coeffs": _in_bfloat16("aol"), "preconditioning": "aol"},
+    "turbo": _KELLER | {"ns_coeffs": in_bfloat16("aol"), "preconditioning": "aol"},
     # https://github.com/StarrickLiu/fused-muon: Moonlight's Muon, with one product X <- BX a step
     # for a rounded B. This library makes every step so. The source scales a convolution by its
     # channels, this library by its matrix.
-    "fused_muon": dict(_MOONLIGHT),
+    "fused_muon": _MOONLIGHT,
     # optim/muon.py in https://huggingface.co/AlexWortega/moe100m-physics-tinybpe, a Muon for
     # mixtures of experts, with ns_mode="fp16": products in float16 and coefficients that are all
     # divided by 1.02. The source rounds X to float16 before it takes the norm, so X can overflow;
     # this library rounds after. AdamW is torch.optim.AdamW with the class's own betas=(0.9, 0.95),
     # eps=1e-8 and weight_decay=0.01.
-    "moe_fp16": {
+    "moe_fp16": _MOONLIGHT
+    | {
         "ns_coeffs": NewtonSchulz("standard_1.02", dtype="float16", method="standard"),
-        "momentum": "heavy_ball",
-        "eps": 1e-7,
-        "consistent_rms": 0.2,
         "weight_decay": 0.01,
-        "adam_b2": 0.95,
-        "adam_eps": 1e-8,
-        "adam_nesterov": False,
         "adam_weight_decay": 0.01,
     },
     # Muon: orthogonalized_optimizers/muon.py in https://github.com/NVIDIA-NeMo/Emerging-Optimizers.
@@ -150,7 +136,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # source's scale "spectral" is √max(fan_in, fan_out), so its extra_scale_factor is
     # consistent_rms.
     "megatron": {
-        "ns_coeffs": _in_bfloat16("dion"),
+        "ns_coeffs": in_bfloat16("dion"),
         "momentum": "ema",
         "nesterov": False,
         "eps": 1e-15,
@@ -171,7 +157,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # 0.95, updates of RMS 0.2 and weight decay 0.1 are those of GLM-4.5
     # (https://arxiv.org/abs/2508.06471), where AdamW has embeddings, biases and norms alone, and
     # Muon the output head. All else is not stated, and is Moonlight's.
-    "glm5": dict(_MOONLIGHT),
+    "glm5": _MOONLIGHT,
 }
 PRESETS: dict[str, dict[str, Any]] = _ReadOnly(
     {name: _ReadOnly(arguments) for name, arguments in _ARGUMENTS.items()}

@@ -1,4 +1,4 @@
-"""Attention heads: where a parameter has them, and what QK-clip multiplies each by."""
+"""Attention heads: where a parameter has them, and the factor by which QK-clip scales each."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ class KeyHeads:
 
     Attributes:
         parts: the size of each part of a head and its power p of γ, in the order of the parts. The
-            power is 0 for a part that makes no keys, and for keys that all heads share.
+            power is 0 for a part that is not a key, and for keys that all heads share.
         axis: the axis on which the heads follow one another; or a pair, the axis of heads and the
             axis of parts.
         layer_axis: the axis of layers, where the parameter stacks layers.
@@ -42,10 +42,10 @@ class QueryHeads:
     """Where a parameter has the heads of the queries.
 
     Attributes:
-        parts: the size of each part of a head, in the order of the parts, and the power p of γ of
+        parts: the size of each part of a head, in the order of the parts, and the power p of γ for
             the keys that the part is multiplied with. The queries take the rest of γ.
-        key_heads: the number of key heads, where consecutive query heads share one; None where each
-            query head has a key head of its own.
+        key_heads: the number of key heads if consecutive query heads share one; None if each query
+            head has its own.
         axis: the axis on which the heads follow one another; or a pair, the axis of heads and the
             axis of parts.
         layer_axis: the axis of layers, where the parameter stacks layers.
@@ -61,7 +61,7 @@ class QueryHeads:
 
 
 def head_factors(spec: Any, shape: tuple[int, ...], gammas: jax.Array) -> jax.Array:
-    """Returns what an array of that shape is multiplied by, in a shape that broadcasts to it.
+    """Returns the factors for an array of that shape, in a shape that broadcasts to it.
 
     Args:
         spec: `KeyHeads`, `QueryHeads`, a `Split` with such views, or None for factors of 1.

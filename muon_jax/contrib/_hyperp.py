@@ -1,4 +1,4 @@
-"""HyperP: a learning rate of MuonH that is found once, for other widths, depths and tokens."""
+"""HyperP: transfers a learning rate of MuonH to other widths, depths and numbers of tokens."""
 
 import math
 from typing import Annotated
@@ -21,16 +21,16 @@ def hyperp_learning_rate(
 ) -> float:
     """Transfers a learning rate of `muonh` to a model of another size.
 
-    With the rate η₀ that is best for depth d₀ and T₀ tokens, the rate for depth d and T tokens is
+    If η₀ is the best rate for depth d₀ and T₀ tokens, the rate for depth d and T tokens is
 
         η = η₀ · √(d₀/d) · (T/T₀)^-0.32.
 
-    The rate does not depend on the width: a step is relative to the norm of its matrix. The rule is
-    for models with the following.
+    The rate does not depend on the width, because a step is relative to the norm of its matrix. The
+    rule assumes that
 
-    -   Hidden matrices keep their norms, and have no weight decay.
-    -   Residual branches are multiplied by 1/√(2d), as in Depth-μP.
-    -   The size of batches, the momentum and AdamW's decay rates stay as they are.
+    -   hidden matrices keep their norms, and have no weight decay,
+    -   residual branches are multiplied by 1/√(2d), as in Depth-μP,
+    -   the batch size, the momentum and AdamW's decay rates do not change.
 
     Args:
         learning_rate: η₀.
@@ -40,7 +40,7 @@ def hyperp_learning_rate(
         base_tokens: T₀.
 
     Raises:
-        TypeError: an argument is no number.
+        TypeError: an argument is not a number.
         ValueError: a rate is negative, or another argument is not above 0.
 
     References:

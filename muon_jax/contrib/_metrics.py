@@ -1,4 +1,4 @@
-"""Diagnostics of Muon's matrices, computed with each update and kept in the optimizer's state."""
+"""Diagnostics of Muon's matrices, computed in each update and kept in the optimizer's state."""
 
 import collections
 import functools
@@ -65,34 +65,35 @@ def with_metrics(
     weight_dimension_numbers: Views = None,
     shardings: Shardings = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps `scale_by_muon`, or a chain with it, so that the state holds metrics of each update.
+    """Wraps `scale_by_muon`, or a chain with it, to keep metrics of each update in the state.
 
-    A metric covers all matrices (fan_in × fan_out) of one shape, from all parameters together. The
-    metrics of 16×40 matrices are
+    Each metric covers all matrices (fan_in × fan_out) of one shape, across all parameters. For
+    16×40 matrices the metrics are
 
     *   `16x40/gradient_norm`: the Frobenius norm of all their gradients together.
     *   `16x40/update_rms`: the root mean square of the entries of all their updates.
     *   `16x40/orthogonality_residual`: the mean over matrices of ‖OOᵀ - I‖_F/√m, for the update O
-        with the smaller side m. It is 0 for an orthogonal O. It says nothing of a chain that scales
-        its updates.
+        with the smaller side m. It is 0 for an orthogonal O, and meaningless for a chain that
+        scales its updates.
     *   `16x40/stable_rank`: the mean over matrices of ‖M‖_F²/‖M‖₂², for the momentum M with the
         smaller side m. It lies between 1 and m, and is 0 for zeros. 16 power iterations estimate
-        ‖M‖₂ from below, so the rank can come out too large where the largest singular values are
-        close.
+        ‖M‖₂ from below, so the rank can be too large if the largest singular values are close.
 
     *   `16x40/unreached_share`: an estimate of the mean over matrices of the share of singular
         values of O below ½. Each named set of `ns_coeffs` but `"aol_nvidia"` maps singular values
-        of the momentum to ½ or more, down to the smallest that it reaches. Coefficients by path
-        differ in what they reach. 16 Lanczos steps on OOᵀ from one vector of random signs estimate
-        the share p. The choice of the vector has a standard error of at most √(2p/m) for one
-        matrix, and √(2p/(mN)) for N that differ. The steps add an error where many singular values
-        lie close to ½; for m ≤ 16 they add none but rounding. The vectors are the same in every
-        update. It says nothing of a chain that scales its updates, and is 1 for zeros.
+        of the momentum to ½ or more, down to the smallest that it reaches. With coefficients by
+        path, that smallest value depends on the path. 16 Lanczos steps on OOᵀ from one vector of
+        random signs estimate the share p. The choice of the vector has a standard error of at
+        most √(2p/m) for one matrix, and √(2p/(mN)) for N that differ. The steps add an error where
+        many singular values lie close to ½; for m ≤ 16 they add only rounding. The vectors are the
+        same in every update. The share is meaningless for a chain that scales its updates, and is 1
+        for zeros.
 
     The residual costs a product OOᵀ in float32, and the share 16 products of that with a vector.
     Nothing waits for the host. `metrics` finds the values in a state.
 
-    Matrices whose gradient is None are left out. The metrics of a shape are 0 where all are.
+    Matrices whose gradient is None are left out. If all matrices of a shape are left out, its
+    metrics are 0.
 
     Args:
         transform: a transformation with one `MuonState` in its state.
@@ -114,7 +115,7 @@ def with_metrics(
     def init_fn(params: optax.Params) -> MetricsState:
         state = wrapped.init(params)
         if is_placeholder(params):
-            # A leaf stands for the metrics, whose names only the parameters tell.
+            # One leaf stands for the metrics, whose names depend on the parameters.
             return MetricsState(state, jnp.zeros([]))  # pyright: ignore[reportArgumentType]
         shapes = jax.eval_shape(measure, params, params, state)
         return MetricsState(state, {name: jnp.zeros([], jnp.float32) for name in shapes})
@@ -197,7 +198,7 @@ def _measure_matrices(
     """The metrics by name of the trees of gradients, updates and momenta."""
     values = {}
     for shape, groups in _group_by_shape(views, shardings, placement_keys, *trees).items():
-        of_shape = _measure_stacks([_stack_group(group) for group in groups])
+        of_shape = _measure_stacks([_Matched(*map(stack, zip(*g, strict=True))) for g in groups])
         values |= {f"{shape}/{name}": value for name, value in of_shape.items()}
     return {name: value.astype(jnp.float32) for name, value in values.items()}
 
@@ -221,10 +222,6 @@ def _group_by_shape(
             rows, cols = map(first.size, first.axes[1:])
             shapes[f"{rows}x{cols}"][placement, first.axes, first.array.shape].append(matched)
     return {shape: [*groups.values()] for shape, groups in shapes.items()}
-
-
-def _stack_group(group: Sequence[_Matched]) -> _Matched:
-    return _Matched(*map(stack, zip(*group, strict=True)))
 
 
 def _measure_stacks(stacks: Sequence[_Matched]) -> dict[str, jax.Array]:

@@ -1,10 +1,11 @@
-"""States of Muon converted: to another form of momentum, and to another `mu_dtype`."""
+"""Converts states of Muon to another form of momentum, or to another `mu_dtype`."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from muon_jax._checks import checks_arguments
@@ -15,7 +16,9 @@ from muon_jax.contrib._on_host import map_where_it_is
 from muon_jax.contrib._quantized import (
     QUANTIZED,
     boxed_momenta,
-    cast_mu,
+    checked_tile_axes,
+    dequantize,
+    quantize,
 )
 
 
@@ -28,7 +31,7 @@ def convert_momentum(
     The momenta of equal gradients are proportional: `"ema"` and `"bias_corrected"` hold 1 - β times
     the momentum of `"heavy_ball"`. A run goes on as it would have, with two exceptions:
 
-    *   `eps` weighs differently: a momentum of `"heavy_ball"` is 1/(1 - β) times as large.
+    *   `eps` has another weight: a momentum of `"heavy_ball"` is 1/(1 - β) times as large.
     *   Only `"bias_corrected"` corrects the bias.
 
     Args:
@@ -38,7 +41,7 @@ def convert_momentum(
         beta: β, the same in all steps so far.
 
     Raises:
-        TypeError: `beta` is no number.
+        TypeError: `beta` is not a number.
         ValueError: a form is unknown, the state has no `MuonState`, or `beta` is not in [0, 1) or
             is a schedule. Under a schedule of β each form weights the gradients differently, and
             the momenta are not proportional.
@@ -71,13 +74,13 @@ def cast_momentum(
 
     Args:
         state: any tree with a `MuonState` or a `ScaleByAdamState` in it, such as that of `muon`.
-        mu_dtype: a float dtype, `"int8"`, or what `on_host` returns. Rounding is to nearest.
-            AdamW's momenta become bfloat16 for int8. A dtype leaves the state where it is.
+        mu_dtype: a float dtype, `"int8"`, or the result of `on_host`. Rounding is to nearest. For
+            int8, AdamW's momenta become bfloat16. A dtype does not move the state.
         shardings: as for `scale_by_muon`; needed only in a shard_map.
 
     Raises:
-        ValueError: `mu_dtype` is no such dtype, is real where a momentum is complex, or conversely;
-            the state has no momenta; or `shardings` is missing or does not fit.
+        ValueError: `mu_dtype` is not such a dtype, or is real for a complex momentum or complex for
+            a real one; the state has no momenta; or `shardings` is missing or does not fit.
     """
     storage = storage_of(mu_dtype)
     if storage.dtype is None:
@@ -88,8 +91,20 @@ def cast_momentum(
         shapes = QUANTIZED.map(QUANTIZED.shape_of, mu)
         check_mu_dtype(shapes, storage.dtype)
         own = storage if isinstance(node, MuonState) else storage.of_adam
-        assert own.dtype is not None
-        mu = cast_mu(mu, own.dtype, whole_tree(shapes, shardings))
+
+        def cast_leaf(path: Any, m: Any, of_whole: Any) -> Any:
+            m = dequantize(m)
+            if jnp.dtype(own.dtype) != jnp.int8:
+                return m.astype(own.dtype)
+            axes = checked_tile_axes(path, m, of_whole)
+            return m.astype(jnp.float32) if axes is None else quantize(m, axes)
+
+        mu = jax.tree.map_with_path(
+            lambda path, m, of_whole: map_where_it_is(lambda m: cast_leaf(path, m, of_whole), m),
+            mu,
+            whole_tree(shapes, shardings),
+            is_leaf=QUANTIZED.is_momentum,
+        )
         return own.memory.place(node._replace(mu=boxed_momenta(mu)))
 
     return _with_nodes(cast, state, (MuonState, optax.ScaleByAdamState), "momenta")
@@ -98,7 +113,7 @@ def cast_momentum(
 def _with_nodes(
     convert: Callable[[Any], Any], state: Any, types: tuple[type, ...], what: str
 ) -> Any:
-    """Returns the state with its nodes of these types converted. It must have one."""
+    """Converts the nodes of these types in a state, which must have at least one."""
     found = []
 
     def convert_node(node: Any) -> Any:

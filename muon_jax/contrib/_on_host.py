@@ -1,14 +1,15 @@
-"""Optimizer states in the memory of the host: where their arrays are, and how updates stream them.
+"""Optimizer states in the host's memory: which arrays are there, and how updates stream them.
 
-An update takes one leaf after the other. Each comes to the device, is updated, and goes back:
+An update handles one leaf after another. Each moves to the device, is updated, and moves back:
 
     gradient i ─────────────────┐
     leaf i ─────────────────────┴──> on the device ──> result i
     earlier leaves, when back ──┘                 └──> leaf i, back on the host
 
--   A leaf waits for its gradient. XLA would fetch the whole state before the forward pass.
--   A leaf waits for earlier ones, so that a bounded number of bytes is under way. XLA would fetch
-    all leaves before the first goes back.
+-   A leaf waits for its gradient. Otherwise XLA would fetch the whole state before the forward
+    pass.
+-   A leaf waits for earlier ones, to bound the bytes in transit. Otherwise XLA would fetch all
+    leaves before the first moves back.
 """
 
 import collections
@@ -24,9 +25,9 @@ from muon_jax._distributed.sharding import is_in_shard_map, mesh_of
 from muon_jax._transforms.momentum import Memory, Storage, storage_of
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-# Smaller arrays stay on the device. Their bytes do not matter, and each transfer takes some 10 µs.
+# Smaller arrays stay on the device: their bytes do not matter, and each transfer takes some 10 µs.
 LEAST_ENTRIES_ON_HOST = 2**16
-# The bytes on each device that are under way at once, as many as of an exchange.
+# The bytes in transit at once on each device, as many as an exchange has.
 MOST_BYTES_UNDER_WAY = 2**28
 
 
@@ -36,15 +37,15 @@ def on_host(mu_dtype: jax.typing.DTypeLike | Storage | None = None) -> Storage:
 
         muon(0.02, mu_dtype=contrib.on_host("bfloat16"))
 
-    Moments of 65,536 or more entries are there, Muon's and AdamW's. Updates stream them: each comes
-    to the device when its gradient is there, is updated, and goes back, with at most 256 MiB, or
-    one moment, under way on each device. The results are the same bits.
+    This holds for Muon's and AdamW's moments of 65,536 or more entries. Updates stream them: each
+    moves to the device when its gradient is ready, is updated, and moves back. At most 256 MiB, or
+    one moment, are in transit on each device. The results are bit for bit the same.
 
     Args:
         mu_dtype: as for `muon`, also `"int8"`.
 
     Raises:
-        ValueError: `mu_dtype` is no such dtype. Or in `update`: the state is elsewhere.
+        ValueError: `mu_dtype` is not such a dtype; or, in `update`, the state is elsewhere.
         NotImplementedError: in `init`: the device cannot use pinned memory of its host.
     """
     return dataclasses.replace(storage_of(mu_dtype), memory=PinnedHost())
@@ -61,7 +62,7 @@ def to_device(tree: Any) -> Any:
 
 
 def map_where_it_is(function: Callable[[Any], Any], stored: Any) -> Any:
-    """Returns `function(stored)`, computed on the device, and on the host where `stored` is."""
+    """Computes `function(stored)` on the device, and moves it to the host if `stored` is there."""
     new = function(to_device(stored))
     return _to_host(new) if _is_streamed(stored) else new
 
@@ -97,10 +98,10 @@ class PinnedHost(Memory):
     def streamed(
         self, update: Callable[..., tuple[Any, Any]], gradients: Sequence[Any], are_read_again: bool
     ) -> Callable[..., tuple[Any, Any]]:
-        """Returns `update` for leaves of the host, which go back there.
+        """Returns `update` for leaves on the host, which move back there.
 
-        Results that are read again are stored beside the leaf: XLA would keep the new leaf on the
-        device, to compute the result once more.
+        A barrier stores results that are read again. Without it XLA would keep the new leaf on the
+        device to recompute the result.
         """
         count_devices = 1 if is_in_shard_map() else max(1, mesh_of(gradients).size)
         under_way: collections.deque[tuple[float, Any]] = collections.deque()

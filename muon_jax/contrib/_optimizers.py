@@ -1,4 +1,4 @@
-"""Other published Muons, which arguments of `muon` alone do not make: NorMuon, MuonH and AdamH."""
+"""Published Muons that need more than arguments of `muon`: NorMuon, MuonH and AdamH."""
 
 import functools
 import inspect
@@ -11,19 +11,17 @@ import optax
 
 from muon_jax._checks import BETA, check_pattern, checks_arguments
 from muon_jax._distributed.exchange import exchange_of
-from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._muon import Additions, build, muon
 from muon_jax._patterns import check_each_decides, first_match
-from muon_jax._presets import PRESETS, takes_preset, with_defaults
+from muon_jax._presets import PRESETS, in_bfloat16, takes_preset, with_defaults
 from muon_jax._trees import has_masked, path_name
 from muon_jax.contrib._normuon import Averaged, scale_by_normuon
 from muon_jax.contrib._param_norm import check_no_scale, keep_param_norm, scale_to_param_norm
 
 # As in PRESETS, tests/oracles.py has the source of each number.
-_in_bfloat16 = functools.partial(NewtonSchulz, dtype="bfloat16", method="standard")
 NANOGPT: Mapping[str, Any] = {
     **PRESETS["keller"],
-    "ns_coeffs": _in_bfloat16("polar_express_nanogpt"),
+    "ns_coeffs": in_bfloat16("polar_express_nanogpt"),
     "eps": 1e-6 / 1.02,
     "normuon_b2": 0.9,
     "normuon_averaged": "shorter",
@@ -33,7 +31,7 @@ NANOGPT: Mapping[str, Any] = {
     "adam_weight_decay": 0.005,
 }
 MUONH: Mapping[str, Any] = {
-    "ns_coeffs": _in_bfloat16("dion"),
+    "ns_coeffs": in_bfloat16("dion"),
     "momentum": "heavy_ball",
     "eps": 1e-8,
     "shape_scale": "none",
@@ -45,12 +43,13 @@ MUONH: Mapping[str, Any] = {
 
 
 def _with_arguments_of_muon[R](*left_out: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Returns a decorator of functions of keywords, which also take those of `muon`.
+    """Returns a decorator that lets a function of keywords take the arguments of `muon` as well.
 
-    The function gets all arguments, with their defaults. All but the learning rate are by name.
+    The function gets all arguments, with their defaults. Callers pass all but the learning rate by
+    name.
 
     Args:
-        *left_out: arguments of `muon` that the function does not take, and that have defaults.
+        *left_out: arguments of `muon` that callers cannot pass, and that have defaults.
     """
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
@@ -86,8 +85,8 @@ def normuon(
 
         contrib.normuon(0.02, weight_decay=0.1)
 
-    It is `muon` with `scale_by_normuon` after the orthogonalization, in the form of Dion. `nanogpt`
-    has the numbers of modded-nanogpt.
+    It adds `scale_by_normuon` after the orthogonalization, in Dion's form. For the hyperparameters
+    of modded-nanogpt use `nanogpt`.
 
     Args:
         learning_rate: as for `muon`.
@@ -97,7 +96,7 @@ def normuon(
 
     Raises:
         TypeError: as `muon`.
-        ValueError: as `muon`; or blocks of matrices, whose neurons have no sums.
+        ValueError: as `muon`; or matrices in blocks, over which neurons have no sums.
         NotImplementedError: as `muon` and `scale_by_normuon`.
     """
     return _normuon("contrib.normuon", normuon_b2, normuon_averaged, arguments)
@@ -114,7 +113,7 @@ def nanogpt(
 ) -> optax.GradientTransformation:
     """The Muon of modded-nanogpt: NorMuon, with cautious weight decay ∝ η².
 
-    It leaves out the source's schedule of beta from 0.85 to 0.95 and back, and its factors of
+    Unlike the source, it has no schedule of beta from 0.85 to 0.95 and back, and no factors of
     learning rate, weight decay and betas by parameter. The source's Adam adds eps before the bias
     correction.
 
@@ -149,21 +148,22 @@ def _normuon(
 def muonh(
     *, adamh: Annotated[str | None, check_pattern] = None, **arguments: Any
 ) -> optax.GradientTransformation:
-    """MuonH: matrices keep their norms, and steps are relative to these.
+    """MuonH: matrices keep their norms, and steps are relative to those norms.
 
         contrib.muonh(0.02, muon_weight_dimension_numbers=routes)
 
-    The update of a matrix W is η·‖W‖/‖O‖ long (Frobenius), see `scale_to_param_norm`, and W stays
-    on its sphere, see `keep_param_norm`. The output head has AdamH, which is the same with the
-    direction of Adam. `hyperp_learning_rate` transfers a learning rate to other sizes.
+    The orthogonal update O of a matrix W is multiplied by η·‖W‖/‖O‖ (Frobenius, see
+    `scale_to_param_norm`), and W stays on its sphere (see `keep_param_norm`). The output head has
+    AdamH, which does the same with Adam's direction. `hyperp_learning_rate` transfers a learning
+    rate to models of other sizes.
 
-    Routers and gates have Adam in the source, with a learning rate of 3/13 of MuonH's, and the eps
-    of its Adam depends on the budget. Here it is the source's default.
+    In the source, routers and gates have Adam with 3/13 of MuonH's learning rate, and Adam's eps
+    depends on the budget. Here eps is the source's default.
 
     Args:
         learning_rate: as for `muon`.
-        adamh: a regular expression. Matrices (rank 2) of AdamW whose paths it matches have AdamH,
-            with `learning_rate` and without weight decay; None for no matrix.
+        adamh: a regular expression. AdamW's matrices (rank 2) whose paths it matches get AdamH
+            instead, with `learning_rate` and without weight decay; None for no matrix.
         **arguments: those of `muon` but `preset`, by name. `help` shows the defaults.
 
     Raises:

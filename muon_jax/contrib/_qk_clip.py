@@ -24,10 +24,10 @@ def qk_clip(
     threshold: Annotated[float | jax.Array, Number("(0, inf)", 100.0)],
     heads: Annotated[Mapping[str, KeyHeads | QueryHeads | Split], check_patterns],
 ) -> optax.GradientTransformationExtraArgs:
-    """Clips attention logits by the weights that make them, after the step of a chain before it.
+    """Bounds attention logits by scaling query and key weights, at the end of a chain.
 
     The model measures the largest logit S_h of each query head h, scaled and masked, before the
-    softmax. Training passes the measurement on:
+    softmax. Pass these to the update:
 
         optimizer = optax.chain(muon(0.02), qk_clip(100.0, heads))
         updates, state = optimizer.update(gradients, state, params, max_logits=max_logits)
@@ -38,11 +38,11 @@ def qk_clip(
         KeyHeads    W <- γ_gᵖ·W
         QueryHeads  W <- γ_h·γ_g⁻ᵖ·W
 
-    So the logits of head h are scaled by γ_h. The logits of a head within the threshold stay what
-    they are, even where the head shares its keys: its queries grow as its keys shrink. Logits
-    measured with `params` bound the logits after the step, up to the step's own change of them.
+    So the logits of head h are scaled by γ_h. A head within the threshold keeps its logits even if
+    it shares its keys: its queries grow as its keys shrink. Because the logits were measured with
+    `params`, they exceed the threshold after the step by no more than the step itself adds.
 
-    Heads of each kind of attention, named by their parameters' paths:
+    `heads` for each kind of attention, by the paths of the parameters:
 
         # Multi-head attention, heads of 128; with 4 key heads: QueryHeads(((128, 0.5),), 4).
         {"query/kernel": QueryHeads(((128, 0.5),)), "key/kernel": KeyHeads(((128, 0.5),))}
@@ -53,8 +53,8 @@ def qk_clip(
         # Queries, keys and values side by side, 16 heads of 128 for queries, 4 for the others.
         {"qkv": Split(-1, (2048, 512, 512), [QueryHeads(...), KeyHeads(...), None])}
 
-    Biases have heads, too. The logits must be linear in the clipped weights: `qk_clip` is of no use
-    with normalized queries and keys.
+    Biases have heads, too. The logits must be linear in the clipped weights, so `qk_clip` does not
+    work with normalized queries or keys.
 
     Args:
         threshold: bound of the logits; Kimi K2's is 100.
@@ -62,12 +62,12 @@ def qk_clip(
             path is as for `by_role`, such as `"layers/0/attention/query/kernel"`.
 
     The update's `max_logits` is a tree of arrays `(heads,)`, or `(layers, heads)` for a stack of
-    layers. Each array stands at the path of a subtree of the parameters, and measures the attention
-    in that subtree. Heads whose largest logit is not finite stay as they are: compute logits in 32
-    bits.
+    layers. The path of each array is that of a subtree of the parameters, whose attention it
+    measures. Heads whose largest logit is not finite do not change, so compute logits in 32 bits.
 
     Raises:
-        TypeError: `threshold` is no number, or `heads` no dict of regular expressions with views.
+        TypeError: `threshold` is not a number, or `heads` not a dict from regular expressions to
+            views.
         ValueError: one of
 
             *   `threshold` is not above 0;

@@ -1,8 +1,8 @@
-"""Momenta in 8 bits: a code of a byte for each entry, and scales for rows and columns of tiles."""
+"""Momenta in 8 bits: one byte for each entry, and scales for the rows and columns of tiles."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from muon_jax._matrices.views import (
 from muon_jax._numerics import over
 from muon_jax._transforms.momentum import Rounding, Storage, cast_like
 from muon_jax._trees import is_box
-from muon_jax.contrib._on_host import map_where_it_is, to_device
+from muon_jax.contrib._on_host import to_device
 from muon_jax.contrib._trees import in_box_of
 
 LARGEST_CODE = 127
@@ -52,31 +52,31 @@ INFINITY, SMALLEST_NORMAL = 0x7F800000, 0x00800000  # the bits of float32
 
 
 class Quantized(NamedTuple):
-    """A momentum in 8 bits, which `mu_dtype="int8"` puts in the place of an array of `mu`.
+    """A momentum in 8 bits, which replaces an array of `mu` under `mu_dtype="int8"`.
 
-    Two axes of the parameter, those of its matrices, are cut into blocks, and so each matrix into
-    tiles. An entry is
+    Blocks along two axes of the parameter, those of its matrices, cut each matrix into tiles. An
+    entry is
 
         code·(|code| + 300) × scale of its row in the tile × 2^(exponent of its column there),
 
     in float32, so neither a large row nor a large column takes digits from the others. The exponent
-    is that of the geometric mean of the column, whose entries count as parts of the largest entries
-    of their rows. The scale is the largest magnitude of the row, in units of the columns, over
-    127·427, rounded up. An entry is off by half the distance between two codes at most, or by all
-    of it where it was rounded at random. A row of a tile with a NaN or an infinity has no finite
-    entry.
+    is that of the geometric mean of the column, after each entry is divided by the largest entry of
+    its row. The scale is the largest magnitude of the row, in units of the columns, over 127·427,
+    rounded up. The error of an entry is at most half the distance between two codes, or the whole
+    distance if it was rounded at random. If a row of a tile has a NaN or an infinity, none of its
+    entries is finite.
 
-    Along the axis of scales a tile has 10 to 19 entries, and along that of columns 50 to 99: an
-    axis is halved while that leaves 32 entries, or 50, or more, and each piece is cut into as many
-    equal blocks as it has tens, or fifties. Where columns are shorter than 50 they are one block,
-    and scales are of 16 to 31 entries.
+    A tile has 10 to 19 entries along the axis of scales, and 50 to 99 along that of columns: an
+    axis is halved while that leaves at least 32 entries, or 50, and each piece is cut into as many
+    equal blocks as it has tens, or fifties. Columns shorter than 50 are one block, and their scales
+    cover 16 to 31 entries.
 
     Attributes:
         codes: int8 from -127 to 127, in the shape of the parameter.
         scales: uint8, in the same shape but for one tile axis, usually the last, which counts the
             blocks. 1 to 254 are the upper bits of a float, 0 stands for 0 and 255 for NaN.
         columns: int8, the exponents, in the same shape but for the other tile axis, which counts
-            the blocks. None in a state of version 0.2.0, which `cast_momentum` converts.
+            the blocks. None in a state of version 0.2.0; `cast_momentum` converts it.
     """
 
     codes: jax.Array
@@ -101,7 +101,7 @@ class TileAxes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Int8(Storage):
-    """Momenta as `Quantized` where they are large, and in float32 elsewhere."""
+    """Keeps large momenta as `Quantized`, and the others in float32."""
 
     rounding: ClassVar[Rounding] = "stochastic"
 
@@ -112,10 +112,10 @@ class Int8(Storage):
 
     @property
     def of_adam(self) -> Storage:
-        """AdamW has bfloat16.
+        """AdamW's first moment is in bfloat16.
 
-        It divides by √ν entry by entry. An entry that is small in its block would be 0 in 8 bits,
-        or large compared with its own √ν.
+        AdamW divides by √ν entry by entry. In 8 bits an entry that is small in its block would
+        become 0, or large compared with its own √ν.
         """
         return Storage(jnp.bfloat16, self.memory)
 
@@ -130,10 +130,9 @@ class Int8(Storage):
         wholes = jax.tree.leaves(whole_tree(mu, shardings))
 
         def zeros(path: Any, m: jax.Array, of_whole: Any, view: Any) -> Any:
-            axes = tile_axes(of_whole.shape, view)
+            axes = checked_tile_axes(path, m, of_whole, view)
             if axes is None:
                 return m
-            _check_blocks(path, m, axes)
             return Quantized(
                 jnp.zeros_like(m, jnp.int8),
                 _zeros_of_blocks(m, axes.entries, axes.counts(m.shape)[1], jnp.uint8),
@@ -144,11 +143,11 @@ class Int8(Storage):
         return boxed_momenta(treedef.unflatten(zeros(*leaf, w, view) for leaf, w, view in triples))
 
     def load(self, m: Any) -> jax.Array:
-        """Returns the float32 array that a `Quantized` stands for; an array as it is."""
+        """Returns the float32 array that a `Quantized` stands for; leaves arrays unchanged."""
         return dequantize(m)
 
     def save(self, x: jax.Array, like: Any, key: jax.Array | None) -> Any:
-        """Returns `x` with the blocks of `like`, or as an array where that is one."""
+        """Returns `x` in the blocks of `like`, or as an array if `like` is one."""
         if not _is_quantized(like):
             return cast_like(x, like, key)
         axes = _axes_of(like)
@@ -156,11 +155,11 @@ class Int8(Storage):
         return quantize(x, axes, counts, key, None if key is None else dequantize(like))
 
     def unpack(self, mu: Any) -> Any:
-        """Returns momenta with `Quantized` in the place of mappings that have its fields.
+        """Returns momenta with a `Quantized` for each mapping that has its fields.
 
-        `nnx.Optimizer` makes an `nnx.State` of each in its updates, and restored trees may have
-        dicts. A `Quantized` of Flax's boxes becomes a box with a `Quantized` in it, as the
-        gradients have.
+        `nnx.Optimizer` turns each into an `nnx.State` when it updates, and restored trees may have
+        dicts. A `Quantized` of Flax's boxes becomes a box with a `Quantized` in it, to match the
+        boxes of the gradients.
         """
 
         def convert(node: Any) -> Any:
@@ -173,7 +172,7 @@ class Int8(Storage):
         return jax.tree.map(convert, mu, is_leaf=_stands_for_momentum)
 
     def pack(self, mu: Any, given: Any) -> Any:
-        """The inverse of `unpack`: mappings are where they are in `given`."""
+        """Inverts `unpack`, with mappings in the places where `given` has them."""
 
         def convert(node: Any, m: Any) -> Any:
             if _has_fields(node):
@@ -183,7 +182,7 @@ class Int8(Storage):
         return jax.tree.map(convert, given, mu, is_leaf=_stands_for_momentum)
 
     def check(self, mu: Any, gradients: Any, shardings: Shardings, rounding: Rounding) -> None:
-        """Raises ValueError where a large momentum is an array, or is as in version 0.2.0."""
+        """Raises ValueError if a large momentum is an array, or in the form of version 0.2.0."""
 
         def check(path: Any, m: Any, of_whole: Any) -> None:
             if _is_quantized(m):
@@ -224,11 +223,11 @@ def count_blocks(n: int, least: int, least_piece: int) -> int:
 
 
 def tile_axes(shape: tuple[int, ...], view: Any = None) -> TileAxes | None:
-    """Returns the axes that tiles of an array cut, None where it does not go in 8 bits.
+    """Returns the axes that tiles of an array cut, None if the array does not fit in 8 bits.
 
-    The axes are the longest one of each side of its matrices, where the view names both sides and
-    these axes are long enough, and else the last two. The scales are along the later axis, but
-    along the earlier one where that is short.
+    These are the longest axis of each side of its matrices, if the view names both sides and the
+    axes are long enough; otherwise the last two. The scales run along the later axis, unless the
+    earlier one is short.
     """
     if len(shape) < 2 or math.prod(shape) < LEAST_ENTRIES:
         return None
@@ -266,16 +265,16 @@ def quantize(
         axes: which tiles cut.
         counts: the numbers of blocks of columns and of scales; None for those of the shape.
         key: of random bits; None to round to nearest.
-        before: with `key`, what the state had. An entry that is closer to that than half the
-            distance between two codes is rounded up or down at random, so that the mean is `x`:
-            rounded to nearest it would stay where it is, and never decay. All others are rounded to
+        before: with `key`, the momentum in the state. An entry that differs from it by less than
+            half the distance between two codes is rounded up or down at random, so that the mean is
+            `x`; rounded to nearest, it would never change or decay. All others are rounded to
             nearest, which has half the variance.
     """
     x = x.astype(jnp.float32)
     counts = axes.counts(x.shape) if counts is None else counts
     columns = _exponents_of_columns(x, axes, counts)
     units = _of_entries(_power(columns), axes.rows, x.shape)
-    scales = _code_of_scales(_largest_of_blocks(_bits(x / units), axes.entries, counts[1]))
+    scales = _code_of_scales(_reduce_blocks(jnp.max, _bits(x / units), axes.entries, counts[1]))
     scale_of_entries = _of_entries(_scale(scales), axes.entries, x.shape)
     scaled = over(x / units, scale_of_entries)
     size = jnp.minimum(jnp.abs(scaled), LARGEST_LEVEL)
@@ -292,7 +291,7 @@ def quantize(
 
 
 def dequantize(m: Any) -> Any:
-    """Returns the float32 array that `m` stands for, or `m` where it is an array; on the device."""
+    """Returns the float32 array that `m` stands for, or `m` if it is an array; on the device."""
     m = to_device(m)
     if not isinstance(m, Quantized):
         return m
@@ -305,10 +304,10 @@ def dequantize(m: Any) -> Any:
 
 
 def boxed_momenta(mu: Any) -> Any:
-    """Returns momenta with a `Quantized` of Flax's boxes in place of a box around a `Quantized`.
+    """Returns momenta with each box around a `Quantized` replaced by a `Quantized` of boxes.
 
-    Each box names the mesh axes of its own array. An axis that counts blocks keeps its name where
-    128 divides the number of blocks: what the name stands for is known to the mesh alone.
+    Each of Flax's boxes names the mesh axes of its own array. An axis that counts blocks keeps its
+    name if 128 divides the number of blocks, because only the mesh knows the size behind the name.
     """
 
     def convert(node: Any) -> Any:
@@ -327,32 +326,32 @@ def boxed_momenta(mu: Any) -> Any:
     return jax.tree.map(convert, mu, is_leaf=lambda node: is_box(node) or _is_quantized(node))
 
 
-def cast_mu(mu: Any, mu_dtype: jax.typing.DTypeLike, whole: Any) -> Any:
-    """Returns the momenta in `mu_dtype`.
+def checked_tile_axes(path: Any, m: jax.Array, of_whole: Any, view: Any = None) -> TileAxes | None:
+    """Returns the axes that tiles of a momentum cut, None where it stays an array.
 
     Args:
-        mu: a tree of arrays or `Quantized`.
-        mu_dtype: a dtype; int8 for `Quantized` in the place of large arrays, float32 elsewhere.
-        whole: the same tree, with shapes of the arrays of which `mu` has the shards.
+        path: of the parameter.
+        m: the momentum.
+        of_whole: the shape of the array of which `m` has a shard.
+        view: of the parameter.
 
     Raises:
-        ValueError: explicit mesh axes cut a block.
+        ValueError: the type of `m` says that an axis has shards that cut a block.
     """
-
-    def cast(path: Any, m: Any, of_whole: Any) -> Any:
-        m = dequantize(m)
-        if jnp.dtype(mu_dtype) != jnp.int8:
-            return m.astype(mu_dtype)
-        axes = tile_axes(of_whole.shape)
-        if axes is None:
-            return m.astype(jnp.float32)
-        _check_blocks(path, m, axes)
-        return quantize(m, axes)
-
-    def cast_where_it_is(path: Any, m: Any, of_whole: Any) -> Any:
-        return map_where_it_is(lambda m: cast(path, m, of_whole), m)
-
-    return jax.tree.map_with_path(cast_where_it_is, mu, whole, is_leaf=_is_quantized)
+    axes = tile_axes(of_whole.shape, view)
+    if axes is None:
+        return None
+    sharding = jax.typeof(m).sharding
+    by_dim = mesh_axes_by_dim(sharding.spec, m.ndim, sharding.mesh.shape)
+    for axis, count in zip(axes[:2], axes.counts(m.shape), strict=True):
+        shards = math.prod(sharding.mesh.shape[name] for name in by_dim[axis])
+        if count % shards:
+            raise ValueError(
+                f"mu_dtype='int8' needs whole blocks on each device, but axis {axis} of the"
+                f" parameter {jax.tree_util.keystr(path)} has {count} blocks on {shards} devices:"
+                " shard another axis, or pass mu_dtype='bfloat16'"
+            )
+    return axes
 
 
 def _axes_of(m: Quantized) -> TileAxes:
@@ -367,26 +366,6 @@ def _axes_of(m: Quantized) -> TileAxes:
         single = [i for i, n in enumerate(shape) if n == 1 and i not in found]
         found.append((shorter or single)[0])
     return TileAxes(found[1], found[0])
-
-
-def _check_blocks(path: Any, m: jax.Array, axes: TileAxes) -> None:
-    """Raises ValueError where the type of `m` says that an axis has shards that cut a block.
-
-    Args:
-        path: of the parameter.
-        m: the momentum.
-        axes: which tiles cut.
-    """
-    sharding = jax.typeof(m).sharding
-    by_dim = mesh_axes_by_dim(sharding.spec, m.ndim, sharding.mesh.shape)
-    for axis, count in zip(axes[:2], axes.counts(m.shape), strict=True):
-        shards = math.prod(sharding.mesh.shape[name] for name in by_dim[axis])
-        if count % shards:
-            raise ValueError(
-                f"mu_dtype='int8' needs whole blocks on each device, but axis {axis} of the"
-                f" parameter {jax.tree_util.keystr(path)} has {count} blocks on {shards} devices:"
-                " shard another axis, or pass mu_dtype='bfloat16'"
-            )
 
 
 def _has_fields(node: Any) -> bool:
@@ -414,8 +393,10 @@ def _layout(n: int, count: int) -> tuple[int, int, int]:
     return pieces, count // pieces, -(-n // count)
 
 
-def _in_blocks(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """`x` with its axis as (pieces, blocks, entries of a block); zeros fill the last block."""
+def _reduce_blocks(
+    reduce: Callable[[jax.Array, int], jax.Array], x: jax.Array, axis: int, count: int
+) -> jax.Array:
+    """Reduces each block of an axis, whose last block is filled with zeros."""
     shape, n = x.shape, x.shape[axis]
     pieces, blocks, size = _layout(n, count)
     x = x.reshape(*shape[:axis], pieces, n // pieces, *shape[axis + 1 :])
@@ -423,23 +404,12 @@ def _in_blocks(x: jax.Array, axis: int, count: int) -> jax.Array:
         padding = [(0, 0)] * x.ndim
         padding[axis + 1] = (0, blocks * size - n // pieces)
         x = jnp.pad(x, padding)
-    return x.reshape(*shape[:axis], pieces, blocks, size, *shape[axis + 1 :])
-
-
-def _largest_of_blocks(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """The largest of each block of nonnegative integers."""
-    found = jnp.max(_in_blocks(x, axis, count), axis + 2)
-    return found.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
-
-
-def _sum_of_blocks(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """The sum of each block of integers."""
-    found = jnp.sum(_in_blocks(x, axis, count), axis + 2)
-    return found.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    x = x.reshape(*shape[:axis], pieces, blocks, size, *shape[axis + 1 :])
+    return reduce(x, axis + 2).reshape(*shape[:axis], count, *shape[axis + 1 :])
 
 
 def _of_entries(of_blocks: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
-    """For each entry of the axis, which has `shape[axis]`, what its block has."""
+    """Repeats the value of each block for all of its entries, of which there are `shape[axis]`."""
     n, before, after = shape[axis], of_blocks.shape[:axis], of_blocks.shape[axis + 1 :]
     pieces, blocks, size = _layout(n, of_blocks.shape[axis])
     of_block = of_blocks.reshape(*before, pieces, blocks, 1, *after)
@@ -458,13 +428,13 @@ def _exponents_of_columns(x: jax.Array, axes: TileAxes, counts: tuple[int, int])
     of_columns, of_scales = counts
     bits = _bits(x)
     bits = jnp.where((bits >= SMALLEST_NORMAL) & (bits < INFINITY), bits, 0)
-    of_rows = _largest_of_blocks(bits, axes.entries, of_scales)
+    of_rows = _reduce_blocks(jnp.max, bits, axes.entries, of_scales)
     logarithms = (bits >> 15) - (_of_entries(of_rows, axes.entries, x.shape) >> 15)
     logarithms = jnp.where(bits > 0, jnp.maximum(logarithms, LEAST_EXPONENT * 256), 0)
-    count = _sum_of_blocks((bits > 0).astype(jnp.int32), axes.rows, of_columns)
-    total = _sum_of_blocks(logarithms, axes.rows, of_columns)
+    count = _reduce_blocks(jnp.sum, (bits > 0).astype(jnp.int32), axes.rows, of_columns)
+    total = _reduce_blocks(jnp.sum, logarithms, axes.rows, of_columns)
     exponents = (10 * total + 3 * 256 * count) // jnp.maximum(2560 * count, 1)
-    of_tiles = _largest_of_blocks(of_rows, axes.rows, of_columns) >> 23
+    of_tiles = _reduce_blocks(jnp.max, of_rows, axes.rows, of_columns) >> 23
     of_tiles = _of_entries(of_tiles, axes.entries, exponents.shape)
     return jnp.where(of_tiles > 0, jnp.clip(exponents + of_tiles - 127, -126, 126), 0)
 

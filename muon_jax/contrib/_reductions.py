@@ -1,7 +1,7 @@
-"""Matrices in the layout of their parameter: reductions over its axes, wherever its shards are.
+"""Reductions over the matrices of a parameter, in its own layout and sharding.
 
 Stacks (`to_stacks`) merge axes, and XLA gathers merged axes that are sharded. Reductions that keep
-the axes leave every shard where it is.
+the axes do not move any shard.
 """
 
 import math
@@ -28,9 +28,9 @@ class Axis(NamedTuple):
 
     Attributes:
         size: of the whole array.
-        pieces: how many it is sharded into; 1 where only XLA knows.
-        mesh_axes: in a shard_map the mesh axes that it is sharded over.
-        of_parameter: which axis of the parameter it is; None where a view takes that axis apart.
+        pieces: how many shards it has; 1 if only XLA knows.
+        mesh_axes: in a shard_map, the mesh axes that it is sharded over.
+        of_parameter: the axis of the parameter that it is; None if a view takes that axis apart.
     """
 
     size: int
@@ -163,7 +163,7 @@ def _matrices_of_array(
 
 
 def _axes_after(op: Cut | Reshape, layout: Sequence[Axis]) -> list[Axis] | None:
-    """The axes that an op makes of one, None where shards do not hold whole entries of them."""
+    """The axes that an op makes of one; None if shards would not hold whole entries of them."""
     axis = layout[op.axis]._replace(of_parameter=None)
     if isinstance(op, Cut):
         size = op.end - op.begin

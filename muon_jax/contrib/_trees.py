@@ -1,4 +1,4 @@
-"""Trees that parameters are read from and states are made in: boxes, shapes, placeholders."""
+"""Leaves of parameter trees that are not plain arrays: boxes, shapes and placeholders."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,14 +10,14 @@ from muon_jax._trees import is_box
 
 
 def in_box_of(node: Any, x: jax.Array, axes: Sequence[int | None]) -> Any:
-    """Returns `x` in a box like `node`, or `x` where `node` is no box.
+    """Returns `x` in a box like `node`, or `x` itself if `node` is not a box.
 
-    The box of a parameter names mesh axes that do not fit an array of another shape.
+    The mesh axes that a parameter's box names do not fit an array of another shape.
 
     Args:
         node: a box around a parameter, or a parameter.
         x: the array for the new box.
-        axes: for each axis of `x` the axis of the parameter whose names it has; None for no names.
+        axes: for each axis of `x`, the axis of the parameter whose name it takes; None for no name.
     """
     if not is_box(node):
         return x
@@ -33,7 +33,7 @@ def in_box_of(node: Any, x: jax.Array, axes: Sequence[int | None]) -> Any:
 
 
 def with_arrays(params: Any) -> Any:
-    """Returns `params` with zeros in the place of shapes (`jax.ShapeDtypeStruct`)."""
+    """Returns `params` with zeros for shapes (`jax.ShapeDtypeStruct`)."""
 
     def zeros(p: Any) -> Any:
         return jnp.zeros_like(p) if isinstance(p, jax.ShapeDtypeStruct) else p
@@ -42,9 +42,9 @@ def with_arrays(params: Any) -> Any:
 
 
 def is_placeholder(params: Any) -> bool:
-    """Returns whether `params` is what `optax.tree.map_params` passes in the place of parameters.
+    """Returns whether `params` is the placeholder that `optax.tree.map_params` passes.
 
-    It is a node of a class of optax, without children.
+    The placeholder is a node of one of optax's classes, without children.
     """
     is_container = params is None or isinstance(params, dict | list | tuple)
     return not is_container and not jax.tree.leaves(params)
