@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from muon_jax._iteration.newton_schulz import NewtonSchulz
-from muon_jax._iteration.schedules import NSCoeffs
+from muon_jax._iteration.schedules import NSCoeffs, canonicalize
 from muon_jax._patterns import check_each_decides, first_match
 from muon_jax._trees import errors_naming, has_masked, path_name
 
@@ -52,8 +52,9 @@ def iterations_by_path(
     """
 
     def iteration_of(coeffs: Any) -> NewtonSchulz:
-        given = coeffs if isinstance(coeffs, NewtonSchulz) else NewtonSchulz(coeffs)
-        return given.filled(**arguments)
+        if not isinstance(coeffs, NewtonSchulz):
+            coeffs = NewtonSchulz(canonicalize("ns_coeffs", coeffs))
+        return coeffs.filled(**arguments)
 
     patterns: dict[str, NewtonSchulz] = {}
     if not callable(ns_coeffs):

@@ -10,7 +10,7 @@ from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.operand import WholeMatrices, is_tall
-from muon_jax._iteration.schedules import NSCoeffs
+from muon_jax._iteration.schedules import NSCoeffs, canonicalize
 from pallas_kernels.arguments import standard_promotion
 
 
@@ -159,8 +159,9 @@ def newton_schulz(
             steps=ns_steps, eps=eps, eps_mode=eps_mode, preconditioning=preconditioning
         )
     else:
+        coeffs = canonicalize("ns_coeffs", ns_coeffs)
         iteration = NewtonSchulz(
-            ns_coeffs, ns_steps, eps, eps_mode, preconditioning, dtype, method, implementation
+            coeffs, ns_steps, eps, eps_mode, preconditioning, dtype, method, implementation
         )
     with traced_for([x]):
         return polar_factors(iteration, x)

@@ -11,6 +11,7 @@ import optax
 
 from muon_jax._foreign.names import MOVED_PRESETS
 from muon_jax._iteration.newton_schulz import NewtonSchulz
+from muon_jax._iteration.schedules import canonicalize
 from pallas_kernels.arguments import check_name
 
 
@@ -308,7 +309,7 @@ def _with_coeffs(of_preset: NewtonSchulz, coeffs: Any) -> Any:
         return {pattern: _with_coeffs(of_preset, own) for pattern, own in coeffs.items()}
     if callable(coeffs):
         return lambda path, shape: _with_coeffs(of_preset, coeffs(path, shape))
-    return dataclasses.replace(of_preset, coeffs=coeffs)
+    return dataclasses.replace(of_preset, coeffs=canonicalize("ns_coeffs", coeffs))
 
 
 def _naming_origin[**P, R](

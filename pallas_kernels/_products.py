@@ -261,7 +261,7 @@ def syrk_of_stacks(
         NotImplementedError: `"mosaic_gpu"` cannot run here.
     """
     _check_stacks(stacks)
-    return _module("mosaic_gpu").syrk_of_stacks(stacks, alpha, residual=residual)
+    return Implementation(("mosaic_gpu",)).syrk_of_stacks(stacks, alpha=alpha, residual=residual)
 
 
 def gemm_of_stacks(
@@ -295,7 +295,7 @@ def gemm_of_stacks(
             f" a multiple of 64, got {_type_of(a_matrix)}: pad it with zeros"
         )
     dtype = _checked_out_dtype(a_matrix.dtype if out_dtype is None else out_dtype)
-    return _module("mosaic_gpu").gemm_of_stacks(a_matrix, stacks, out_dtype=dtype)
+    return Implementation(("mosaic_gpu",)).gemm_of_stacks(a_matrix, stacks, out_dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,8 +333,7 @@ class Implementation:
         check_name("implementation", name, sorted(IMPLEMENTATIONS), or_none=True)
         if name is None:
             return cls(supported_implementations(operands[0]))
-        reason = gemm_unsupported_reason(name, *operands, out_dtype=out_dtype)
-        check_supported(name, reason)
+        check_supported(name, gemm_unsupported_reason(name, *operands, out_dtype=out_dtype))
         return cls((name,))
 
     def name_for(self, a_matrix: jax.Array | jax.ShapeDtypeStruct) -> str:
@@ -411,6 +410,22 @@ class Implementation:
         name, *others = self.names
         name = fastest_gemm(a_matrix, b_matrix, out_dtype) if others else name
         return _module(name).gemm(a_matrix, b_matrix, out_dtype=out_dtype)
+
+    def syrk_of_stacks(
+        self, stacks: Sequence[jax.Array], *, alpha: Coefficient = 1.0, residual: bool = False
+    ) -> tuple[jax.Array, ...]:
+        """Returns the products of all stacks, by the only name, `"mosaic_gpu"`."""
+        return _module(*self.names).syrk_of_stacks(stacks, alpha, residual=residual)
+
+    def gemm_of_stacks(
+        self,
+        a_matrix: jax.Array,
+        stacks: Sequence[jax.Array],
+        *,
+        out_dtype: jnp.dtype | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """Returns the products with all stacks, by the only name, `"mosaic_gpu"`."""
+        return _module(*self.names).gemm_of_stacks(a_matrix, stacks, out_dtype=out_dtype)
 
 
 @standard_promotion()

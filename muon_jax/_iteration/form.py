@@ -31,123 +31,6 @@ from muon_jax._iteration.steps import Products, Schedule, Step
 from pallas_kernels import Implementation
 from pallas_kernels import device as _device
 
-
-def roundoff(dtype: jax.typing.DTypeLike) -> float:
-    """Returns the unit roundoff of operands.
-
-    GPUs take float32 as TF32, cut off after ten bits, unless the user has set a precision that
-    keeps float32.
-    """
-    is_float32 = jnp.finfo(dtype).dtype == jnp.float32
-    kept = jax.config.jax_default_matmul_precision in ("highest", "float32")
-    if is_float32 and _device.current().platform == "gpu" and not kept:
-        return 2.0**-10
-    return float(jnp.finfo(dtype).eps) / 2
-
-
-def matmul_precision(
-    dtype: jax.typing.DTypeLike, *, full: bool
-) -> contextlib.AbstractContextManager:
-    """Returns a context for products of `dtype`: a precision where the user has set none.
-
-    | platform | float32 without the context | in the context                            |
-    | -------- | --------------------------- | ----------------------------------------- |
-    | TPU      | bfloat16                    | three products of bfloat16 (`"high"`)     |
-    | GPU      | TF32                        | float32 (`"highest"`) where `full`        |
-
-    `full` is for composed schedules, of which "accurate" exceeds 1.5 in TF32 on 3 of 2016 random
-    spectra, and for coefficients that rounding makes diverge.
-    """
-    if jax.config.jax_default_matmul_precision is None and jnp.finfo(dtype).dtype == jnp.float32:
-        if _device.current().platform == "tpu":
-            return jax.default_matmul_precision("high")
-        if _device.current().platform == "gpu" and full:
-            return jax.default_matmul_precision("highest")
-    return contextlib.nullcontext()
-
-
-type _Segments = tuple[tuple[Step, ...], ...]
-
-# The largest noise of a segment, over the room that the following steps leave above its largest
-# singular value. At 7.7 "aol_nvidia" had a singular value of 1.7 on 10,000 random spectra
-# (docs/numerics.md, section 3.5). The noise is at most 0.5, for matrices whose rounding errors add
-# up: at 0.7 and more a search found singular values of 1.53 to 4.4.
-_NOISE_TO_ROOM, _MOST_NOISE = 7.0, 0.5
-# The rounding of this form is at most 6u, of the standard form 2u. Where the error of the map
-# itself (RMS for σ in [0.01, 1]) is more than this many u, the error of both together grows by less
-# than a tenth (docs/numerics.md, section 3.5).
-_LEAST_ERROR = 8.0
-
-
-@np.errstate(over="ignore", invalid="ignore")  # of steps that diverge
-def loses_accuracy(schedule: Schedule, dtype: jax.typing.DTypeLike) -> bool:
-    """Returns whether rounding makes the gram form less accurate than the standard one."""
-    u, sigma = roundoff(dtype), np.geomspace(0.01, 1, 1000)
-    for step in schedule.steps:
-        a, b, c = map(float, step.triple)
-        sigma = a * sigma + b * sigma**3 + c * sigma**5
-    return u > 2**-12 and bool(np.sqrt(np.mean((sigma - 1) ** 2)) < _LEAST_ERROR * u)
-
-
-def segments(schedule: Schedule, dtype: jax.typing.DTypeLike) -> _Segments:
-    """Returns the steps between restarts.
-
-    - There are as few segments as are safe.
-    - Of equally few, the worst segment is as good as can be.
-
-    A segment amplifies the rounding of R, u‖R‖, by the square of its slope ∏a. Its noise is
-    (∏a·σ)²·u, with the largest singular value σ where the segment begins. The noise is bounded by
-    the room above the largest singular value where the segment ends.
-
-    Steps that have noise are a segment each: with two in the last, a search found 1.52.
-    """
-    steps = schedule.steps_in(dtype)
-    if steps[0].noisy:
-        return tuple((step,) for step in steps)
-    return _segments(steps, roundoff(dtype))
-
-
-@functools.lru_cache(maxsize=256)
-@np.errstate(over="ignore", invalid="ignore")  # of steps that diverge
-def _segments(steps: tuple[Step, ...], u: float) -> _Segments:
-    triples = [tuple(map(float, step.triple)) for step in steps]
-    # The singular values after the steps so far; then those that may come, at most, where a segment
-    # stops, after the steps that follow it.
-    room = np.linspace(0.0, _MOST_NOISE / _NOISE_TO_ROOM, 101)
-    values, largest = [np.linspace(0, 1, 1001)], [1.0]
-    for a, b, c in triples:
-        values = [a * x + b * x**3 + c * x**5 for x in values]
-        largest.append(float(abs(values[0]).max()))
-        values.append(largest[-1] * (1.0 + room))
-    # For each number of steps the number of segments, the largest noise, and where they begin.
-    best: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
-    for stop in range(1, len(steps) + 1):
-        allowed = _NOISE_TO_ROOM * float(room[abs(values[stop]) <= 1.5].max(initial=0.0))
-        candidates = []
-        for start in reversed(range(stop)):
-            slope = largest[start] * math.prod(a for a, _, _ in triples[start:stop])
-            noise = u * slope * slope
-            if noise <= allowed or start == stop - 1:
-                count, others, starts = best[start]
-                candidates.append((count + 1, max(others, noise), (*starts, start)))
-        best.append(min(candidates, key=lambda candidate: candidate[:2]))
-    starts = best[-1][2]
-    return tuple(steps[i:j] for i, j in zip(starts, (*starts[1:], len(steps)), strict=True))
-
-
-def products_of_gram_form(schedule: Schedule, dtype: jax.typing.DTypeLike) -> Products:
-    """Returns the products of these steps."""
-    parts = segments(schedule, dtype)
-    num_steps = sum(map(len, parts))
-    return Products(
-        grams=len(parts),
-        # The last step of a segment needs no T and no new R, and its Q is no further product.
-        squares=num_steps,
-        applications=len(parts),
-        mixed=3 * (num_steps - len(parts)),
-    )
-
-
 type Method = Literal["standard", "gram"]
 type ProductsDType = jax.typing.DTypeLike | Literal["auto"] | None
 
@@ -315,3 +198,119 @@ def _products_dtype(
     if jnp.issubdtype(in_dtype, jnp.complexfloating):
         dtype = jnp.promote_types(dtype, jnp.complex64)
     return dtype
+
+
+type _Segments = tuple[tuple[Step, ...], ...]
+
+# The largest noise of a segment, over the room that the following steps leave above its largest
+# singular value. At 7.7 "aol_nvidia" had a singular value of 1.7 on 10,000 random spectra
+# (docs/numerics.md, section 3.5). The noise is at most 0.5, for matrices whose rounding errors add
+# up: at 0.7 and more a search found singular values of 1.53 to 4.4.
+_NOISE_TO_ROOM, _MOST_NOISE = 7.0, 0.5
+# The rounding of this form is at most 6u, of the standard form 2u. Where the error of the map
+# itself (RMS for σ in [0.01, 1]) is more than this many u, the error of both together grows by less
+# than a tenth (docs/numerics.md, section 3.5).
+_LEAST_ERROR = 8.0
+
+
+@np.errstate(over="ignore", invalid="ignore")  # of steps that diverge
+def loses_accuracy(schedule: Schedule, dtype: jax.typing.DTypeLike) -> bool:
+    """Returns whether rounding makes the gram form less accurate than the standard one."""
+    u, sigma = roundoff(dtype), np.geomspace(0.01, 1, 1000)
+    for step in schedule.steps:
+        a, b, c = map(float, step.triple)
+        sigma = a * sigma + b * sigma**3 + c * sigma**5
+    return u > 2**-12 and bool(np.sqrt(np.mean((sigma - 1) ** 2)) < _LEAST_ERROR * u)
+
+
+def segments(schedule: Schedule, dtype: jax.typing.DTypeLike) -> _Segments:
+    """Returns the steps between restarts.
+
+    - There are as few segments as are safe.
+    - Of equally few, the worst segment is as good as can be.
+
+    A segment amplifies the rounding of R, u‖R‖, by the square of its slope ∏a. Its noise is
+    (∏a·σ)²·u, with the largest singular value σ where the segment begins. The noise is bounded by
+    the room above the largest singular value where the segment ends.
+
+    Steps that have noise are a segment each: with two in the last, a search found 1.52.
+    """
+    steps = schedule.steps_in(dtype)
+    if steps[0].noisy:
+        return tuple((step,) for step in steps)
+    return _segments(steps, roundoff(dtype))
+
+
+@functools.lru_cache(maxsize=256)
+@np.errstate(over="ignore", invalid="ignore")  # of steps that diverge
+def _segments(steps: tuple[Step, ...], u: float) -> _Segments:
+    triples = [tuple(map(float, step.triple)) for step in steps]
+    # The singular values after the steps so far; then those that may come, at most, where a segment
+    # stops, after the steps that follow it.
+    room = np.linspace(0.0, _MOST_NOISE / _NOISE_TO_ROOM, 101)
+    values, largest = [np.linspace(0, 1, 1001)], [1.0]
+    for a, b, c in triples:
+        values = [a * x + b * x**3 + c * x**5 for x in values]
+        largest.append(float(abs(values[0]).max()))
+        values.append(largest[-1] * (1.0 + room))
+    # For each number of steps the number of segments, the largest noise, and where they begin.
+    best: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
+    for stop in range(1, len(steps) + 1):
+        allowed = _NOISE_TO_ROOM * float(room[abs(values[stop]) <= 1.5].max(initial=0.0))
+        candidates = []
+        for start in reversed(range(stop)):
+            slope = largest[start] * math.prod(a for a, _, _ in triples[start:stop])
+            noise = u * slope * slope
+            if noise <= allowed or start == stop - 1:
+                count, others, starts = best[start]
+                candidates.append((count + 1, max(others, noise), (*starts, start)))
+        best.append(min(candidates, key=lambda candidate: candidate[:2]))
+    starts = best[-1][2]
+    return tuple(steps[i:j] for i, j in zip(starts, (*starts[1:], len(steps)), strict=True))
+
+
+def products_of_gram_form(schedule: Schedule, dtype: jax.typing.DTypeLike) -> Products:
+    """Returns the products of these steps."""
+    parts = segments(schedule, dtype)
+    num_steps = sum(map(len, parts))
+    return Products(
+        grams=len(parts),
+        # The last step of a segment needs no T and no new R, and its Q is no further product.
+        squares=num_steps,
+        applications=len(parts),
+        mixed=3 * (num_steps - len(parts)),
+    )
+
+
+def roundoff(dtype: jax.typing.DTypeLike) -> float:
+    """Returns the unit roundoff of operands.
+
+    GPUs take float32 as TF32, cut off after ten bits, unless the user has set a precision that
+    keeps float32.
+    """
+    is_float32 = jnp.finfo(dtype).dtype == jnp.float32
+    kept = jax.config.jax_default_matmul_precision in ("highest", "float32")
+    if is_float32 and _device.current().platform == "gpu" and not kept:
+        return 2.0**-10
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+def matmul_precision(
+    dtype: jax.typing.DTypeLike, *, full: bool
+) -> contextlib.AbstractContextManager:
+    """Returns a context for products of `dtype`: a precision where the user has set none.
+
+    | platform | float32 without the context | in the context                            |
+    | -------- | --------------------------- | ----------------------------------------- |
+    | TPU      | bfloat16                    | three products of bfloat16 (`"high"`)     |
+    | GPU      | TF32                        | float32 (`"highest"`) where `full`        |
+
+    `full` is for composed schedules, of which "accurate" exceeds 1.5 in TF32 on 3 of 2016 random
+    spectra, and for coefficients that rounding makes diverge.
+    """
+    if jax.config.jax_default_matmul_precision is None and jnp.finfo(dtype).dtype == jnp.float32:
+        if _device.current().platform == "tpu":
+            return jax.default_matmul_precision("high")
+        if _device.current().platform == "gpu" and full:
+            return jax.default_matmul_precision("highest")
+    return contextlib.nullcontext()

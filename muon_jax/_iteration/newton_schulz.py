@@ -109,7 +109,7 @@ class NewtonSchulz:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        object.__setattr__(self, "coeffs", canonicalize(self.coeffs))
+        object.__setattr__(self, "coeffs", canonicalize("coeffs", self.coeffs))
         if self.steps is not None and not is_traced(self.steps):
             object.__setattr__(self, "steps", int(self.steps))
         if self.schedule.is_composed and self.dtype not in ("auto", None):

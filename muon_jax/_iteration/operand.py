@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from muon_jax._iteration.normalization import powers_of_two
-from pallas_kernels import Implementation, gemm_of_stacks, syrk_of_stacks
+from pallas_kernels import Implementation
 from pallas_kernels import device as _device
 
 
@@ -142,11 +142,12 @@ class WholeStacks(WholeMatrices):
     ) -> tuple[jax.Array, ...]:
         """Returns `WholeMatrices.gram` of all matrices, in one launch."""
         del symmetrize_output  # the result is symmetric in any case
-        return syrk_of_stacks(x, alpha=alpha, residual=residual)
+        return self.implementation.syrk_of_stacks(x, alpha=alpha, residual=residual)
 
     def apply(self, q: jax.Array, x: Sequence[jax.Array], *, last: bool) -> list[jax.Array]:
         """Returns `WholeMatrices.apply` of all matrices, in one launch."""
-        return [*gemm_of_stacks(q, x, out_dtype=self.out_dtype if last else None)]
+        out_dtype = self.out_dtype if last else None
+        return [*self.implementation.gemm_of_stacks(q, x, out_dtype=out_dtype)]
 
 
 def is_tall(x: jax.Array | jax.ShapeDtypeStruct) -> bool:

@@ -22,27 +22,33 @@ def is_traced(value: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
 
 
-def canonicalize(ns_coeffs: Any) -> Any:
+def canonicalize(name: str, coefficients: Any) -> Any:
     """Returns the coefficients as a name or nested tuples of floats, which hash, or traced.
+
+    Args:
+        name: of the argument.
+        coefficients: its value.
 
     Raises:
         TypeError: a dict or a callable.
-        ValueError: a wrong shape or more than `MOST_STEPS` rows; or a coefficient is no finite real
-            number, or a ≤ 0 in a triple (a, b, c), which would turn small singular values around.
+        ValueError: an unknown name; a wrong shape or more than `MOST_STEPS` rows; or a coefficient
+            is no finite real number, or a ≤ 0 in a triple (a, b, c), which would turn small
+            singular values around.
     """
-    if isinstance(ns_coeffs, str):
-        return ns_coeffs
-    if isinstance(ns_coeffs, Mapping) or callable(ns_coeffs):
+    if isinstance(coefficients, str):
+        check_name(name, coefficients, sorted({*NAMED, *SCHEDULES}))
+        return coefficients
+    if isinstance(coefficients, Mapping) or callable(coefficients):
         raise TypeError(
-            "ns_coeffs of one matrix must be a name, a triple or a table of triples, got"
-            f" {ns_coeffs!r}: pass coefficients by path to muon or scale_by_muon"
+            f"{name} of one matrix must be a name, a triple or a table of triples, got"
+            f" {coefficients!r}: pass coefficients by path to muon or scale_by_muon"
         )
-    traced = is_traced(ns_coeffs)
-    given = jnp.asarray(ns_coeffs) if traced else np.asarray(ns_coeffs, object)
+    traced = is_traced(coefficients)
+    given = jnp.asarray(coefficients) if traced else np.asarray(coefficients, object)
     shape = given.shape
     if len(shape) not in (1, 2) or shape[-1] != 3 or not 1 <= shape[0] <= MOST_STEPS:
         raise ValueError(
-            "ns_coeffs must be a name, or have shape (3,) or (steps, 3) with at most"
+            f"{name} must be a name, or have shape (3,) or (steps, 3) with at most"
             f" {MOST_STEPS} steps, got {shape}"
         )
     if isinstance(given, jax.Array):
@@ -50,8 +56,8 @@ def canonicalize(ns_coeffs: Any) -> Any:
     values = given.astype(np.float64) if all(map(is_real, given.flat)) else np.array([np.nan])
     if not np.isfinite(values).all() or (values[..., 0] <= 0).any():
         raise ValueError(
-            "ns_coeffs must be finite real numbers (a, b, c) with a > 0, got"
-            f" {ns_coeffs}: pass (3.4445, -4.775, 2.0315), for example"
+            f"{name} must be finite real numbers (a, b, c) with a > 0, got"
+            f" {coefficients}: pass (3.4445, -4.775, 2.0315), for example"
         )
     return (*map(tuple, values.tolist()),) if values.ndim == 2 else tuple(values.tolist())
 
@@ -74,8 +80,8 @@ def resolve_schedule(
         preconditioning: as for `newton_schulz`.
 
     Raises:
-        ValueError: an unknown name, a number of steps that the coefficients do not have, or a
-            preconditioning beside a composed schedule, which brings its own.
+        ValueError: a number of steps that the coefficients do not have, or a preconditioning beside
+            a composed schedule, which brings its own.
     """
     if not isinstance(ns_steps, Tracer):
         ns_steps = int(ns_steps)
@@ -84,7 +90,6 @@ def resolve_schedule(
         return _of_rows(rows, len(rows) if np.ndim(ns_coeffs) == 2 else ns_steps)
     if ns_coeffs in SCHEDULES:
         return _composed(SCHEDULES[ns_coeffs], ns_steps, preconditioning)
-    check_name("ns_coeffs", ns_coeffs, sorted({*NAMED, *SCHEDULES}))
     rows = NAMED[ns_coeffs]
     if len(rows) > 1 and not isinstance(ns_steps, Tracer):
         if ns_steps == DEFAULT_STEPS:

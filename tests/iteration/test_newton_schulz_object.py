@@ -1,6 +1,7 @@
 """`NewtonSchulz`: its checks, what it equals, and where it is taken."""
 
 import dataclasses
+import functools
 import pickle
 
 import chex
@@ -168,3 +169,11 @@ def test_coefficients_beside_a_preset_keep_its_dtype_and_method():
     assert groups(preset="gram", ns_coeffs=whole) == {("dion", "float32", "standard")}
     changed = dataclasses.replace(PRESETS["gram"]["ns_coeffs"], dtype="float32")
     assert groups(preset="gram", ns_coeffs=changed) == {("polar_express", "float32", "gram")}
+
+
+@pytest.mark.parametrize("wrong", [(1.0, 2.0), (-1.0, 2.0, 3.0), "optimal"])
+def test_errors_name_the_attribute_or_the_argument(wrong):
+    calls = [NewtonSchulz, functools.partial(newton_schulz, X), functools.partial(muon, 0.1)]
+    for name, call in zip(["coeffs", "ns_coeffs", "ns_coeffs"], calls, strict=True):
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            call(wrong)

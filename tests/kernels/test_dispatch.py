@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import (
     IMPLEMENTATIONS,
+    Implementation,
     _selection,
     _tuning,
     select_implementation,
@@ -106,6 +107,22 @@ def test_an_implementation_is_asked_once_for_each_shape_dtype_and_device(monkeyp
                     assert unsupported_reason("triton", a) is None
                     assert select_implementation(a) == select_implementation(a, addend=True)
     assert len(asked) == len(operands) * len(helpers.GPUS)
+
+
+def test_an_implementation_is_named_or_all_that_run():
+    names = {"A100": ("xla", "triton"), "H200": IMPLEMENTATIONS, "B200": ("xla", "triton")}
+    for gpu, expected in names.items():
+        with helpers.described_gpu(gpu):
+            assert Implementation.chosen(None, MATRIX).names == expected
+            assert Implementation.chosen("triton", MATRIX).names == ("triton",)
+            assert Implementation.chosen(None, operand((0, 64, 64))).names == ("xla",)
+    with helpers.described_gpu("A100"):
+        with pytest.raises(NotImplementedError, match="'mosaic_gpu' cannot run: .*A100"):
+            Implementation.chosen("mosaic_gpu", MATRIX)
+        with pytest.raises(NotImplementedError, match="out_dtype=float64 is none of"):
+            Implementation.chosen("triton", MATRIX, out_dtype=jnp.dtype("float64"))
+    with pytest.raises(ValueError, match="one of .* got 'cuda'"):
+        Implementation.chosen("cuda", MATRIX)
 
 
 def test_every_shape_of_the_tables_has_a_choice_that_runs():
