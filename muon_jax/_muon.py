@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,20 +37,25 @@ import optax
 from muon_jax._checks import checks_arguments
 from muon_jax._coefficients import CoeffsByPath, check_patterns
 from muon_jax._distributed.exchange import Exchange, exchange_of
-from muon_jax._distributed.sharding import Shardings, whole_tree
+from muon_jax._distributed.sharding import (
+    InitShardings,
+    Shardings,
+    located,
+    settled_views,
+)
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.schedules import NSCoeffs
 from muon_jax._matrices.parts import ShapeScale, check_views
-from muon_jax._matrices.views import OF_MUON, Views, assigned_views
+from muon_jax._matrices.views import OF_MUON, View, Views, assigned_views
 from muon_jax._presets import takes_preset
-from muon_jax._scale_by_muon import scale_by_muon
+from muon_jax._scale_by_muon import orthogonalization, scale_by_muon
 from muon_jax._transforms.adam import scale_by_adam
 from muon_jax._transforms.momentum import Momentum, Rounding, Storage, storage_of
 from muon_jax._transforms.shape_scale import scale_by_shape
 from muon_jax._transforms.skipping import skip_missing
 from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
-from muon_jax._trees import check_mu_dtype, check_params, is_function
+from muon_jax._trees import check_mu_dtype, check_params
 from pallas_kernels.arguments import standard_promotion
 
 
@@ -165,7 +170,7 @@ class Additions:
         after: follows the orthogonalization, for matrices with these views.
         scale: in the place of the scale by shape.
         last: follows the learning rate and the weight decay.
-        relabel: makes labels of parameters and `muon`'s labels, "muon" and "adam".
+        relabel: makes labels of parameters and `muon`'s labels; what is "muon" stays so.
         others: optimizers for further labels, made of AdamW's direction.
     """
 
@@ -209,21 +214,21 @@ def build(
         cautious=cautious,
     )
     others = {label: make(adam) for label, make in added.others.items()}
-    of_direction = inspect.signature(scale_by_muon).parameters.keys() & arguments.keys()
-    of_muon = {name: arguments[name] for name in of_direction} | {"shardings": exchange}
-    direction = functools.partial(scale_by_muon, **of_muon)
+    names = inspect.signature(scale_by_muon).parameters.keys() & arguments.keys()
+    of_direction = {name: arguments[name] for name in names}
+    views, init_shardings = given.muon_weight_dimension_numbers, InitShardings()
+    check_views(views, OF_MUON)
 
-    def with_views(views: Views) -> optax.GradientTransformation:
-        """The optimizer for parameters with these views."""
-        orthogonal = direction(weight_dimension_numbers=views)
+    def on_matrices(views: Views) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of matrices with these views, which an update finds for all of them."""
+        own = {"weight_dimension_numbers": views, "shardings": exchange}
+        orthogonal = orthogonalization(of_direction | own, init_shardings)
         if added.after:
             orthogonal = optax.chain(orthogonal, added.after(views))
         scale = scale_by_shape(views, given.consistent_rms, given.shape_scale, shardings)
-        if added.scale:
-            scale = added.scale(views)
-        on_matrices = chain_with_weight_decay(
+        optimizer = chain_with_weight_decay(
             orthogonal,
-            scale=scale,
+            scale=added.scale(views) if added.scale else scale,
             learning_rate=rate,
             weight_decay=given.weight_decay,
             mask=given.weight_decay_mask,
@@ -231,26 +236,29 @@ def build(
             cautious=cautious,
         )
         if added.last:
-            on_matrices = optax.chain(on_matrices, added.last(views))
+            optimizer = optax.chain(optimizer, added.last(views))
+        return optax.with_extra_args_support(optimizer)
 
-        def labels(params: optax.Params) -> Any:
-            found = jax.tree.structure(params).unflatten(
-                "adam" if view is None else "muon" for view in assigned_views(views, params)
-            )
-            check_patterns(given.ns_coeffs, found)
-            return added.relabel(params, found) if added.relabel else found
+    def on_all(
+        of_matrices: optax.GradientTransformation, found: Sequence[View | None], params: Any
+    ) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of parameters with the views that were found, None for AdamW."""
+        labels = jax.tree.structure(params).unflatten(
+            "adam" if view is None else "muon" for view in found
+        )
+        check_patterns(given.ns_coeffs, labels)
+        labels = added.relabel(params, labels) if added.relabel else labels
+        return optax.multi_transform({"muon": of_matrices, "adam": on_the_rest, **others}, labels)
 
-        return optax.multi_transform({"muon": on_matrices, "adam": on_the_rest, **others}, labels)
-
-    views = given.muon_weight_dimension_numbers
-    check_views(views, OF_MUON)
-    optimizer_of = _optimizer_by_tree(with_views, views, shardings)
+    of_updates = on_matrices(views)
 
     @standard_promotion()
     def init_fn(params: optax.Params) -> optax.OptState:
         check_params(params)
         check_mu_dtype(params, storage.dtype)
-        return optimizer_of(params).init(params)
+        settled = settled_views(views, params, shardings)
+        of_init = of_updates if settled is views else on_matrices(settled)
+        return on_all(of_init, assigned_views(settled, params), params).init(params)
 
     def update_fn(
         updates: optax.Updates,
@@ -259,36 +267,15 @@ def build(
         whole: optax.Updates,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        return optimizer_of(whole).update(updates, state, params, **extra_args)
+        found = assigned_views(settled_views(views, whole, shardings), updates)
+        leaves, treedef = jax.tree.flatten(updates)
+        pairs = zip(leaves, found, strict=True)
+        matrices = treedef.unflatten(optax.MaskedNode() if view is None else x for x, view in pairs)
+        of_muon = located([view for view in found if view is not None], matrices, shardings)
+        bound = optax.GradientTransformationExtraArgs(
+            of_updates.init, functools.partial(of_updates.update, of_muon=of_muon)
+        )
+        return on_all(bound, found, updates).update(updates, state, params, **extra_args)
 
     update = standard_promotion()(skip_missing(update_fn, "inner_states", storage))
     return optax.GradientTransformationExtraArgs(init_fn, update)
-
-
-def _optimizer_by_tree(
-    with_views: Callable[[Views], optax.GradientTransformation],
-    views: Views,
-    shardings: Shardings,
-) -> Callable[[Any], optax.GradientTransformation]:
-    """Returns a function from a tree to the optimizer for it.
-
-    Views that are a callable are made from the whole tree. A new optimizer is made only where the
-    views differ from the latest.
-    """
-    optimizer = with_views(views)
-    if not is_function(views):
-        return lambda tree: optimizer
-    latest: tuple[Any, optax.GradientTransformation] = None, optimizer
-
-    def of_tree(tree: Any) -> optax.GradientTransformation:
-        nonlocal latest
-        made = views(whole_tree(tree, shardings))
-        key = jax.tree.flatten(made)
-        known, found = latest
-        if key != known:
-            # A callable, because None as a tree would stand for matrices.
-            found = with_views(lambda _: made)
-            latest = key, found
-        return found
-
-    return of_tree

@@ -1,5 +1,7 @@
 """`scale_by_muon`: momentum, orthogonalized matrix by matrix, in groups of one shape."""
 
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,13 +11,20 @@ import optax
 from muon_jax._checks import checks_arguments
 from muon_jax._coefficients import CoeffsByPath, iterations_by_path
 from muon_jax._distributed.exchange import Exchange, exchange_of
-from muon_jax._distributed.init_shardings import InitShardings, warn_of_other_shardings
 from muon_jax._distributed.map_matrices import map_matrices
-from muon_jax._distributed.sharding import Shardings, inner_products, is_in_shard_map, whole_tree
+from muon_jax._distributed.sharding import (
+    InitShardings,
+    Parameter,
+    Shardings,
+    inner_products,
+    is_in_shard_map,
+    parameters_of,
+    warn_of_other_shardings,
+)
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.schedules import NSCoeffs
-from muon_jax._matrices.parts import check_views, check_views_fit
+from muon_jax._matrices.parts import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._transforms.momentum import (
     Momentum,
@@ -27,7 +36,7 @@ from muon_jax._transforms.momentum import (
     storage_of,
     widen,
 )
-from muon_jax._transforms.skipping import settled_views, skip_missing
+from muon_jax._transforms.skipping import skip_missing
 from muon_jax._trees import (
     check_floats,
     check_gradients,
@@ -136,70 +145,87 @@ def scale_by_muon(
         NotImplementedError: the named implementation, or the kind of memory, cannot be used here;
             or blocks are under a derivative on automatic mesh axes.
     """
-    check_views(weight_dimension_numbers)
-    exchange = exchange_of(shardings)
+    return orthogonalization(locals(), InitShardings())
+
+
+def orthogonalization(
+    arguments: Mapping[str, Any], init_shardings: InitShardings
+) -> optax.GradientTransformationExtraArgs:
+    """Returns `scale_by_muon` with these arguments, all of them, and with a memory to share.
+
+    An update may get `of_muon`, the parameters of its leaves. Else it finds them.
+    """
+    given = types.SimpleNamespace(**arguments)
+    views, beta, eps = given.weight_dimension_numbers, given.beta, given.eps
+    check_views(views)
+    exchange = exchange_of(given.shardings)
     shardings = exchange.shardings
     iterations_of = iterations_by_path(
-        ns_coeffs,
-        steps=ns_steps,
+        given.ns_coeffs,
+        steps=given.ns_steps,
         eps=eps,
-        eps_mode=eps_mode,
-        preconditioning=preconditioning,
+        eps_mode=given.eps_mode,
+        preconditioning=given.preconditioning,
     )
-    if adaptive:
+    if given.adaptive:
         exchange.check_sums("adaptive=True")
-    init_shardings = InitShardings()
-    storage = storage_of(mu_dtype)
-    rounding = mu_rounding or storage.rounding
+    storage = storage_of(given.mu_dtype)
+    rounding = given.mu_rounding or storage.rounding
 
     def init_fn(params: optax.Params) -> MuonState:
         check_params(params)
         check_floats(params)
         check_mu_dtype(params, storage.dtype)
         if not is_in_shard_map():  # where arrays are shards
-            check_views_fit(weight_dimension_numbers, params)
-            iterations_of(params)  # raises where coefficients do not fit
+            parameters_of(views, params, shardings)  # raises where views
+            iterations_of(params)  # or coefficients do not fit
         warn_of_other_shardings(params, shardings)
         init_shardings.keep(params)
-        mu = storage.init(params, weight_dimension_numbers, shardings)
+        mu = storage.init(params, views, shardings)
         return storage.memory.place(MuonState(jnp.zeros([], jnp.int32), mu))
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None, whole: optax.Updates
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None,
+        whole: optax.Updates,
+        of_muon: Sequence[Parameter] | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, MuonState]:
-        del params
-        given, state = state.mu, state._replace(mu=storage.unpack(state.mu))
+        del params, extra_args
+        before, state = state.mu, state._replace(mu=storage.unpack(state.mu))
         shapes = storage.map(storage.shape_of, state.mu)
         check_gradients(updates, shapes, "the state")
         storage.memory.check(state)
         storage.check(state.mu, updates, shardings, rounding)
         count = jnp.asarray(optax.safe_increment(state.count))
-        accumulate = accumulation(momentum, beta, count, nesterov)
+        accumulate = accumulation(given.momentum, beta, count, given.nesterov)
 
         def update_leaf(m: Any, g: jax.Array, key: jax.Array | None) -> tuple[Any, Any]:
             u, new = accumulate(*widen(g, storage.load(m), rounding))
             return u, storage.save(new, m, key)
 
-        keys: list[Any] = [None] * len(jax.tree.leaves(updates))
+        if of_muon is None:
+            of_muon = parameters_of(views, updates, shardings, whole)
+        keys: list[Any] = [None] * len(of_muon)
         if rounding == "stochastic":
-            keys = random_keys(updates, count, shardings)
+            keys = random_keys(of_muon, count)
         u, mu = storage.update_leaves(update_leaf, state.mu, updates, keys, are_read_again=True)
         every = u if whole is updates else whole
         init_shardings.keep(every)
-        known = init_shardings.fill(every, exchange)
-        iterations = iterations_of(whole_tree(u, shardings))
-        step = exchange.step(state.count)
-        views = settled_views(weight_dimension_numbers, whole, updates, shardings)
-        orthogonal = map_matrices(iterations, views, u, known, step)
-        if adaptive:
-            dual_norms = inner_products(u, orthogonal, shardings)
+        known = exchange.with_(shardings=init_shardings.fill(every, shardings))
+        shapes_of_whole = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in of_muon)
+        iterations = iterations_of(jax.tree.structure(u).unflatten(shapes_of_whole))
+        orthogonal = map_matrices(iterations, of_muon, u, known, exchange.step(state.count))
+        if given.adaptive:
+            dual_norms = inner_products(u, orthogonal, of_muon)
             orthogonal = jax.tree.map(jnp.multiply, dual_norms, orthogonal)
 
         def cast(o: jax.Array, g: jax.Array, m: jax.ShapeDtypeStruct) -> jax.Array:
             return o.astype(jnp.result_type(g.dtype, m.dtype, beta, eps))  # as in optax
 
         orthogonal = jax.tree.map(cast, orthogonal, updates, shapes)
-        return orthogonal, MuonState(count, storage.pack(mu, given))
+        return orthogonal, MuonState(count, storage.pack(mu, before))
 
     update = standard_promotion()(skip_missing(update_fn, "mu", storage, has_momenta=True))
-    return optax.GradientTransformation(init_fn, update)
+    return optax.GradientTransformationExtraArgs(init_fn, update)

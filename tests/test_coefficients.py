@@ -27,6 +27,7 @@ from muon_jax import (
 from muon_jax._coefficients import iterations_by_path
 from muon_jax._distributed import sharding as devices
 from muon_jax._distributed.planning import make_plan, units_of
+from muon_jax._distributed.sharding import parameters_of
 
 MATRICES = MuonDimensionNumbers()
 TABLE = ((4.0, -6.0, 3.0), (3.4445, -4.775, 2.0315))
@@ -114,7 +115,8 @@ def test_owners_of_the_second_coefficients_come_after_those_of_the_first():
     """Four matrices on four devices: each device has one."""
     grads = layers()
     iterations = iterations_by_path(BY_PATH)(grads)
-    units = units_of(None, grads, iterations)
+    parameters = parameters_of(None, grads, None)
+    units = units_of(parameters, [x.dtype for x in jax.tree.leaves(grads)], iterations)
     plan = make_plan(units, [PartitionSpec("x")] * 4, {"x": 4}, Exchange(), iterations.distinct)
     assert [(c.first, c.count) for c in plan.buckets[0].chunks] == [(0, 2), (2, 2)]
 

@@ -473,6 +473,25 @@ def test_a_callable_of_views_of_one_transformation_sees_the_whole_tree():
         assert not np.any(updates["frozen"])
 
 
+def test_an_optimizer_takes_trees_in_turn_and_calls_views_once_for_each():
+    seen = []
+
+    def views(params):
+        seen.append({*params})
+        return jax.tree.map(lambda x: MATRIX if x.ndim == 2 else None, params)
+
+    params = params_of()
+    fewer = {name: params[name] for name in ("a", "bias")}
+    optimizer = normuon(0.1, muon_weight_dimension_numbers=views)
+    states = [optimizer.init(tree) for tree in (params, fewer)]
+    found = [
+        optimizer.update(tree, state, tree)[0]
+        for tree, state in zip((params, fewer), states, strict=True)
+    ]
+    assert seen == [{*params}, {*fewer}] * 2
+    chex.assert_trees_all_equal(found[1], {name: found[0][name] for name in fewer})
+
+
 def test_a_wrong_tree_with_none_is_named():
     params = params_of()
     optimizer = muon(0.1)

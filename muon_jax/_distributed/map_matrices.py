@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._coefficients import Iterations, map_by_iteration
@@ -18,26 +17,29 @@ from muon_jax._distributed.planning import make_plan, units_of
 from muon_jax._distributed.run import run_either
 from muon_jax._distributed.sharding import (
     Mesh,
+    Parameter,
     Placed,
     asks_how_to_partition,
     axes_of_spec,
     by_device,
     locate,
     meshes_of,
+    parameters_of,
     platform_of,
     shardings_of_leaves,
     spec_of,
     traced_for,
 )
 from muon_jax._distributed.stacked import run_stacked
-from muon_jax._matrices.parts import stacks_of_tree
-from muon_jax._matrices.views import Views, stacked_view
+from muon_jax._iteration.schedules import is_traced
+from muon_jax._matrices.parts import from_stacks, to_stacks
+from muon_jax._matrices.views import stacked_view
 from muon_jax._trees import is_function
 
 
 def map_matrices(
     iterations: Iterations,
-    views: Views,
+    parameters: Sequence[Parameter],
     tree: Any,
     exchange: Exchange,
     step: BlockStep | None = None,
@@ -58,7 +60,7 @@ def map_matrices(
 
     Args:
         iterations: of the tree, whose leaves may be traced.
-        views: which matrices, as for `views_of_leaves`.
+        parameters: the leaves of the tree.
         tree: the arrays.
         exchange: what happens along mesh axes.
         step: None for a step of whole matrices.
@@ -72,7 +74,7 @@ def map_matrices(
     meshes = meshes_of(leaves)
     if len(meshes) < 2:
         with traced_for(leaves):
-            return treedef.unflatten(_map_leaves(iterations, views, tree, exchange, step))
+            return treedef.unflatten(_map_leaves(iterations, parameters, tree, exchange, step))
     stated = exchange.shardings
     stated = stated(tree) if is_function(stated) else stated
     exchange.check_names({name: size for mesh in meshes for name, size in mesh.shape.items()})
@@ -89,14 +91,15 @@ def map_matrices(
         pairs = zip(leaves, where, strict=True)
         part = treedef.unflatten(x if of_leaf == mesh else None for x, of_leaf in pairs)
         within = exchange.on_mesh(mesh.shape).with_(shardings=stated)
-        done = map_matrices(iterations.of_some(own), views, part, within, step)
+        of_part = [parameters[i] for i in own]
+        done = map_matrices(iterations.of_some(own), of_part, part, within, step)
         results |= zip(own, jax.tree.leaves(done), strict=True)
     return treedef.unflatten(results[i] for i in range(len(leaves)))
 
 
 def _map_leaves(
     iterations: Iterations,
-    views: Views,
+    parameters: Sequence[Parameter],
     tree: Any,
     exchange: Exchange,
     step: BlockStep | None,
@@ -112,15 +115,20 @@ def _map_leaves(
     if place.kind is None and _may_be_sharded(place.mesh, leaves):
         place = place._replace(kind=AxisType.Auto)
     if place.kind is None:
-        return jax.tree.leaves(_map_unsharded(iterations, views, tree))
-    is_empty = [not x.size for x in leaves]
-    if any(is_empty):  # arrays without elements are results already
-        place = _without_empty(place, is_empty)
-        iterations = iterations.of_some([i for i, empty in enumerate(is_empty) if not empty])
-    full = [x for x, empty in zip(leaves, is_empty, strict=True) if not empty]
-    done = _Sharded(iterations, views, place, exchange, step).map(full) if full else []
-    results = iter(done)
-    return [x if empty else next(results) for x, empty in zip(leaves, is_empty, strict=True)]
+        return _map_unsharded(iterations, parameters, leaves)
+    full = [i for i, x in enumerate(leaves) if x.size]  # others are results already
+    if not full:
+        return leaves
+    place = place._replace(specs=[place.specs[i] for i in full] if place.specs else [])
+    arrays, own = [leaves[i] for i in full], [parameters[i] for i in full]
+    sharded = _Sharded(iterations.of_some(full), own, arrays, place, exchange, step)
+    if place.kind == AxisType.Manual:
+        done = sharded.within_shard_map()
+    elif place.kind == AxisType.Explicit:
+        done = sharded.in_shard_map()
+    else:
+        done = sharded.on_automatic_axes()
+    return [*(dict(enumerate(leaves)) | dict(zip(full, done, strict=True))).values()]
 
 
 def _may_be_sharded(mesh: Mesh, leaves: Sequence[jax.Array]) -> bool:
@@ -128,8 +136,8 @@ def _may_be_sharded(mesh: Mesh, leaves: Sequence[jax.Array]) -> bool:
 
     `jit(in_shardings=…)`, `jit(out_shardings=…)` and a legacy `with mesh:` tell the compiler alone.
     """
-    is_traced = any(isinstance(x, Tracer) for x in leaves)
-    return mesh.empty and is_traced and jax.device_count() > 1 and asks_how_to_partition(mesh)
+    may_know = mesh.empty and is_traced(leaves) and jax.device_count() > 1
+    return may_know and asks_how_to_partition(mesh)
 
 
 def _stated_alone(place: Placed, exchange: Exchange) -> Placed:
@@ -173,22 +181,16 @@ def _warn(place: Placed, what: str) -> None:
     )
 
 
-def _map_unsharded(iterations: Iterations, views: Views, tree: Any) -> Any:
-    def of_whole(tree: Any) -> Any:
-        stacks, unflatten = stacks_of_tree(views, tree)
-        numbers = iterations.of_leaves
-        return unflatten(map_by_iteration(iterations.distinct, numbers, stacks))
+def _map_unsharded(
+    iterations: Iterations, parameters: Sequence[Parameter], leaves: Sequence[jax.Array]
+) -> list[jax.Array]:
+    def of_whole(leaves: list[jax.Array]) -> list[jax.Array]:
+        pairs = [*zip(leaves, parameters, strict=True)]
+        stacks = [to_stacks(x, parameter.view) for x, parameter in pairs]
+        done = iter(map_by_iteration(iterations.distinct, iterations.of_leaves, stacks))
+        return [from_stacks(done, parameter.view, x.shape) for x, parameter in pairs]
 
-    return by_device(of_whole, tree)
-
-
-def _without_empty(place: Placed, is_empty: Sequence[bool]) -> Placed:
-    """The same place of a tree in which None stands for arrays without elements."""
-    wholes, treedef = jax.tree.flatten(place.whole)
-    pairs = [*zip(wholes, is_empty, strict=True)]
-    whole = treedef.unflatten(None if empty else x for x, empty in pairs)
-    specs = [s for s, empty in zip(place.specs, is_empty, strict=False) if not empty]
-    return place._replace(specs=specs, whole=whole)
+    return by_device(of_whole, [*leaves])
 
 
 class _Sharded:
@@ -197,31 +199,25 @@ class _Sharded:
     def __init__(
         self,
         iterations: Iterations,
-        views: Views,
+        parameters: Sequence[Parameter],
+        leaves: Sequence[jax.Array],
         place: Placed,
         exchange: Exchange,
         step: BlockStep | None,
     ) -> None:
-        self.units = units_of(views, place.whole, iterations)
-        self.iterations, self.place, self.exchange = iterations, place, exchange
+        self.iterations, self.parameters, self.leaves = iterations, parameters, leaves
+        self.place, self.exchange, self.step = place, exchange, step
+        self.units = units_of(parameters, [x.dtype for x in leaves], iterations)
         self.arrays, self.bind = _arrays_of((iterations.distinct, step))
-        self.step = step
-
-    def map(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the results for these leaves of `place.whole`."""
-        kind = self.place.kind
-        is_manual, is_explicit = kind == AxisType.Manual, kind == AxisType.Explicit
-        run = self._manual if is_manual else self._explicit if is_explicit else self._automatic
-        return run(leaves)
 
     def _planned(
         self, specs: Sequence[PartitionSpec], mesh: Mapping[str, int], exchange: Exchange
     ) -> Planned:
-        def plan_of(exchange: Exchange) -> Any:
-            return make_plan(self.units, specs, mesh, exchange, self.iterations.distinct)
-
-        whole = plan_of(exchange)
-        blocks = plan_of(exchange.of_blocks()) if self.step else whole
+        plan_of = functools.partial(
+            make_plan, self.units, specs, mesh, iterations=self.iterations.distinct
+        )
+        whole = plan_of(exchange=exchange)
+        blocks = plan_of(exchange=exchange.of_blocks()) if self.step else whole
 
         def run(shards: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
             distinct, step = self.bind(arrays)
@@ -236,17 +232,19 @@ class _Sharded:
     def _of_stacks(
         self, stacks: Sequence[jax.Array], arrays: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        views = [stacked_view(unit.view) for unit in self.units]
+        views = [stacked_view(parameter.view) for parameter in self.parameters]
         distinct, step = self.bind(arrays)
         bound = dataclasses.replace(self.iterations, distinct=distinct)
         exchange = self.exchange.decided("repeat").with_(shardings=None)
-        return map_matrices(bound, lambda _: views, [*stacks], exchange, step)
+        parameters = parameters_of(lambda _: views, [*stacks], None)
+        return map_matrices(bound, parameters, [*stacks], exchange, step)
 
-    def _manual(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    def within_shard_map(self) -> list[jax.Array]:
+        """Returns the results where the leaves are shards, in the caller's `shard_map`."""
         place, exchange = self.place, self.exchange
         self.units = [
             dataclasses.replace(unit, varying=jax.typeof(x).manual_axis_type.varying)
-            for unit, x in zip(self.units, leaves, strict=True)
+            for unit, x in zip(self.units, self.leaves, strict=True)
         ]
         if _replicas_may_differ(self.units, place):
             exchange = exchange.decided("repeat")
@@ -254,9 +252,10 @@ class _Sharded:
         if self._splits(exchange):
             repeating = self._planned(place.specs, place.mesh.shape, exchange.repeated())
             run = with_rules(run, repeating, None)
-        return run(leaves, self.arrays)
+        return run(self.leaves, self.arrays)
 
-    def _explicit(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    def in_shard_map(self) -> list[jax.Array]:
+        """Returns the results of a `shard_map`, for leaves whose specs are known."""
         place, repeated = self.place, self.exchange.repeated()
 
         def on_shards(exchange: Exchange) -> Planned:
@@ -279,18 +278,19 @@ class _Sharded:
         if is_typed or self._splits(self.exchange):
             is_known = is_typed or (types == {AxisType.Auto} and asks_how_to_partition(place.mesh))
             run = with_rules(run, on_shards(repeated), self._of_stacks if is_known else None)
-        return jax.jit(run)(leaves, self.arrays)
+        return jax.jit(run)(self.leaves, self.arrays)
 
-    def _automatic(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    def on_automatic_axes(self) -> list[jax.Array]:
+        """Returns the results for leaves whose specs only the compiler knows, or nobody."""
         place, exchange, units = self.place, self.exchange, self.units
         if not asks_how_to_partition(place.mesh):
             _warn(place, "Matrices are stacked, and the stacks spread over all devices")
             run = functools.partial(run_stacked, units=units, mesh=place.mesh)
-            return jax.jit(run)(self.iterations.distinct, arrays=leaves)
+            return jax.jit(run)(self.iterations.distinct, arrays=self.leaves)
 
         def unsharded(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
             bound = dataclasses.replace(self.iterations, distinct=self.bind(arrays)[0])
-            return _map_unsharded(bound, lambda _: [unit.view for unit in units], [*leaves])
+            return _map_unsharded(bound, self.parameters, leaves)
 
         def by_xla(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
             cuts = exchange.may_cut_blocks(place.mesh.shape)
@@ -310,7 +310,7 @@ class _Sharded:
             unsharded,
             by_xla,
             None if place.mesh.empty else self._of_stacks,
-            leaves,
+            self.leaves,
             self.arrays,
             settings,
         )

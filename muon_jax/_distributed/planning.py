@@ -17,10 +17,10 @@ from muon_jax._distributed.exchange import Exchange
 from muon_jax._distributed.kept_sharded import estimate, why_not_kept_sharded
 from muon_jax._distributed.placement import leaf_of, placed_within
 from muon_jax._distributed.plan import Bucket, Leaf, Plan, Share
+from muon_jax._distributed.sharding import Parameter
 from muon_jax._distributed.shares import gathered_together, shares_of
 from muon_jax._iteration.form import Form
 from muon_jax._iteration.newton_schulz import NewtonSchulz
-from muon_jax._matrices.views import Views, views_of_leaves
 
 # The largest number of bytes that a device sends at once. Matrices of this size fill a GPU, and the
 # exchange of one bucket overlaps with the computation of another.
@@ -33,10 +33,14 @@ def max_bucket_bytes(iterations: Sequence[NewtonSchulz]) -> int:
     return min([*stated, MAX_BUCKET_BYTES])
 
 
-def units_of(views: Views, tree: Any, iterations: Iterations) -> list[Leaf]:
-    """Returns the leaves of `tree` for plans, with the forms of their matrices."""
-    pairs = zip(views_of_leaves(views, tree), jax.tree.leaves(tree), strict=True)
-    leaves = [leaf_of(i, name, x, view) for i, ((name, view), x) in enumerate(pairs)]
+def units_of(
+    parameters: Sequence[Parameter], dtypes: Sequence[np.dtype], iterations: Iterations
+) -> list[Leaf]:
+    """Returns the parameters for plans, as arrays of these dtypes, with their matrices' forms."""
+    leaves = [
+        leaf_of(i, own.name, jax.ShapeDtypeStruct(own.shape, dtype), own.view)
+        for i, (own, dtype) in enumerate(zip(parameters, dtypes, strict=True))
+    ]
     return [
         _with_forms(dataclasses.replace(leaf, iteration=i), iterations.distinct[i])
         for leaf, i in zip(leaves, iterations.of_leaves, strict=True)

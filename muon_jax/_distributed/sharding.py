@@ -12,7 +12,9 @@ The functions at the end compute on each device's own shards.
 """
 
 import contextlib
+import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,10 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from muon_jax._matrices.parts import values_per_matrix
-from muon_jax._matrices.views import Views, views_of_leaves
+from muon_jax._iteration.schedules import is_traced
+from muon_jax._matrices.parts import parts_of, values_per_matrix
+from muon_jax._matrices.views import View, Views, view_of_each_leaf, view_or_matrix
 from muon_jax._numerics import wide
-from muon_jax._trees import broadcast_prefix, is_function
+from muon_jax._trees import broadcast_prefix, errors_naming, is_function
 from pallas_kernels import device as _device
 
 type Mesh = jax.sharding.Mesh | AbstractMesh
@@ -284,6 +287,101 @@ def traced_for(arrays: Sequence[jax.Array]) -> contextlib.AbstractContextManager
     return jax.sharding.use_abstract_mesh(mesh)
 
 
+def are_from_init(mesh: Mesh) -> bool:
+    """Returns whether `InitShardings` decides how arrays of the mesh are taken to be sharded."""
+    return {*mesh.axis_types} == {AxisType.Auto} and not asks_how_to_partition(mesh)
+
+
+class _Kept(NamedTuple):
+    """A tree of arrays outside `jit`: their meshes, the tree's structure, shapes and specs."""
+
+    meshes: set[AbstractMesh]
+    treedef: Any
+    shapes: list[tuple[int, ...]]
+    specs: list[PartitionSpec]
+
+
+class InitShardings:
+    """The shardings of the parameters of the latest `init` or update outside `jit`.
+
+    There arrays say how they are sharded. Traced ones on automatic axes do not, and the compiler
+    for TPUs cannot be asked.
+
+    It is the only memory that an optimizer has beside its state, and has effects on automatic axes
+    of TPUs alone, where it saves an exchange by XLA. If arrays in `jit` are sharded otherwise, XLA
+    moves them, and results are the same. `shardings=` takes its place.
+    """
+
+    def __init__(self) -> None:
+        self._latest: _Kept | None = None
+
+    def keep(self, tree: Any) -> None:
+        """Keeps the shardings of the arrays, if all of them have one, on any meshes of TPUs.
+
+        An array on a single device, such as one that was never put on a mesh, counts as
+        replicated.
+        """
+        leaves, treedef = jax.tree.flatten(tree)
+        if is_traced(leaves):
+            return
+        shardings = [getattr(x, "sharding", None) for x in leaves]
+        meshes = {s.mesh.abstract_mesh for s in shardings if isinstance(s, NamedSharding)}
+        on_mesh = (isinstance(s, NamedSharding | None) or len(s.device_set) == 1 for s in shardings)
+        if meshes and not any(map(asks_how_to_partition, meshes)) and all(on_mesh):
+            specs = [getattr(s, "spec", PartitionSpec()) for s in shardings]
+            self._latest = _Kept(meshes, treedef, [x.shape for x in leaves], specs)
+
+    def fill(self, tree: Any, stated: Shardings) -> Shardings:
+        """Returns the shardings that are stated, or else what was kept of such a tree."""
+        leaves, treedef = jax.tree.flatten(tree)
+        if stated is not None or not leaves or self._latest is None:
+            return stated
+        meshes = {*meshes_of(leaves)} or {mesh_of(leaves).abstract_mesh}
+        are_typed = all({*mesh.axis_types} == {AxisType.Explicit} for mesh in meshes)
+        are_known = all(len({*mesh.axis_types}) == 1 for mesh in meshes)
+        if are_typed or not are_known:
+            return None
+        if (meshes, treedef, [x.shape for x in leaves]) != self._latest[:3]:
+            return None
+        types = (jax.typeof(x).sharding for x in leaves)
+        specs = [
+            own.spec if AxisType.Explicit in own.mesh.axis_types else kept
+            for own, kept in zip(types, self._latest.specs, strict=True)
+        ]
+        return treedef.unflatten(specs)
+
+
+def warn_of_other_shardings(tree: Any, stated: Shardings) -> None:
+    """Warns if an array is sharded over other mesh axes than `shardings=` says.
+
+    It ignores traced arrays and mesh axes of one device.
+    """
+    leaves = jax.tree.leaves_with_path(tree)
+    if stated is None or is_traced([x for _, x in leaves]):
+        return
+    for (path, x), sharding in zip(leaves, shardings_of_leaves(stated, tree), strict=True):
+        own, spec = getattr(x, "sharding", None), spec_of(sharding)
+        if not isinstance(own, NamedSharding) or len(own.device_set) == 1:
+            continue
+        if {*own.mesh.axis_types} == {AxisType.Explicit}:  # `update` raises
+            continue
+        sizes = dict(own.mesh.shape)
+        try:
+            by_dim = [mesh_axes_by_dim(each, x.ndim, sizes) for each in (own.spec, spec)]
+        except ValueError:  # from `update`, or of another mesh than the array's
+            continue
+        own_axes, said = ([[a for a in dim if sizes[a] > 1] for dim in dims] for dims in by_dim)
+        if own_axes != said:
+            warnings.warn(
+                f"shardings= says {spec} for the parameter {jax.tree_util.keystr(path)}, but the"
+                f" array is sharded as {own.spec}. Each update would move it from one to the other,"
+                " and gather it on all devices along mesh axes that shardings= leaves out. Leave"
+                f" out shardings=, or pass {own.spec}",
+                stacklevel=4,
+            )
+            return
+
+
 def by_device(function: Callable[[Any], Any], tree: Any) -> Any:
     """Returns `function(tree)`, sharded as the tree is, of which each device computes its part.
 
@@ -303,48 +401,81 @@ def by_device(function: Callable[[Any], Any], tree: Any) -> Any:
     return jax.jit(run)(tree)
 
 
-def by_element(
-    function: Callable[[int, int], float], views: Views, tree: Any, shardings: Shardings
-) -> list[jax.typing.ArrayLike]:
-    """Returns for each leaf what broadcasts to `function(rows, cols)` of each element's matrix."""
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A parameter that a view says the matrices of.
+
+    Attributes:
+        name: its path, for messages.
+        shape: of the whole array.
+        view: where its matrices are.
+        spec: in a `shard_map` how the whole array is sharded; None elsewhere.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    view: View
+    spec: PartitionSpec | None = None
+
+    def values(self, function: Callable[[int, int], float]) -> jax.typing.ArrayLike:
+        """Returns what broadcasts to `function(rows, cols)` of each element's matrix."""
+        values = values_per_matrix(function, self.view, self.shape)
+        return values if self.spec is None else local_part(values, self.spec)
+
+
+def settled_views(views: Views, tree: Any, shardings: Shardings) -> Views:
+    """Returns the views of a tree and of its parts, where a callable may look at the whole tree."""
+    if not is_function(views):
+        return views
+    made = views(whole_tree(tree, shardings))
+    return lambda _: made  # a callable, because None as a tree would stand for matrices
+
+
+def parameters_of(
+    views: Views, tree: Any, shardings: Shardings, every: Any = None
+) -> list[Parameter]:
+    """Returns the parameters that are the leaves of `tree`.
+
+    Args:
+        views: as for `scale_by_muon`.
+        tree: the arrays, in a `shard_map` their shards.
+        shardings: as for `scale_by_muon`.
+        every: a tree in which no parameter is masked, for a callable of views; None for `tree`.
+
+    Raises:
+        ValueError: a view is wrong or does not fit, or as `locate`.
+        NotImplementedError: as `locate`.
+    """
+    settled = settled_views(views, tree if every is None else every, shardings)
+    return located(view_of_each_leaf(settled, tree), tree, shardings)
+
+
+def located(views: Sequence[View | None], tree: Any, shardings: Shardings) -> list[Parameter]:
+    """Returns `parameters_of` the tree, of which each leaf has one of the views."""
     kind, specs, whole = None, [], tree
     if is_in_shard_map():
         _, kind, specs, whole = locate(tree, shardings)
-    viewed = zip(jax.tree.leaves(whole), views_of_leaves(views, whole), strict=True)
-    values = [values_per_matrix(function, view, x.shape) for x, (_, view) in viewed]
-    if kind != AxisType.Manual:
-        return [*values]
-    return [local_part(value, spec) for value, spec in zip(values, specs, strict=True)]
+    leaves = jax.tree.leaves_with_path(whole)
+    own = specs if kind == AxisType.Manual else [None] * len(leaves)
+    found = []
+    for (path, x), view, spec in zip(leaves, views, own, strict=True):
+        name = jax.tree_util.keystr(path)
+        view = view_or_matrix(view, name, x.shape)
+        with errors_naming(name, x.shape):
+            parts_of(view, x.shape)  # raises where the view does not fit
+        found.append(Parameter(name, x.shape, view, spec))
+    return found
 
 
-def inner_products(x: Any, y: Any, shardings: Shardings) -> Any:
+def inner_products(x: Any, y: Any, parameters: Sequence[Parameter]) -> Any:
     """Returns ⟨x, y⟩ at each leaf, in float32 or wider, of whole arrays or of their shards."""
     products, treedef = jax.tree.flatten(
         jax.tree.map(lambda x, y: jnp.sum(wide(x).conj() * y), x, y)
     )
-    axes = _manual_axes(x, shardings)
-    if axes is not None:
-        products = [jax.lax.psum(*pair) for pair in zip(products, axes, strict=True)]
-    return treedef.unflatten(products)
-
-
-def distinct_keys(keys: list[jax.Array], tree: Any, shardings: Shardings) -> list[jax.Array]:
-    """Returns keys, one for each leaf of `tree`, that in a shard_map differ from shard to shard."""
-    axes = _manual_axes(tree, shardings)
-    if axes is None:
-        return keys
-    return [
-        jax.random.fold_in(key, jax.lax.axis_index(names)) if names else key
-        for key, names in zip(keys, axes, strict=True)
-    ]
-
-
-def _manual_axes(tree: Any, shardings: Shardings) -> list[tuple[str, ...]] | None:
-    """The mesh axes that each leaf is sharded over in a shard_map; None outside of one."""
-    if not is_in_shard_map():
-        return None
-    _, kind, specs, _ = locate(tree, shardings)
-    return [*map(axes_of_spec, specs)] if kind == AxisType.Manual else None
+    pairs = zip(products, parameters, strict=True)
+    return treedef.unflatten(
+        x if own.spec is None else jax.lax.psum(x, axes_of_spec(own.spec)) for x, own in pairs
+    )
 
 
 def local_part(value: Any, spec: PartitionSpec) -> Any:

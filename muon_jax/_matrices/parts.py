@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,9 +23,8 @@ from muon_jax._matrices.views import (
     is_view,
     matrix_axes,
     to_matrices,
-    views_of_leaves,
 )
-from muon_jax._trees import errors_naming, is_function
+from muon_jax._trees import is_function
 
 type ShapeScale = Literal["clipped_ratio", "ratio", "none"]
 type ScaleOfBlocks = Literal["clipped_ratio", "ratio", "none", "longer_side"]
@@ -241,43 +240,8 @@ def values_per_matrix(
     return join(parts, arrays, lambda arrays, axis, _: np.concatenate(arrays, axis))
 
 
-def stacks_of_tree(
-    views: Views, tree: Any
-) -> tuple[list[list[jax.Array]], Callable[[Iterable[jax.Array]], Any]]:
-    """Returns the stacks `(batch, rows, cols)` of each leaf of `tree`, and the inverse.
-
-    The inverse takes the stacks of all leaves, one after the other.
-
-    Raises:
-        ValueError: a leaf has no view and is no matrix, or has a view that does not fit it.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    viewed = views_of_leaves(views, tree)
-    stacks_by_leaf = []
-    for leaf, (name, view) in zip(leaves, viewed, strict=True):
-        with errors_naming(name, leaf.shape):
-            stacks_by_leaf.append(to_stacks(leaf, view))
-
-    def tree_of_stacks(stacks: Iterable[jax.Array]) -> Any:
-        stacks = iter(stacks)
-        return treedef.unflatten(
-            from_stacks(stacks, view, leaf.shape)
-            for leaf, (_, view) in zip(leaves, viewed, strict=True)
-        )
-
-    return stacks_by_leaf, tree_of_stacks
-
-
 def check_views(views: Views, argument: str = OF_PARTS) -> None:
     """Raises ValueError where a leaf of a tree of views is no view. A callable makes its later."""
     if not is_function(views):
         for path, node in jax.tree.leaves_with_path(views, is_leaf=is_view):
             as_view(argument, path, node)
-
-
-def check_views_fit(views: Views, tree: Any) -> None:
-    """Raises ValueError where a leaf of `tree` has a view that does not fit, or is no matrix."""
-    leaves = jax.tree.leaves(tree)
-    for leaf, (name, view) in zip(leaves, views_of_leaves(views, tree), strict=True):
-        with errors_naming(name, leaf.shape):
-            values_per_matrix(lambda rows, cols: 0.0, view, leaf.shape)

@@ -221,31 +221,21 @@ def assigned_views(views: Views, params: Any) -> list[View | None]:
     if views is None:
         ranks = map(np.ndim, jax.tree.leaves(params))
         return [MuonDimensionNumbers() if rank == 2 else None for rank in ranks]
-    return _view_of_each_leaf(views, params, OF_MUON)
+    return view_of_each_leaf(views, params, OF_MUON)
 
 
-def views_of_leaves(views: Views, tree: Any) -> list[tuple[str, View]]:
-    """Returns the path and the view of each leaf of `tree`.
-
-    Args:
-        views: a prefix of `tree`, or a callable that makes one from `tree`. None at a leaf or above
-            it stands for a matrix: a leaf of rank 2 whose axis 0 is the reduction axis.
-        tree: the arrays.
+def view_or_matrix(view: View | None, name: str, shape: tuple[int, ...]) -> View:
+    """Returns the view of a parameter, where None stands for a matrix with rows on axis 0.
 
     Raises:
-        ValueError: a leaf without a view is no matrix.
+        ValueError: there is no view, and the parameter is no matrix.
     """
-    found = []
-    leaves = jax.tree.leaves_with_path(tree)
-    for (path, leaf), view in zip(leaves, _view_of_each_leaf(views, tree, OF_PARTS), strict=True):
-        name = jax.tree_util.keystr(path)
-        if view is None and leaf.ndim != 2:
-            raise ValueError(
-                f"the parameter {name} of shape {leaf.shape} is no matrix: give it"
-                " MuonDimensionNumbers, Split or Unfold, or leave it to another optimizer"
-            )
-        found.append((name, MuonDimensionNumbers() if view is None else view))
-    return found
+    if view is None and len(shape) != 2:
+        raise ValueError(
+            f"the parameter {name} of shape {shape} is no matrix: give it"
+            " MuonDimensionNumbers, Split or Unfold, or leave it to another optimizer"
+        )
+    return MuonDimensionNumbers() if view is None else view
 
 
 def stacked_view(view: View) -> View:
@@ -256,9 +246,8 @@ def stacked_view(view: View) -> View:
     return dataclasses.replace(view, axis=view.axis + (view.axis >= 0), view=inner)
 
 
-def _view_of_each_leaf(
-    views: ViewTree | Callable[[Any], ViewTree], tree: Any, argument: str
-) -> list[View | None]:
+def view_of_each_leaf(views: Views, tree: Any, argument: str = OF_PARTS) -> list[View | None]:
+    """Returns the view, or None, that the argument's tree of views has for each leaf of `tree`."""
     return broadcast_prefix(argument, functools.partial(as_view, argument), views, tree, is_view)
 
 

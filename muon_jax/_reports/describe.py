@@ -17,12 +17,13 @@ from muon_jax._by_use.by_use import Routes
 from muon_jax._checks import checks_arguments
 from muon_jax._coefficients import Iterations, iterations_by_path
 from muon_jax._distributed.exchange import Exchange, exchange_of
-from muon_jax._distributed.init_shardings import are_from_init
 from muon_jax._distributed.planning import make_plan, units_of
 from muon_jax._distributed.sharding import (
     Mesh,
     Shardings,
+    are_from_init,
     axes_of_spec,
+    parameters_of,
     shardings_of_leaves,
     spec_of,
 )
@@ -269,7 +270,8 @@ def _exchanges(
     tree = treedef.unflatten(m if i in full else optax.MaskedNode() for i, m in enumerate(momenta))
     iterations = iterations.of_some([j for j, i in enumerate(of_muon) if i in full])
     # A callable, because a tree of views may itself be callable.
-    units = units_of(lambda _: treedef.unflatten(views), tree, iterations)
+    parameters = parameters_of(lambda _: treedef.unflatten(views), tree, None)
+    units = units_of(parameters, [momenta[i].dtype for i in full], iterations)
     specs = [*map(spec_of, placed)]
     plan = make_plan(units, specs, mesh.shape, exchange, iterations.distinct)
     period = int(exchange.block_period or 1)

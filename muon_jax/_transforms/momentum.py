@@ -9,32 +9,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._distributed.sharding import Shardings, distinct_keys, is_in_shard_map
+from muon_jax._distributed.sharding import (
+    Parameter,
+    Shardings,
+    axes_of_spec,
+    is_in_shard_map,
+)
 from muon_jax._matrices.views import Views
 
 type Rounding = Literal["nearest", "stochastic"]
-
-
-def check_rounding(gradients: Any, mu: Any) -> None:
-    """Raises ValueError where a number is complex, or a momentum is not in bfloat16.
-
-    Args:
-        gradients: arrays.
-        mu: the momenta, or their shapes, to be rounded at random.
-    """
-    for name, tree in (("gradient", gradients), ("momentum", mu)):
-        for path, x in jax.tree.leaves_with_path(tree):
-            if jnp.issubdtype(x.dtype, jnp.complexfloating):
-                raise ValueError(
-                    f"mu_rounding='stochastic' rounds real numbers, but the {name} of the parameter"
-                    f" {jax.tree_util.keystr(path)} is {x.dtype}: set mu_rounding='nearest'"
-                )
-    for path, m in jax.tree.leaves_with_path(mu):
-        if m.dtype != jnp.bfloat16:
-            raise ValueError(
-                "mu_rounding='stochastic' rounds to bfloat16 or int8, but the momentum of the"
-                f" parameter {jax.tree_util.keystr(path)} is {m.dtype}: set mu_dtype='bfloat16'"
-            )
 
 
 def widen(gradient: jax.Array, m: jax.Array, rounding: Rounding) -> tuple[jax.Array, jax.Array]:
@@ -59,21 +42,16 @@ def cast_like(x: jax.Array, like: jax.Array, key: jax.Array | None) -> jax.Array
     return x.astype(like.dtype)
 
 
-def random_keys(tree: Any, count: jax.Array, shardings: Shardings) -> list[jax.Array]:
-    """Returns a key for each leaf of `tree`, by the step, the leaf, and in a shard_map the shard.
-
-    Args:
-        tree: arrays.
-        count: the number of the step.
-        shardings: as for `scale_by_muon`.
-
-    Raises:
-        ValueError: see `distinct_keys`.
-        NotImplementedError: see `distinct_keys`.
-    """
+def random_keys(parameters: Sequence[Parameter], count: jax.Array) -> list[jax.Array]:
+    """Returns a key for each parameter, by step `count`, place, and in a `shard_map` the shard."""
     key = jax.random.fold_in(jax.random.key(0), count)
-    keys = [jax.random.fold_in(key, i) for i in range(len(jax.tree.leaves(tree)))]
-    return distinct_keys(keys, tree, shardings)
+    keys = []
+    for i, parameter in enumerate(parameters):
+        own = jax.random.fold_in(key, i)
+        if parameter.spec is not None and (names := axes_of_spec(parameter.spec)):
+            own = jax.random.fold_in(own, jax.lax.axis_index(names))
+        keys.append(own)
+    return keys
 
 
 def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
@@ -229,8 +207,21 @@ class Storage:
 
     def check(self, mu: Any, gradients: Any, shardings: Shardings, rounding: Rounding) -> None:
         """Raises ValueError where momenta are not as `init` makes them, or cannot be rounded so."""
-        if rounding == "stochastic":
-            check_rounding(gradients, mu)
+        if rounding != "stochastic":
+            return
+        for name, tree in (("gradient", gradients), ("momentum", mu)):
+            for path, x in jax.tree.leaves_with_path(tree):
+                of = f"the {name} of the parameter {jax.tree_util.keystr(path)} is {x.dtype}"
+                if jnp.issubdtype(x.dtype, jnp.complexfloating):
+                    raise ValueError(
+                        f"mu_rounding='stochastic' rounds real numbers, but {of}: set"
+                        " mu_rounding='nearest'"
+                    )
+                if name == "momentum" and x.dtype != jnp.bfloat16:
+                    raise ValueError(
+                        f"mu_rounding='stochastic' rounds to bfloat16 or int8, but {of}: set"
+                        " mu_dtype='bfloat16'"
+                    )
 
     def is_momentum(self, node: Any) -> bool:
         """Returns whether a node is a momentum that is no array."""

@@ -1,13 +1,15 @@
 """Scales of updates that depend on the shape of a matrix alone."""
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from muon_jax._checks import checks_arguments
-from muon_jax._distributed.sharding import Shardings, by_element
+from muon_jax._distributed.sharding import Parameter, Shardings, parameters_of
 from muon_jax._matrices.parts import ShapeScale, shape_factor
 from muon_jax._matrices.views import Views
 from pallas_kernels.arguments import standard_promotion
@@ -52,11 +54,18 @@ def scale_by_shape(
 
     @standard_promotion()
     def update_fn(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        of_muon: Sequence[Parameter] | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        del params
+        del params, extra_args
         leaves, treedef = jax.tree.flatten(updates)
-        factors = by_element(factor_of, weight_dimension_numbers, updates, shardings)
+        if of_muon is None:
+            of_muon = parameters_of(weight_dimension_numbers, updates, shardings)
+        factors = [parameter.values(factor_of) for parameter in of_muon]
         if consistent_rms is not None:
             factors = [consistent_rms * value for value in factors]
         rms = 1.0 if consistent_rms is None else consistent_rms
@@ -67,4 +76,4 @@ def scale_by_shape(
         factors = jax.lax.optimization_barrier(factors)
         return treedef.unflatten([*map(jnp.multiply, factors, leaves)]), state
 
-    return optax.GradientTransformation(optax.init_empty_state, update_fn)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)

@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._distributed.sharding import Shardings, whole_tree
-from muon_jax._matrices.views import Views
 from muon_jax._transforms.momentum import Storage
 from muon_jax._trees import (
     any_missing,
@@ -22,7 +20,6 @@ from muon_jax._trees import (
     check_update,
     fill_missing,
     is_box,
-    is_function,
     is_missing,
 )
 
@@ -86,6 +83,8 @@ def skip_missing(
     ) -> tuple[optax.Updates, Any]:
         if field is not None:
             check_state(updates, state, params, field)
+        if "of_muon" in extra_args:  # from `muon`, whose own update skips and checks
+            return update(updates, state, params, whole=updates, **extra_args)
         check_update(updates, params)
         if not any_missing(updates):
             return update(updates, state, params, whole=updates, **extra_args)
@@ -113,21 +112,6 @@ def skip_missing(
         return present.select(new_updates, zeros), new_state
 
     return update_fn
-
-
-def settled_views(views: Views, whole: Any, updates: Any, shardings: Shardings) -> Views:
-    """Returns views for an update that skips parameters, made of the tree that has all of them.
-
-    Args:
-        views: as for `scale_by_muon`; a callable may need parameters beside a parameter.
-        whole: see `skip_missing`.
-        updates: the tree with masked nodes, or `whole` itself.
-        shardings: as for `scale_by_muon`.
-    """
-    if whole is updates or not is_function(views):
-        return views
-    made = views(whole_tree(whole, shardings))
-    return lambda _: made  # a callable, because None as a tree would stand for matrices
 
 
 def _all(keep: Any) -> bool:

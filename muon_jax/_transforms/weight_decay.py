@@ -16,11 +16,12 @@ def product_of_rates(*factors: Any) -> optax.ScalarOrSchedule:
     """Returns the product, a schedule where a factor is a schedule."""
     if not any(map(callable, factors)):
         return math.prod(factors)
-    return lambda count: math.prod(_value_at(factor, count) for factor in factors)
 
+    def product(count: jax.typing.ArrayLike) -> Any:
+        values: list[Any] = [x(count) if callable(x) else x for x in factors]
+        return math.prod(values)
 
-def _value_at(rate: Any, count: jax.typing.ArrayLike) -> Any:
-    return rate(count) if callable(rate) else rate
+    return product
 
 
 type DecayForm = Literal["decoupled", "independent", "l2", "palm", "scaled_palm"]
@@ -136,14 +137,14 @@ def _cautious_by_direction(
     descent has no sign where the learning rate is 0.
     """
     *first, descend, decay = parts
-    makes_direction = optax.chain(*first)
+    makes_direction = optax.with_extra_args_support(optax.chain(*first))
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         of_first: Any
         *of_first, of_descend, of_decay = state
-        direction, of_first = makes_direction.update(updates, tuple(of_first), params)
+        direction, of_first = makes_direction.update(updates, tuple(of_first), params, **extra_args)
         steps, of_descend = descend.update(direction, of_descend, params)
         decayed, of_decay = decay.update(steps, of_decay, params)
 
@@ -153,7 +154,7 @@ def _cautious_by_direction(
         chosen = jax.tree.map(decayed_or_step, decayed, steps, direction)
         return chosen, (*of_first, of_descend, of_decay)
 
-    return optax.GradientTransformation(optax.chain(*parts).init, update_fn)
+    return optax.GradientTransformationExtraArgs(optax.chain(*parts).init, update_fn)
 
 
 def _agree(x: jax.Array, y: jax.Array) -> jax.Array:

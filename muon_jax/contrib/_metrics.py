@@ -19,6 +19,7 @@ from muon_jax._distributed.sharding import (
     check_shardings,
     locate,
     meshes_of,
+    parameters_of,
 )
 from muon_jax._matrices.parts import check_views
 from muon_jax._matrices.views import Views
@@ -211,7 +212,8 @@ def _group_by_shape(
 
     Matrices of a group have the same placement, layout of axes and shape of their array.
     """
-    flat = [matrices_of_tree(views, tree, shardings)[0] for tree in trees]
+    parameters = parameters_of(views, trees[0], shardings)
+    flat = [matrices_of_tree(parameters, tree)[0] for tree in trees]
     shapes = collections.defaultdict(lambda: collections.defaultdict(list))
     for placement, *leaf in zip(placement_keys, *flat, strict=True):
         for matched in itertools.starmap(_Matched, zip(*leaf, strict=True)):

@@ -1,6 +1,7 @@
 """NorMuon: the orthogonalized update of each neuron, divided by its running root mean square."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -8,11 +9,16 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax._checks import BETA, checks_arguments
-from muon_jax._distributed.sharding import Shardings, check_shardings
+from muon_jax._distributed.sharding import (
+    Parameter,
+    Shardings,
+    check_shardings,
+    parameters_of,
+)
 from muon_jax._matrices.parts import check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, root, wide
-from muon_jax._transforms.skipping import settled_views, skip_missing
+from muon_jax._transforms.skipping import skip_missing
 from muon_jax._trees import check_params, is_box
 from muon_jax.contrib._reductions import Matrices, matrices_of_tree
 from muon_jax.contrib._trees import in_box_of, with_arrays
@@ -95,7 +101,8 @@ def scale_by_normuon(
     def init_fn(params: optax.Params) -> NorMuonState:
         check_params(params)
         params = with_arrays(params)
-        matrices, _ = matrices_of_tree(weight_dimension_numbers, params, shardings)
+        parameters = parameters_of(weight_dimension_numbers, params, shardings)
+        matrices, _ = matrices_of_tree(parameters, params)
         parts_of_each = iter(matrices)
 
         def zeros_for(node: Any, o: Matrices) -> Any:
@@ -124,11 +131,17 @@ def scale_by_normuon(
         return scaled.astype(o.array.dtype), moment.astype(jnp.float32)
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None, whole: optax.Updates
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None,
+        whole: optax.Updates,
+        of_muon: Sequence[Parameter] | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, NorMuonState]:
-        del params
-        views = settled_views(weight_dimension_numbers, whole, updates, shardings)
-        matrices, unflatten = matrices_of_tree(views, updates, shardings)
+        del params, extra_args
+        if of_muon is None:
+            of_muon = parameters_of(weight_dimension_numbers, updates, shardings, whole)
+        matrices, unflatten = matrices_of_tree(of_muon, updates)
         moments, treedef = jax.tree.flatten(state.nu)
         every = [*itertools.chain(*matrices)]
         if len(moments) != len(every):
@@ -140,4 +153,4 @@ def scale_by_normuon(
         return unflatten(o for o, _ in pairs), NorMuonState(treedef.unflatten(v for _, v in pairs))
 
     update = standard_promotion()(skip_missing(update_fn, "nu"))
-    return optax.GradientTransformation(init_fn, update)
+    return optax.GradientTransformationExtraArgs(init_fn, update)

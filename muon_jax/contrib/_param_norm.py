@@ -1,18 +1,24 @@
 """Training on spheres: steps are proportional to a matrix's norm, and keep that norm."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from muon_jax._checks import checks_arguments
-from muon_jax._distributed.sharding import Shardings, check_shardings
+from muon_jax._distributed.sharding import (
+    Parameter,
+    Shardings,
+    check_shardings,
+    parameters_of,
+)
 from muon_jax._matrices.parts import ShapeScale, check_views
 from muon_jax._matrices.views import Views
 from muon_jax._numerics import over, wide
-from muon_jax._transforms.skipping import settled_views, skip_missing
+from muon_jax._transforms.skipping import skip_missing
 from muon_jax.contrib._reductions import Matrices, matrices_of_tree
 from pallas_kernels.arguments import standard_promotion
 
@@ -118,17 +124,21 @@ def _map_with_params(
         state: optax.OptState,
         params: optax.Params | None,
         whole: optax.Updates,
+        of_muon: Sequence[Parameter] | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
+        del extra_args
         if params is None:
             raise ValueError(
                 "norms need the parameters, got params=None: call update(updates, state, params)"
             )
-        settled = settled_views(views, whole, updates, shardings)
-        of_updates, unflatten = matrices_of_tree(settled, updates, shardings)
-        of_params, _ = matrices_of_tree(settled, params, shardings)
+        if of_muon is None:
+            of_muon = parameters_of(views, updates, shardings, whole)
+        of_updates, unflatten = matrices_of_tree(of_muon, updates)
+        of_params, _ = matrices_of_tree(of_muon, params)
         pairs = zip(itertools.chain(*of_updates), itertools.chain(*of_params), strict=True)
         new = (function(u, wide(u.array), wide(p.array)).astype(u.array.dtype) for u, p in pairs)
         return unflatten(new), state
 
     update = standard_promotion()(skip_missing(update_fn))
-    return optax.GradientTransformation(optax.init_empty_state, update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)

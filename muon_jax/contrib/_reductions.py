@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from muon_jax._distributed.sharding import (
-    Shardings,
-    is_in_shard_map,
-    locate,
+    Parameter,
     mesh_axes_by_dim,
+    mesh_of,
 )
 from muon_jax._matrices.parts import Cut, Reshape, join, parts_of
-from muon_jax._matrices.views import MatrixAxes, View, Views, views_of_leaves
+from muon_jax._matrices.views import MatrixAxes, View
 from muon_jax._numerics import over, root
 from muon_jax._trees import errors_naming
 
@@ -101,28 +100,26 @@ def stack(matrices: Sequence[Matrices]) -> Matrices:
 
 
 def matrices_of_tree(
-    views: Views, tree: Any, shardings: Shardings = None
+    parameters: Sequence[Parameter], tree: Any
 ) -> tuple[list[list[Matrices]], Callable[[Iterable[jax.Array]], Any]]:
-    """Returns the matrices of each leaf, and a function back to the tree.
+    """Returns the matrices of each leaf, one of these parameters, and a function back to the tree.
 
     The matrices of a leaf are a list with one entry for each part of its view. The function takes
     arrays in the same order, each of the shape of its matrices.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    whole, types = tree, [jax.typeof(x).sharding for x in leaves]
-    placed = [(of_type.spec, of_type.mesh) for of_type in types]  # XLA takes any view of others
-    if is_local := is_in_shard_map():
-        mesh, _, specs, whole = locate(tree, shardings)
-        placed = [(spec, mesh) for spec in specs] or placed
-    wholes, viewed = jax.tree.leaves(whole), views_of_leaves(views, whole)
     found, joins = [], []
-    for x, (name, view), (spec, mesh), shape in zip(leaves, viewed, placed, wholes, strict=True):
-        with errors_naming(name, shape.shape):
+    for x, own in zip(leaves, parameters, strict=True):
+        # Outside of a shard_map, XLA takes any view of arrays whose types do not tell.
+        of_type, is_local = jax.typeof(x).sharding, own.spec is not None
+        spec = of_type.spec if own.spec is None else own.spec
+        mesh = mesh_of(leaves) if is_local else of_type.mesh
+        with errors_naming(own.name, own.shape):
             entries = mesh_axes_by_dim(spec, x.ndim, mesh.shape)
             pieces = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]
             mesh_axes = entries if is_local else [()] * x.ndim
-            layout = (*map(Axis, shape.shape, pieces, mesh_axes, range(x.ndim)),)
-            matrices, join = _matrices_of_array(x, view, layout, spec)
+            layout = (*map(Axis, own.shape, pieces, mesh_axes, range(x.ndim)),)
+            matrices, join = _matrices_of_array(x, own.view, layout, spec)
         found.append(matrices)
         joins.append(join)
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, Split, Unfold, muon, newton_schulz
-from muon_jax._matrices.parts import stacks_of_tree, to_stacks
+from muon_jax._distributed.sharding import parameters_of
+from muon_jax._matrices.parts import from_stacks, to_stacks
 from muon_jax._matrices.views import MATRICES
 
 HEADS = MuonDimensionNumbers(-3, -1)  # (…, rows, heads, cols): a matrix for each head
@@ -45,12 +46,12 @@ VIEWS = {
 @pytest.mark.parametrize(("shape", "view", "expected"), VIEWS.values(), ids=VIEWS)
 def test_a_view_and_its_inverse(shape, view, expected):
     x = jnp.arange(math.prod(shape)).reshape(shape)
-    (stacks,), unflatten = stacks_of_tree({"x": view}, {"x": x})
+    stacks = to_stacks(x, view)
     assert [stack.shape for stack in stacks] == expected
     assert sorted(np.concatenate([s.ravel() for s in stacks])) == [*range(x.size)]
-    chex.assert_trees_all_equal(unflatten(stacks), {"x": x})
-    doubled = unflatten(2 * stack for stack in stacks)
-    chex.assert_trees_all_equal(doubled, {"x": 2 * x})
+    chex.assert_trees_all_equal(from_stacks(iter(stacks), view, shape), x)
+    doubled = from_stacks((2 * stack for stack in stacks), view, shape)
+    chex.assert_trees_all_equal(doubled, 2 * x)
 
 
 def test_matrices_are_those_of_the_unfused_projections():
@@ -112,4 +113,4 @@ def test_muon_updates_each_part_by_itself_with_its_own_scale():
 )
 def test_views_that_do_not_fit_say_so(view, message):
     with pytest.raises(ValueError, match=message):
-        stacks_of_tree({"w": view}, {"w": jnp.zeros((6, 16))})
+        parameters_of({"w": view}, {"w": jnp.zeros((6, 16))}, None)
