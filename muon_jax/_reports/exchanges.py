@@ -4,28 +4,17 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from muon_jax._distributed.cost import Links, Sent
 from muon_jax._distributed.kept_sharded import estimate
-from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan, Share
+from muon_jax._distributed.plan import Bucket, Leaf, Plan, Share
 from muon_jax._distributed.planning import collectives_of
 from muon_jax._distributed.shares import gathered_together
 from muon_jax._iteration.form import Form
 from muon_jax._table import table
 
-_COLUMNS = [
-    "matrices",
-    "coefficients",
-    "mode",
-    "count",
-    "owners",
-    "each",
-    "padding",
-    "MB",
-    "dtype",
-    "µs",
-]
+_COLUMNS = "matrices coefficients mode count owners each padding MB dtype µs".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,42 +143,6 @@ class Exchanges:
         return "\n".join(lines)
 
 
-class _Row(NamedTuple):
-    """What the matrices of one row of the table have in common.
-
-    Attributes:
-        leaf: one of their parameters.
-        axes: names and sizes of the mesh axes that the owners are along; none where local.
-        dtype: of what is sent.
-        coefficients: of the matrices.
-    """
-
-    leaf: Leaf
-    axes: tuple[tuple[str, int], ...]
-    dtype: Any
-    coefficients: str
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for parameters of one row."""
-        return self.leaf.kind, self.axes, self.dtype
-
-    def group(self, count: int, each: int, num_bytes: int) -> SharedMatrices:
-        """The row for so many matrices, of which each owner has `each`, and bytes sent."""
-        return SharedMatrices(
-            matrices=self.leaf.matrices,
-            coefficients=self.coefficients,
-            mode=_mode(self.leaf, f"exchange over {_names(self.axes)}" if self.axes else "local"),
-            count=count,
-            owners=math.prod(size for _, size in self.axes + self.leaf.split),
-            each=each,
-            megabytes=num_bytes / 1e6,
-            dtype=self.dtype.name,
-            microseconds=self.leaf.microseconds(each),
-            repeated_microseconds=self.leaf.microseconds(count),
-        )
-
-
 def exchanges_of(plan: Plan, names: Sequence[str], links: Links) -> Exchanges:
     """Returns what the plan says.
 
@@ -198,26 +151,40 @@ def exchanges_of(plan: Plan, names: Sequence[str], links: Links) -> Exchanges:
         names: of the coefficients of each iteration.
         links: between the devices.
     """
-    rows: dict[Any, tuple[_Row, int, int, int]] = {}
+    rows: dict[Any, list[tuple[Leaf, int, int, int]]] = {}
     shares = {share.stack.index: share for share in plan.shares}
-
-    def add(row: _Row, count: int, each: int, num_bytes: int) -> None:
-        _, counts, eaches, sent = rows.get(row.key, (row, 0, 0, 0))
-        rows[row.key] = (row, counts + count, eaches + each, sent + num_bytes)
-
     for leaf in plan.local:
         dtype = shares[leaf.index].dtype if leaf.index in shares else leaf.dtype
-        row = _Row(leaf, (), dtype, names[leaf.iteration])
-        count, num_bytes = _of_replicas([(leaf, 0, leaf.units)], shares)
-        add(row, count, leaf.units, num_bytes)
+        count, gathered = _of_replicas([(leaf, 0, leaf.units)], shares)
+        row = rows.setdefault((leaf.kind, (), dtype), [])
+        row.append((leaf, count, leaf.units, gathered))
     for bucket in plan.buckets:
-        sent = [_sent(bucket, chunk) for chunk in bucket.chunks]
-        for chunk, num_bytes in zip(bucket.chunks, sent, strict=True):
+        for chunk in bucket.chunks:
             leaf = chunk.parts[0][0]
-            row = _Row(leaf, bucket.axes, bucket.dtype, names[leaf.iteration])
             count, gathered = _of_replicas(chunk.parts, shares)
-            add(row, count, chunk.slots, 2 * num_bytes + gathered)
-    groups = [row.group(*numbers) for row, *numbers in rows.values()]
+            one_way = bucket.bytes_of(chunk) * (bucket.owners - 1) // bucket.owners
+            row = rows.setdefault((leaf.kind, bucket.axes, bucket.dtype), [])
+            row.append((leaf, count, chunk.slots, 2 * one_way + gathered))
+    groups = []
+    for (_, axes, dtype), members in rows.items():
+        leaf = members[0][0]
+        count = sum(count for _, count, _, _ in members)
+        each = sum(each for _, _, each, _ in members)
+        num_bytes = sum(sent for _, _, _, sent in members)
+        groups.append(
+            SharedMatrices(
+                matrices=leaf.matrices,
+                coefficients=names[leaf.iteration],
+                mode=_mode(leaf, f"exchange over {_names(axes)}" if axes else "local"),
+                count=count,
+                owners=math.prod(size for _, size in axes + leaf.split),
+                each=each,
+                megabytes=num_bytes / 1e6,
+                dtype=dtype.name,
+                microseconds=leaf.microseconds(each),
+                repeated_microseconds=leaf.microseconds(count),
+            )
+        )
     sums = 0
     for bucket in plan.grams:
         group, num_sums = _group_kept_sharded(bucket, names, shares)
@@ -239,11 +206,6 @@ def exchanges_of(plan: Plan, names: Sequence[str], links: Links) -> Exchanges:
         links=by_axis,
         is_measured=not links,
     )
-
-
-def _sent(bucket: Bucket, chunk: Chunk) -> int:
-    """The bytes of a chunk that each device sends to others, one way."""
-    return bucket.bytes_of(chunk) * (bucket.owners - 1) // bucket.owners
 
 
 def _of_replicas(
