@@ -213,7 +213,7 @@ def explained(plan: Plan, names: Sequence[str], links: Links) -> Explanation:
     for bucket in plan.buckets:
         sent = [_sent(bucket, chunk) for chunk in bucket.chunks]
         for chunk, num_bytes in zip(bucket.chunks, sent, strict=True):
-            leaf = chunk.parts[0][0]
+            leaf = chunk.leaf
             row = _Row(leaf, bucket.axes, bucket.dtype, names[leaf.iteration])
             count, gathered = _of_replicas(chunk.parts, shares)
             add(row, count, chunk.slots, 2 * num_bytes + gathered)
@@ -268,7 +268,7 @@ def _group_kept_sharded(
 ) -> tuple[ExplainedGroup, int]:
     """The group of matrices that stay sharded, and how many sums it has."""
     (chunk,) = bucket.chunks
-    leaf = chunk.parts[0][0]
+    leaf = chunk.leaf
     form = leaf.sharded_form
     assert isinstance(form, Form)
     cost = estimate(bucket)
