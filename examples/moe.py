@@ -27,7 +27,7 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import PRESETS, by_use, describe, explain, muon
+from muon_jax import PRESETS, by_use, describe, muon
 
 LAYERS, HEADS = 2, 4
 CONTEXT, BATCH_SIZE = 64, 16
@@ -146,7 +146,7 @@ def make_optimizer(
 
 
 def muon_arguments(method: str | None, model: Transformer) -> dict[str, Any]:
-    """Those of `muon` that `describe` and `explain` need, too."""
+    """Those of `muon` that `describe` needs, too."""
     graph, params = nnx.split(model)
     text = jax.ShapeDtypeStruct((BATCH_SIZE, CONTEXT), jnp.int32)
     routes = by_use(lambda params, text: nnx.merge(graph, params)(text), params, text)
@@ -241,9 +241,7 @@ def main(words: Sequence[str] | None = None) -> None:
     model = Transformer(args.experts, args.width, nnx.Rngs(0))
     params = nnx.state(model)
     arguments = muon_arguments(args.method, model)
-    describe(params, **arguments)
-    print()
-    explain(params, specs_of(params), mesh, **arguments)
+    describe(params, specs_of(params), mesh, **arguments)
     print(f"\nLoss in nats per byte, on {len(devices)} devices ({devices[0].platform}):")
     for name in args.optimizer:
         learning_rate = args.learning_rate

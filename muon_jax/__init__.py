@@ -6,8 +6,8 @@ UVᵀ, computed by a few Newton–Schulz steps X <- (aI + bA + cA²)X with A = X
 `muon` is the optimizer, a drop-in for `optax.contrib.muon`; `scale_by_muon` its transformation for
 chains of one's own; `newton_schulz` the iteration alone, and `NewtonSchulz` its coefficients and
 how its products run. `PRESETS` holds the arguments of `muon` that make it other published Muons;
-`explain` says which devices orthogonalize which matrices of sharded parameters, and `Exchange` sets
-what they exchange. `muon_jax.contrib` has what most users never need.
+`describe` says what will become of each parameter, and `Exchange` sets what devices exchange.
+`muon_jax.contrib` has what most users never need.
 """
 
 import importlib.metadata
@@ -25,8 +25,6 @@ from muon_jax._muon import muon
 from muon_jax._newton_schulz import newton_schulz
 from muon_jax._presets import PRESETS
 from muon_jax._reports.describe import Description, describe
-from muon_jax._reports.explain import explain
-from muon_jax._reports.explanation import Explanation
 from muon_jax._scale_by_muon import scale_by_muon
 from muon_jax._transforms.momentum import MuonState
 
@@ -34,7 +32,6 @@ __all__ = [
     "PRESETS",
     "Description",
     "Exchange",
-    "Explanation",
     "Link",
     "MuonDimensionNumbers",
     "MuonState",
@@ -45,7 +42,6 @@ __all__ = [
     "by_role",
     "by_use",
     "describe",
-    "explain",
     "muon",
     "newton_schulz",
     "scale_by_muon",

@@ -72,11 +72,11 @@ def iterations_by_path(
         return patterns[pattern]
 
     def of_tree(tree: Any) -> Iterations:
-        leaves = [(path_name(path), np.shape(x)) for path, x in jax.tree.leaves_with_path(tree)]
         check_patterns(ns_coeffs, jax.tree.map(lambda _: "muon", tree))
         found: dict[Any, NewtonSchulz] = {}
         keys = []
-        for name, shape in leaves:
+        for path, x in jax.tree.leaves_with_path(tree):
+            name, shape = path_name(path), np.shape(x)
             with errors_naming(name, shape):
                 iteration = of_leaf(name, shape)
             keys.append(iteration.key)
@@ -117,8 +117,7 @@ def map_by_iteration(
     results: dict[int, jax.Array] = {}
     for number, iteration in enumerate(iterations):
         own = [i for i, (of_stack, _) in enumerate(flat) if of_stack == number]
-        done = iteration.map([flat[i][1] for i in own])
-        results |= zip(own, done, strict=True)
+        results |= zip(own, iteration.map([flat[i][1] for i in own]), strict=True)
     return [results[i] for i in range(len(flat))]
 
 

@@ -78,6 +78,13 @@ def unjitted_newton_schulz(x, *args, **kwargs):
         return newton_schulz(x, *args, **kwargs)
 
 
+def exchanges(*args, **kwargs):
+    """What `describe` says of the devices of a mesh."""
+    found = muon_jax.describe(*args, **kwargs).exchanges
+    assert found is not None
+    return found
+
+
 def described_gpu(name: str):
     """A context in which functions are traced and lowered for a GPU that is not there."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=GPUS[name]))

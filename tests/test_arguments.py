@@ -24,7 +24,6 @@ from muon_jax import (
     Unfold,
     by_role,
     describe,
-    explain,
     muon,
     newton_schulz,
     scale_by_muon,
@@ -316,14 +315,14 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             Type,
             "init ret.* 'mu', got a tuple: call",
         ),
-        (lambda: explain(PARAMS, mesh="x"), Type, "mesh must be a Mesh or None, got 'x'"),
+        (lambda: describe(PARAMS, mesh="x"), Type, "mesh must be a Mesh or None, got 'x'"),
         (
             initialized({"s": jnp.ones(())}, muon_weight_dimension_numbers={"s": Split(0, (1,))}),
             Value,
             r"\['s'\] of shape \(\): Split.* names axis 0, which is out of range for shape \(\)",
         ),
         # Parameters.
-        (lambda: explain(None), Type, "params must be a tree of arrays .* got None"),
+        (lambda: describe(None), Type, "params must be a tree of arrays .* got None"),
         (
             lambda: describe({"w": "x"}),
             Type,

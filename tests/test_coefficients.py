@@ -20,14 +20,13 @@ from muon_jax import (
     NewtonSchulz,
     Split,
     describe,
-    explain,
     muon,
     newton_schulz,
     scale_by_muon,
 )
+from muon_jax._coefficients import iterations_by_path
 from muon_jax._distributed import sharding as devices
 from muon_jax._distributed.planning import make_plan, units_of
-from muon_jax._reports.arguments import all_arguments, iterations_of_muon
 
 MATRICES = MuonDimensionNumbers()
 TABLE = ((4.0, -6.0, 3.0), (3.4445, -4.775, 2.0315))
@@ -103,7 +102,7 @@ def test_owners_share_all_matrices_in_one_exchange(kind):
     assert collectives(compiled) == {"all-to-all": 2}
     updates, _ = compiled(on_mesh, optimizer.init(on_mesh))
     chex.assert_trees_all_close(jax.device_get(updates), expected_updates(grads), atol=2e-6)
-    explained = explain(on_mesh, ns_coeffs=in_float32(BY_PATH))
+    explained = helpers.exchanges(on_mesh, ns_coeffs=in_float32(BY_PATH))
     assert [(g.coefficients, g.count, g.each) for g in explained.groups] == [
         ("standard", 2, 1),
         ("2 triples", 2, 1),
@@ -114,8 +113,7 @@ def test_owners_share_all_matrices_in_one_exchange(kind):
 def test_owners_of_the_second_coefficients_come_after_those_of_the_first():
     """Four matrices on four devices: each device has one."""
     grads = layers()
-    arguments, _ = all_arguments("explain", muon, {"ns_coeffs": BY_PATH}, grads)
-    iterations = iterations_of_muon(arguments, grads)
+    iterations = iterations_by_path(BY_PATH)(grads)
     units = units_of(None, grads, iterations)
     plan = make_plan(units, [PartitionSpec("x")] * 4, {"x": 4}, Exchange(), iterations.distinct)
     assert [(c.first, c.count) for c in plan.buckets[0].chunks] == [(0, 2), (2, 2)]
@@ -228,11 +226,10 @@ def test_two_halves_of_a_model_share_coefficients_by_path(of_half):
 def test_reports_of_a_masked_tree_take_idle_patterns():
     whole = {"layers": layers()["layers"][:2], "bias": np.zeros(3, "f")}
     masked = whole | {"head": optax.MaskedNode()}
-    for report in (describe, explain):
-        groups = report(masked, ns_coeffs=HALVES).groups
-        assert {g.coefficients for g in groups} == {"2 triples", "standard"}
-        with pytest.raises(ValueError, match=r"\['layers/3/'\] of ns_coeffs match none of the 2"):
-            report(whole, ns_coeffs=HALVES)
+    groups = describe(masked, ns_coeffs=HALVES).groups
+    assert {g.coefficients for g in groups} == {"2 triples", "standard"}
+    with pytest.raises(ValueError, match=r"\['layers/3/'\] of ns_coeffs match none of the 2"):
+        describe(whole, ns_coeffs=HALVES)
 
 
 def test_schedules_by_path_are_checked_like_any():

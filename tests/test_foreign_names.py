@@ -27,7 +27,6 @@ from muon_jax import (
     by_role,
     contrib,
     describe,
-    explain,
     muon,
     newton_schulz,
     scale_by_muon,
@@ -245,7 +244,7 @@ def test_what_the_message_says_is_taken(name, value, way):
             "got True as the second argument of muon: pass nest",
         ),
         (lambda: describe(PARAMS, ns_coeffs=5), ValueError, "(a, b, c), got 5: pass"),
-        (lambda: explain(PARAMS, momentum=0.9), ValueError, "got 0.9: pass beta=0.9"),
+        (lambda: describe(PARAMS, momentum=0.9), ValueError, "got 0.9: pass beta=0.9"),
         (lambda: muon(0.02, momentum=0), ValueError, "got 0: pass beta=0"),
         (lambda: muon(0.02, ns_coeffs=5), ValueError, "got 5: pass ns_steps=5"),
         (lambda: scale_by_muon(0.95), ValueError, "as the first argument of scale_by_muon: pass b"),
@@ -290,15 +289,22 @@ def test_what_the_message_says_is_taken(name, value, way):
             f"pass {VIEWS}=by_role(layout='out_in') by name",
         ),
         (lambda: scale_by_muon(by_role), TypeError, "pass weight_dimension_numbers=by_role"),
-        (lambda: describe(PARAMS, by_role), TypeError, f"describe takes params .* pass {VIEWS}=by"),
         (
-            lambda: explain(PARAMS, by_role),
+            lambda: describe(PARAMS, by_role),
             TypeError,
             f"shardings must not be by_role: pass {VIEWS}",
         ),
-        (lambda: explain(PARAMS, OPTIMIZER), TypeError, "shardings must not be an optimizer: pass"),
+        (
+            lambda: describe(PARAMS, OPTIMIZER),
+            TypeError,
+            "shardings must not be an optimizer: pass",
+        ),
         (lambda: muon(OPTIMIZER), TypeError, "learning_rate must not be an optimizer"),
-        (lambda: explain(PARAMS, MESH), TypeError, "shardings must not be a mesh: pass it as mesh"),
+        (
+            lambda: describe(PARAMS, MESH),
+            TypeError,
+            "shardings must not be a mesh: pass it as mesh",
+        ),
         (lambda: muon(0.1, shardings=MESH), TypeError, "must not be a mesh: pass PartitionSpecs"),
         # Other functions.
         (
@@ -360,8 +366,8 @@ def test_what_the_message_says_is_taken(name, value, way):
             "hyperp_learning_rate has no argument 'lr': pass learning_rate=0.1",
         ),
         (lambda: describe(PARAMS, lr=0.1), TypeError, "describe has .*: pass learning_rate=0.1"),
-        (lambda: explain(PARAMS, steps=3), TypeError, "explain has .* 'steps': pass ns_steps=3"),
-        (lambda: describe(PARAMS, 0.02), TypeError, "describe takes params by position, got 2"),
+        (lambda: describe(PARAMS, steps=3), TypeError, "describe has .* 'steps': pass ns_steps=3"),
+        (lambda: describe(PARAMS, 0.02), ValueError, "shardings must be .* got 0.02"),
     ],
 )
 def test_a_call_of_another_optimizer_is_translated(call, error, expected):
@@ -566,10 +572,9 @@ def test_a_preset_is_not_named_for_what_the_call_has():
         assert "preset=" not in str(raised.value)
 
 
-@pytest.mark.parametrize("report", [describe, explain])
-def test_reports_name_the_preset(report):
+def test_reports_name_the_preset():
     assert "preset='dion' sets shape_scale='ratio'" in message_of(
-        ValueError, lambda: report(PARAMS, preset="dion", consistent_rms=0.2)
+        ValueError, lambda: describe(PARAMS, preset="dion", consistent_rms=0.2)
     )
 
 
@@ -617,7 +622,6 @@ def test_what_is_no_parameters(wrong, what):
     calls = {
         "optimizer.init(params)": OPTIMIZER.init,
         "describe(params)": describe,
-        "explain(params)": explain,
     }
     for call, function in calls.items():
         message = message_of(TypeError, functools.partial(function, wrong))
@@ -651,7 +655,6 @@ def test_arguments_of_update_in_another_order(arguments, where):
     assert where in message and "call update(updates, state, params)" in message
 
 
-@pytest.mark.parametrize("report", [describe, explain])
 @pytest.mark.parametrize(
     ("params", "arguments"),
     [
@@ -669,11 +672,11 @@ def test_arguments_of_update_in_another_order(arguments, where):
         (PARAMS, {"weight_decay": 0.1, "weight_decay_mask": {"x": True}}),
     ],
 )
-def test_reports_refuse_what_init_refuses(report, params, arguments):
+def test_reports_refuse_what_init_refuses(params, arguments):
     own = dict(arguments)
     with pytest.raises((TypeError, ValueError)) as raised:
         own.pop("optimizer", muon)(0.1, **own).init(params)
-    refused = message_of(type(raised.value), lambda: report(params, **arguments))
+    refused = message_of(type(raised.value), lambda: describe(params, **arguments))
     assert refused == str(raised.value)
 
 
@@ -682,15 +685,13 @@ def test_reports_take_all_arguments_of_an_optimizer(capsys):
     defaults = {
         name: p.default for name, p in signature.parameters.items() if p.default is not p.empty
     }
-    for report in (describe, explain):
-        expected = report(PARAMS)
-        for rate in (0.02, SCHEDULE, jnp.float32(0.1)):
-            assert report(PARAMS, learning_rate=rate) == expected
-        # `explain` has `shardings` by that name itself.
-        assert report(PARAMS, learning_rate=0.02, **defaults) == expected
-        message = message_of(ValueError, functools.partial(report, PARAMS, learning_rate=-1.0))
-        assert "learning_rate must be in [0, inf), got -1.0" in message
-        report(PARAMS, mu_dtype=contrib.on_host())
+    expected = describe(PARAMS)
+    for rate in (0.02, SCHEDULE, jnp.float32(0.1)):
+        assert describe(PARAMS, learning_rate=rate) == expected
+    assert describe(PARAMS, learning_rate=0.02, **defaults) == expected
+    message = message_of(ValueError, functools.partial(describe, PARAMS, learning_rate=-1.0))
+    assert "learning_rate must be in [0, inf), got -1.0" in message
+    describe(PARAMS, mu_dtype=contrib.on_host())
     capsys.readouterr()
 
 

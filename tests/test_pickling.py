@@ -25,7 +25,6 @@ from muon_jax import (
     Unfold,
     by_role,
     describe,
-    explain,
     muon,
     newton_schulz,
     scale_by_muon,
@@ -163,7 +162,7 @@ def test_functions_go_to_a_fresh_process_and_give_the_same_bits(tmp_path, quick)
 
 @pytest.mark.parametrize(
     "function",
-    [muon, scale_by_muon, newton_schulz, by_role, describe, explain, muon_jax.contrib.metrics],
+    [muon, scale_by_muon, newton_schulz, by_role, describe, muon_jax.contrib.metrics],
 )
 def test_public_functions_are_pickled_by_name(function):
     assert cloudpickle.loads(cloudpickle.dumps(function)) is function
@@ -196,5 +195,5 @@ def test_what_an_optimizer_has_seen_of_shardings_goes_along(views):
 
 def test_a_description_is_pickled():
     params = helpers.random_tree(SHAPES, 0)
-    for report in (describe(params), describe(params, ns_coeffs="dion"), explain(params)):
+    for report in (describe(params), describe(params, ns_coeffs="dion")):
         assert str(cloudpickle.loads(cloudpickle.dumps(report))) == str(report)

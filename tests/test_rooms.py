@@ -125,7 +125,7 @@ params = {"w": jnp.ones((4, 6)), "b": jnp.ones(3)}
 for arguments in ({}, {"preset": "moonlight"}, {"mu_dtype": "bfloat16"}):
     optimizer = muon_jax.muon(0.1, **arguments)
     jax.jit(optimizer.update)(params, optimizer.init(params), params)
-muon_jax.describe(params), muon_jax.explain(params)
+muon_jax.describe(params)
 try:
     muon_jax.muon(0.1, mu_dtype="int8")
 except ImportError as error:

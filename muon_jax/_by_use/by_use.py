@@ -13,12 +13,12 @@ import numpy as np
 
 from muon_jax._by_use.follow import Follower, Value
 from muon_jax._by_use.pieces import whole
-from muon_jax._by_use.roles import MUON, Roles, Routed
+from muon_jax._by_use.roles import MUON, Roles
 from muon_jax._checks import checks_arguments
 from muon_jax._matrices.parts import parts_of
 from muon_jax._matrices.rules import (
+    Route,
     Rules,
-    Undecided,
     check_is_tree,
     checked_rules,
     code_of_rules,
@@ -52,7 +52,7 @@ class Routes:
         parameters: what is known of each: path, shape, role, view and reason.
     """
 
-    parameters: tuple[Routed, ...]
+    parameters: tuple[Route, ...]
 
     def __call__(self, params: Any) -> ViewTree:
         """Returns the views in a tree like `params`; None leaves a parameter to AdamW.
@@ -62,28 +62,28 @@ class Routes:
         """
         if [*self] != [""]:
             check_is_tree("Routes", params)
-        by_path = {routed.path: routed for routed in self.parameters}
+        by_path = {route.path: route for route in self.parameters}
 
         def view_of(path: tuple[Any, ...], leaf: Any) -> Any:
-            routed = by_path.get(path_name(path))
-            if routed is None or np.ndim(leaf) != len(routed.shape):
+            route = by_path.get(path_name(path))
+            if route is None or np.ndim(leaf) != len(route.shape):
                 raise ValueError(
                     f"by_use saw no parameter {path_name(path)!r} of shape {np.shape(leaf)}:"
                     " call by_use again with these parameters"
                 )
-            return routed.view
+            return route.view
 
         return jax.tree.map_with_path(view_of, params)
 
     def __iter__(self) -> Iterator[str]:
         """The paths of the parameters, as of a dict."""
-        return (routed.path for routed in self.parameters)
+        return (route.path for route in self.parameters)
 
-    def __getitem__(self, path: str) -> Routed:
+    def __getitem__(self, path: str) -> Route:
         """Returns what is known of the parameter with this path."""
-        for routed in self.parameters:
-            if routed.path == path:
-                return routed
+        for route in self.parameters:
+            if route.path == path:
+                return route
         raise KeyError(path)
 
     def __str__(self) -> str:
@@ -96,15 +96,11 @@ class Routes:
             row = ("×".join(map(str, r.shape)), r.role, code_of_view(r.view), r.reason)
             alike[key, row].append(r.path)
         rows = [(_in_one(paths), *row) for (_, row), paths in alike.items()]
-        of_muon = [
-            Undecided(r.path, r.shape, proposal=code_of_view(r.view))
-            for r in self.parameters
-            if r.view is not None
-        ]
+        of_muon = [r._replace(reason="") for r in self.parameters if r.view is not None]
         others = [r.path for r in self.parameters if r.view is None]
         groups = groups_of(of_muon, others)
         if others:
-            groups[".*"] = [Undecided(".*", ())]
+            groups[".*"] = [Route(".*", (), "", None)]
         return f"{table(heading, rows)}\n\nby_role(rules={code_of_rules({}, groups)})"
 
 
@@ -193,11 +189,11 @@ def by_use(
     check_each_decides("rules", rules, paths)
     found = []
     for i, (_, x) in enumerate(flat):
-        routed = roles.route(i, per_head)
+        route = roles.route(i, per_head)
         if not jnp.issubdtype(dtype_of(x), jnp.inexact):
-            routed = routed._replace(role="unused", view=None)
-        found.append(_ruled(routed, rules))
-    unclear = [Undecided(r.path, r.shape, r.reason) for r in found if r.role == "unclear"]
+            route = route._replace(role="unused", view=None)
+        found.append(_ruled(route, rules))
+    unclear = [route for route in found if route.role == "unclear"]
     if unclear:
         known = [r.path for r in found if r.role not in ("unclear", "rule")]
         groups = groups_of(unclear, known)
@@ -279,21 +275,21 @@ def _short(value: Any) -> str:
     return f"a {type(value).__name__}" if is_tree and value is not None else shown(value)
 
 
-def _ruled(routed: Routed, rules: Rules) -> Routed:
+def _ruled(route: Route, rules: Rules) -> Route:
     """The route, decided by the first rule that matches its path, if one does."""
-    rule = first_match(rules, routed.path)
+    rule = first_match(rules, route.path)
     if rule is None:
-        return routed
+        return route
     view = rules[rule]
     try:
         if view is not None:
-            parts_of(view, routed.shape)
+            parts_of(view, route.shape)
     except ValueError as error:
         raise ValueError(
-            f"rules[{rule!r}] does not fit {routed.path} of shape {routed.shape}: {error}"
+            f"rules[{rule!r}] does not fit {route.path} of shape {route.shape}: {error}"
         ) from error
-    reason = f"the rule {rule!r} matches; without it: {routed.role}"
-    return routed._replace(role="rule", view=view, reason=reason)
+    reason = f"the rule {rule!r} matches; without it: {route.role}"
+    return route._replace(role="rule", view=view, reason=reason)
 
 
 def _in_one(paths: Sequence[str]) -> str:

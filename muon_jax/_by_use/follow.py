@@ -100,8 +100,7 @@ class Value(NamedTuple):
             return self
         own = self.sources if is_latents or self.is_looked_up else ()
         frontier = self.frontier | {-1 - i for i in own}
-        marks = frozenset(mark for mark in self.marks if mark[0] == "pending")
-        return Value(frontier=frontier, is_data=self.is_data, marks=marks)
+        return Value(frontier=frontier, is_data=self.is_data, marks=_pending_marks([self]))
 
 
 class Operand(NamedTuple):
@@ -368,8 +367,6 @@ class Follower:
         elif name == "tile":
             reps = enumerate(params["reps"])
             flags["repeats"] = frozenset(k for k, n in reps if n > 1 and shapes[0][k] == 1)
-        if not any(x.pieces or x.frontier or x.marks for x in xs):
-            return Value(is_data=any(x.is_data for x in xs), **flags)
         pieces = moved(op, [x.pieces for x in xs])
         weights = [k for k, x in enumerate(xs) if x.is_weight]
         if not weights:
@@ -398,16 +395,16 @@ class Follower:
         )
         is_learned &= _dims_of(_union(pieces), len(out)) == dims  # no layer and its bias
         if is_learned and not any(x.is_looked_up and x.is_data for x in xs):
-            marks = frozenset(mark for mark in _marks(xs) if mark[0] == "pending")
+            marks = _pending_marks(xs)
             if name in ("concatenate", "stack"):
                 main = joined(main, params["dimension" if name == "concatenate" else "axis"])
-            else:
-                most = max((size_of(piece.atoms()) for piece in main), default=0)
-                main = frozenset(p for p in main if size_of(p.atoms()) == most)
-                if name == "mul" and dims - _dims_of(main, len(out)):  # as in a Kronecker product
-                    return self._factors(xs)
+                return Value(main, is_weight=True, marks=marks, **flags)
+            most = max((size_of(piece.atoms()) for piece in main), default=0)
+            main = frozenset(p for p in main if size_of(p.atoms()) == most)
+            if name == "mul" and dims - _dims_of(main, len(out)):  # as in a Kronecker product
+                return self._factors(xs)
             for k in weights:
-                if pieces[k].isdisjoint(main) and name not in ("concatenate", "stack"):
+                if pieces[k].isdisjoint(main):
                     self._note_use(xs[k], "vector")
             return Value(main, is_weight=True, marks=marks, **flags)
         each = zip(xs, pieces, strict=True)
@@ -431,9 +428,8 @@ class Follower:
             left, others = frozenset(ordered[:_MOST_PIECES]), ordered[_MOST_PIECES:]
             lost = {(p.source, a.axis) for p in others if not self._is_seen(p) for a in p.atoms()}
         name, found = op.name, activation(xs, left)
-        if math.prod(op.out) == 1:  # a term of a loss, say
-            marks = frozenset(mark for mark in found.marks if mark[0] != "pending")
-            found = found._replace(marks=marks)
+        if math.prod(op.out) == 1:  # a term of a loss, or a norm
+            found = found._replace(marks=found.marks - _pending_marks(xs))
         chosen = self._chosen(op, xs)
         marks = found.marks | chosen | {("hidden", axis) for axis in lost}
         if name == "concatenate" and any(x.is_data and not x.frontier for x in xs):
@@ -910,6 +906,10 @@ def _axes(atoms: Iterable[Atom]) -> set[int | None]:
 
 def _marks(xs: Iterable[Value]) -> Marks:
     return _union(x.marks for x in xs)
+
+
+def _pending_marks(xs: Iterable[Value]) -> Marks:
+    return frozenset(mark for mark in _marks(xs) if mark[0] == "pending")
 
 
 def _union[T](sets: Iterable[frozenset[T]]) -> frozenset[T]:

@@ -2,11 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from muon_jax._by_use.follow import Follower, Product, Value
 from muon_jax._by_use.pieces import Shape, size_of
 from muon_jax._by_use.views import Digit, labels_of_parts, view_of_use
+from muon_jax._matrices.rules import Route
 from muon_jax._matrices.views import View
 
 # What a model uses a parameter for, and why AdamW has it, or its matrices.
@@ -21,24 +22,6 @@ REASONS = {
     "router": "its outputs choose, as among experts",
     "output": "no product with a parameter follows",
 }
-
-
-class Routed(NamedTuple):
-    """What is known of a parameter.
-
-    Attributes:
-        path: its path, names joined by slashes.
-        shape: its shape.
-        role: what the model uses it for; "unclear" where that is not decided.
-        view: its matrices; None leaves it to AdamW.
-        reason: what was seen.
-    """
-
-    path: str
-    shape: Shape
-    role: str
-    view: View | None
-    reason: str
 
 
 type Way = tuple[tuple[Digit, ...], ...]  # the digits of each axis of a parameter in a product
@@ -140,7 +123,7 @@ class Roles:
         products = (self._products[j] for j in self._products_of[leaf])
         return any(atom.axis != axis for product in products for atom in product.contracted)
 
-    def route(self, i: int, per_head: bool) -> Routed:
+    def route(self, i: int, per_head: bool) -> Route:
         """Returns the route of parameter i."""
         ways, view = self._ways(i), None
         role, reason = self._role(i, ways)
@@ -150,7 +133,7 @@ class Roles:
                 reason += "; the inputs come first" if role == "input" else ""
             except ValueError as error:
                 role, reason = "unclear", str(error)
-        return Routed(self._paths[i], self._shapes[i], role, view, reason)
+        return Route(self._paths[i], self._shapes[i], role, view, reason)
 
     def _role(self, i: int, ways: Sequence[Way]) -> tuple[str, str]:
         """The role of a parameter, and why it has it."""

@@ -5,7 +5,7 @@ import inspect
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,14 +20,14 @@ from muon_jax._matrices.roles import (
     Layout,
     NamedShape,
     Shape,
-    Unknown,
     is_block,
     look_up,
 )
 from muon_jax._matrices.rules import (
     Groups,
+    Route,
     Rules,
-    Undecided,
+    Unknown,
     check_is_tree,
     checked_rules,
     code_of_rules,
@@ -38,13 +38,6 @@ from muon_jax._matrices.stacked_layers import Layers, layers_of
 from muon_jax._matrices.views import Split, View, ViewTree
 from muon_jax._patterns import check_each_decides, first_match
 from muon_jax._trees import check_params, has_masked, path_name
-
-
-class Route(NamedTuple):
-    """The role of a parameter and its view; the view None leaves it to AdamW."""
-
-    role: str
-    view: View | None | Unknown
 
 
 class _WithArguments(functools.partial):
@@ -124,28 +117,21 @@ def by_role(
         check_each_decides("rules", rules, [name for name, _ in named])
     found = routes(named, rules, layout)
     if any(isinstance(route.view, Unknown) for route in found):
-        raise ValueError(_message(named, found, rules, layout))
+        raise ValueError(_message(found, rules, layout))
     return treedef.unflatten(route.view for route in found)
 
 
-def _message(
-    named: Sequence[NamedShape], found: Sequence[Route], rules: Rules, layout: Layout
-) -> str:
+def _message(found: Sequence[Route], rules: Rules, layout: Layout) -> str:
     """The message of the error for parameters without a view: which, why, and what to pass."""
-    unknown = {
-        leaf: route.view
-        for leaf, route in zip(named, found, strict=True)
-        if isinstance(route.view, Unknown)
-    }
-    is_layout = any(view.is_of_layout for view in unknown.values())
-    others = [leaf[0] for leaf in named if leaf not in unknown and not first_match(rules, leaf[0])]
+    unknown = [(route, route.view) for route in found if isinstance(route.view, Unknown)]
+    is_layout = any(view.is_of_layout for _, view in unknown)
     groups = groups_of(
+        [route for route, view in unknown if view.is_of_layout == is_layout],
         [
-            Undecided(*leaf, view.reason)
-            for leaf, view in unknown.items()
-            if view.is_of_layout == is_layout
+            route.path
+            for route in found
+            if route.role != "unknown" and not first_match(rules, route.path)
         ],
-        others,
     )
 
     def call(groups: Groups, layout: Layout) -> str:
@@ -194,16 +180,16 @@ def routes(
     ]
     checks = Checks(found, layout)
 
-    def route(path: str, one: Found) -> Route:
+    def route(path: str, shape: Shape, one: Found) -> Route:
         rule = first_match(rules or {}, path)
         if rules and rule is not None:
-            return Route(f"rule {rule!r}", rules[rule])
+            return Route(path, shape, f"rule {rule!r}", rules[rule])
         view = checks.checked(one)
         if isinstance(view, Unknown):
-            return Route("unknown", view)
-        return Route(one.role, view and _relabelled(view, one.axes))
+            return Route(path, shape, "unknown", view, view.reason)
+        return Route(path, shape, one.role, view and _relabelled(view, one.axes))
 
-    return [route(path, one) for (path, _), one in zip(named, found, strict=True)]
+    return [route(*leaf, one) for leaf, one in zip(named, found, strict=True)]
 
 
 def _relabelled(view: View, axes: tuple[int, ...]) -> View:

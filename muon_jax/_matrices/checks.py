@@ -22,7 +22,6 @@ from muon_jax._matrices.roles import (
     is_inside,
     parent_of,
     plain,
-    width_of_embedding,
 )
 
 # Along an axis no window is larger. Common ones are 1 to 7, and 11 in AlexNet.
@@ -51,7 +50,12 @@ class Checks:
         for one in matrices:
             for parent in {parent_of(one.module), parent_of(self._place_of(one.module))}:
                 self._beside[parent].append(one)
-        self._widths = {width_of_embedding(one) for one in matrices if one.role == "embedding"}
+        # A table is (rows, width) in both layouts.
+        self._widths = {
+            one.shape[one.axes.index(-1) if len(one.shape) == 2 else -1]
+            for one in matrices
+            if one.role == "embedding"
+        }
         self._vectors = {shape[0] for shape in self._shapes.values() if len(shape) == 1}
         # A module that has the whole network is no part of one, whatever its name says.
         (root, *others) = {module.partition("/")[0] for module in modules} or {""}
@@ -85,8 +89,6 @@ class Checks:
         -   The window of a convolution is small.
         -   `weight` is (out, in) in Equinox, Haliax and PyTorch: in MLPs the above must confirm it.
         """
-        if one.role.startswith("einsum"):
-            return ""
         other, shape, rank = OTHER[self._layout], one.in_order(OTHER[self._layout]), len(one.shape)
         if bias := bias_beside(one.name, self._shapes):
             fits, fits_other = (

@@ -1,12 +1,12 @@
 """The role of a parameter, told by its path and the shape of one layer: a table."""
 
-import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
+from muon_jax._matrices.rules import Unknown
 from muon_jax._matrices.views import MATRICES, Split, View
 
 type Shape = tuple[int, ...]
@@ -14,17 +14,6 @@ type Shape = tuple[int, ...]
 type Layout = Literal["in_out", "out_in"]
 OTHER: dict[Layout, Layout] = {"in_out": "out_in", "out_in": "in_out"}
 type NamedShape = tuple[str, Shape]  # the path of a parameter and its shape
-
-
-@dataclasses.dataclass(frozen=True)
-class Unknown:
-    """The answer, in place of a view, where nothing tells the view: why, if there is a reason.
-
-    It may be that the other layout fits.
-    """
-
-    reason: str = ""
-    is_of_layout: bool = False
 
 
 UNKNOWN = Unknown()
@@ -357,11 +346,6 @@ def module_of(name: str) -> str:
 def parent_of(module: str) -> str:
     """Returns the path of the module that has this module, with a slash."""
     return module[: module.rfind("/") + 1]
-
-
-def width_of_embedding(of_one: Found) -> int:
-    """Returns the width that an embedding gives: a table is (rows, width) in both layouts."""
-    return of_one.shape[of_one.axes.index(-1) if len(of_one.shape) == 2 else -1]
 
 
 def bias_beside(name: str, shapes: Mapping[str, Shape]) -> Shape | None:

@@ -1,5 +1,6 @@
 """Rules: views by regular expressions of paths, and the code of the rules that errors propose."""
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,17 +14,37 @@ from muon_jax._matrices.views import View, as_view
 type Rules = Mapping[str, View | None]
 
 
-class Undecided(NamedTuple):
-    """A parameter that needs a rule: what speaks against a view, and the code of one to propose."""
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """The answer, in place of a view, where nothing tells the view: why, if there is a reason.
+
+    It may be that the other layout fits.
+    """
+
+    reason: str = ""
+    is_of_layout: bool = False
+
+
+class Route(NamedTuple):
+    """What is known of a parameter.
+
+    Attributes:
+        path: its path, names joined by slashes.
+        shape: its shape.
+        role: what it is for; "unclear" or "unknown" where that is not decided.
+        view: its matrices; None leaves it to AdamW.
+        reason: what was seen.
+    """
 
     path: str
     shape: tuple[int, ...]
+    role: str
+    view: View | None | Unknown
     reason: str = ""
-    proposal: str = "None"
 
 
 # Parameters whose paths differ in numbers alone, by an expression that matches no other path.
-type Groups = Mapping[str, Sequence[Undecided]]
+type Groups = Mapping[str, Sequence[Route]]
 
 
 def checked_rules(rules: Mapping[str, Any]) -> dict[str, View | None]:
@@ -46,25 +67,23 @@ def check_is_tree(router: str, params: Any) -> None:
         )
 
 
-def groups_of(
-    undecided: Sequence[Undecided], others: Sequence[str]
-) -> dict[str, Sequence[Undecided]]:
-    """Returns the parameters in groups.
+def groups_of(undecided: Sequence[Route], others: Sequence[str]) -> dict[str, Sequence[Route]]:
+    """Returns the parameters in groups that have one view and one reason each.
 
     Args:
         undecided: the parameters.
         others: the paths of all parameters that need no rule.
     """
     alike = defaultdict(list)
-    for leaf in undecided:
-        alike[re.sub(r"\d+", "0", leaf.path), leaf.reason, leaf.proposal].append(leaf)
-    names = {*others, *(leaf.path for leaf in undecided)}
-    groups: dict[str, Sequence[Undecided]] = {}
+    for route in undecided:
+        alike[re.sub(r"\d+", "0", route.path), route.reason, code_of_view(route.view)].append(route)
+    names = {*others, *(route.path for route in undecided)}
+    groups: dict[str, Sequence[Route]] = {}
     for members in alike.values():
-        paths = [leaf.path for leaf in members]
+        paths = [route.path for route in members]
         pattern = _pattern(paths)
         if any(re.search(pattern, name) for name in names.difference(paths)):
-            groups |= {_pattern([leaf.path]): [leaf] for leaf in members}
+            groups |= {_pattern([route.path]): [route] for route in members}
         else:
             groups[pattern] = members
     return groups
@@ -90,12 +109,15 @@ def listed(groups: Groups) -> str:
 def code_of_rules(rules: Rules, groups: Groups) -> str:
     """Returns the code of a dict of these rules and of a rule for each group."""
     entries = [f"{_literal(rule)}: {code_of_view(view)}" for rule, view in rules.items()]
-    entries += [f"{_literal(pattern)}: {group[0].proposal}" for pattern, group in groups.items()]
+    entries += [
+        f"{_literal(pattern)}: {code_of_view(group[0].view)}" for pattern, group in groups.items()
+    ]
     return f"{{{', '.join(entries)}}}"
 
 
-def code_of_view(view: View | None) -> str:
-    """Returns the shortest code of a view."""
+def code_of_view(view: View | None | Unknown) -> str:
+    """Returns the shortest code of a view, None for one that is not known."""
+    view = None if isinstance(view, Unknown) else view
     return str(view).replace("reduction_axis=", "").replace("output_axis=", "")
 
 

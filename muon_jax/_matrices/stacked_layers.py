@@ -39,9 +39,13 @@ class Layers:
 
 def layers_of(named: Sequence[NamedShape], layout: Layout) -> list[Layers]:
     """Returns the layers of each parameter, by what it has in common with those beside it."""
-    containers = [_containers(name) for name, _ in named]
+    # The path of each container of a parameter that may be a stack, the outermost first.
+    containers = [
+        [name[: match.end()] for match in _POSSIBLE_STACK.finditer(name.lower())]
+        for name, _ in named
+    ]
     found = [Layers()] * len(named)
-    for depth in range(max(map(len, containers), default=0)):  # the outermost first
+    for depth in range(max(map(len, containers), default=0)):
         members = defaultdict(list)
         for i, of_parameter in enumerate(containers):
             if depth < len(of_parameter) and found[i].is_known:
@@ -67,11 +71,6 @@ def layers_of(named: Sequence[NamedShape], layout: Layout) -> list[Layers]:
                 else:
                     found[i] = Layers(found[i].axes)
     return found
-
-
-def _containers(name: str) -> list[str]:
-    """The path of each container of a parameter that may be a stack, the outermost first."""
-    return [name[: match.end()] for match in _POSSIBLE_STACK.finditer(name.lower())]
 
 
 def _has_stacked_norms(paths: list[str], shapes: list[Shape]) -> bool:

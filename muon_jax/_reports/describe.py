@@ -1,33 +1,45 @@
-"""`describe`: what `muon` will do with the parameters, as data and as a table."""
+"""`describe`: what `muon` will do with the parameters, as data and as tables."""
 
 import dataclasses
 import functools
+import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._by_use.by_use import Routes
 from muon_jax._checks import checks_arguments
+from muon_jax._coefficients import Iterations, iterations_by_path
+from muon_jax._distributed.exchange import Exchange, exchange_of
+from muon_jax._distributed.init_shardings import are_from_init
+from muon_jax._distributed.planning import make_plan, units_of
+from muon_jax._distributed.sharding import (
+    Mesh,
+    Shardings,
+    axes_of_spec,
+    shardings_of_leaves,
+    spec_of,
+)
+from muon_jax._foreign.calls import check_names
 from muon_jax._iteration.grouping import groups
 from muon_jax._iteration.newton_schulz import NewtonSchulz
+from muon_jax._iteration.schedules import is_traced
 from muon_jax._matrices.by_role import by_role, named_shapes, routes
 from muon_jax._matrices.parts import parts_of
 from muon_jax._matrices.roles import NamedShape
-from muon_jax._matrices.views import View
+from muon_jax._matrices.views import View, assigned_views
 from muon_jax._muon import muon
-from muon_jax._reports.arguments import (
-    all_arguments,
-    iterations_of_muon,
-    matrices_of_muon,
-    views_of_muon,
-)
+from muon_jax._presets import all_given
+from muon_jax._reports.exchanges import Exchanges, exchanges_of
 from muon_jax._table import table
-from muon_jax._transforms.momentum import Storage, storage_of
-from muon_jax._trees import errors_naming
+from muon_jax._transforms.momentum import Memory, Storage, storage_of
+from muon_jax._trees import check_params, errors_naming
 from pallas_kernels import select_implementation, unsupported_reason
 from pallas_kernels.arguments import check_supported, standard_promotion
 
@@ -77,10 +89,18 @@ class DescribedGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """All parameters and groups; its string is the table."""
+    """What becomes of the parameters; its string is the tables.
+
+    Attributes:
+        parameters: all of them.
+        groups: the matrices that are orthogonalized together, where no mesh shards them.
+        exchanges: who orthogonalizes the matrices of sharded parameters, and what is sent; None
+            where nothing says how the parameters are sharded.
+    """
 
     parameters: tuple[DescribedParameter, ...]
     groups: tuple[DescribedGroup, ...]
+    exchanges: Exchanges | None = None
 
     def __str__(self) -> str:
         parameters = [
@@ -107,23 +127,32 @@ class Description:
             for i, g in enumerate(self.groups)
         ]
         of_groups = ("group", "shape", "coefficients", "method", "dtype", "products", "GFLOP")
-        return "\n\n".join(
-            [
-                table(("path", "shape", "role", "optimizer", "matrices", "group"), parameters),
-                table(of_groups, groups),
-            ]
-        )
+        tables = [
+            table(("path", "shape", "role", "optimizer", "matrices", "group"), parameters),
+            table(of_groups, groups),
+        ]
+        return "\n\n".join([*tables, *([str(self.exchanges)] if self.exchanges else [])])
 
 
 @checks_arguments
 @standard_promotion()
-def describe(params: Any, *, optimizer: Callable[..., Any] = muon, **arguments: Any) -> Description:
+def describe(
+    params: Any,
+    shardings: Shardings | Exchange = None,
+    mesh: Mesh | None = None,
+    *,
+    optimizer: Callable[..., Any] = muon,
+    **arguments: Any,
+) -> Description:
     """Prints and returns which parameters `muon` takes for matrices, and what it does with them.
 
-    Matrices are those of one device. `explain` tells what mesh axes and an `Exchange` make of them.
+    Where the parameters are sharded, it also says which devices orthogonalize which matrices, and
+    what they send. Shapes are enough: nothing is computed, and no device is needed.
 
     Args:
-        params: the parameters, or shapes of them.
+        params: the parameters, or shapes of them (`jax.ShapeDtypeStruct`).
+        shardings: as for `muon`, also an `Exchange`; None for the shardings that the arrays have.
+        mesh: None for the mesh of the shardings, or of `jax.set_mesh`.
         optimizer: `muon`, or a function of `muon_jax.contrib` that takes its arguments.
         **arguments: those of the optimizer, by name. You can pass all arguments of your optimizer:
             `describe` ignores those that do not concern the matrices, such as `learning_rate`,
@@ -131,17 +160,29 @@ def describe(params: Any, *, optimizer: Callable[..., Any] = muon, **arguments: 
 
     Raises:
         TypeError: `muon` has no such argument, or its `init` refuses the parameters.
-        ValueError: as `muon` and its `init`, and `by_role` where it is used.
+        ValueError: as `muon` and its `init`, and `by_role` where it is used; a sharding or the mesh
+            is missing; parameters are on several meshes; or the call is in a shard_map.
         NotImplementedError: the named implementation cannot run here.
     """
-    given, state = all_arguments("describe", optimizer, arguments, params)
-    named = named_shapes(params)
-    leaves = jax.tree.leaves_with_path(params)
-    views = views_of_muon(given, params)
-    iterations = iterations_of_muon(given, matrices_of_muon(params, views))
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh | None):
+        raise TypeError(f"mesh must be a Mesh or None, got {mesh!r}: pass that of the shardings")
+    given, state = _all_arguments(optimizer, arguments | {"shardings": shardings}, params)
+    named, treedef = named_shapes(params), jax.tree.structure(params)
+    views = assigned_views(given["muon_weight_dimension_numbers"], params)
+    momenta = [_momentum_of(x, given) for x in jax.tree.leaves(params)]
+    masked = treedef.unflatten(
+        optax.MaskedNode() if view is None else m for m, view in zip(momenta, views, strict=True)
+    )
+    iterations = iterations_by_path(
+        given["ns_coeffs"],
+        steps=given["ns_steps"],
+        eps=given["eps"],
+        eps_mode=given["eps_mode"],
+        preconditioning=given["preconditioning"],
+    )(masked)
     stacks = [
-        [] if view is None else _stacks_of(path, _momentum_of(x, given), view)
-        for (path, x), view in zip(leaves, views, strict=True)
+        [] if view is None else _stacks_of(name, m, view)
+        for (name, _), m, view in zip(named, momenta, views, strict=True)
     ]
     flat = [*itertools.chain.from_iterable(stacks)]
     of_muon = [own for own, view in zip(stacks, views, strict=True) if view is not None]
@@ -169,9 +210,126 @@ def describe(params: Any, *, optimizer: Callable[..., Any] = muon, **arguments: 
         )
         for number, group in grouped
     ]
-    description = Description(tuple(parameters), tuple(described))
+    exchanges = _exchanges(params, momenta, views, iterations, exchange_of(shardings), mesh)
+    description = Description(tuple(parameters), tuple(described), exchanges)
     print(description)
     return description
+
+
+def _all_arguments(
+    optimizer: Callable[..., Any], given: Mapping[str, Any], params: Any
+) -> tuple[dict[str, Any], Any]:
+    """Returns all arguments, those of the preset and defaults too, and the shapes of the state.
+
+    Raises:
+        TypeError: `muon` has no such argument, or its `init` refuses the parameters.
+        ValueError: there is no such preset, or `muon` refuses an argument or, in `init`, the
+            parameters.
+    """
+    signature = inspect.signature(optimizer)
+    check_names("describe", given, [*signature.parameters])
+    given = {"learning_rate": 0.0, **given}
+    optimizer(**given)
+    check_params(params, "describe(params)")
+    # A report is about any devices, so its arrays need not be in the memory of these.
+    storage = dataclasses.replace(storage_of(given.get("mu_dtype")), memory=Memory())
+    made = optimizer(**given | {"mu_dtype": storage, "shardings": None})
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params)
+    state = jax.eval_shape(made.init, shapes)
+    call = signature.bind(**all_given(optimizer, given))
+    call.apply_defaults()
+    return call.arguments, state
+
+
+def _exchanges(
+    params: Any,
+    momenta: Sequence[jax.ShapeDtypeStruct],
+    views: Sequence[View | None],
+    iterations: Iterations,
+    exchange: Exchange,
+    mesh: Mesh | None,
+) -> Exchanges | None:
+    """Who orthogonalizes which of the matrices; None where nothing says how they are sharded.
+
+    Args:
+        params: the parameters, which may have shardings.
+        momenta: of all parameters.
+        views: of all parameters, None for AdamW.
+        iterations: of Muon's parameters.
+        exchange: what happens along mesh axes.
+        mesh: as `describe` got it.
+    """
+    of_muon = [i for i, view in enumerate(views) if view is not None]
+    full = [i for i in of_muon if 0 not in momenta[i].shape]
+    placed = _shardings_of(params, full, exchange, is_asked=mesh is not None)
+    if placed is None:
+        return None
+    mesh = _mesh_for(placed, mesh)
+    treedef = jax.tree.structure(params)
+    tree = treedef.unflatten(m if i in full else optax.MaskedNode() for i, m in enumerate(momenta))
+    iterations = iterations.of_some([j for j, i in enumerate(of_muon) if i in full])
+    # A callable, because a tree of views may itself be callable.
+    units = units_of(lambda _: treedef.unflatten(views), tree, iterations)
+    specs = [*map(spec_of, placed)]
+    plan = make_plan(units, specs, mesh.shape, exchange, iterations.distinct)
+    period = int(exchange.block_period or 1)
+    if period > 1:
+        make_plan(units, specs, mesh.shape, exchange.of_blocks(), iterations.distinct)  # raises
+    return dataclasses.replace(
+        exchanges_of(plan, iterations.names, exchange.links),
+        block_period=period,
+        are_shardings_from_init=exchange.shardings is None and are_from_init(mesh),
+    )
+
+
+def _shardings_of(
+    params: Any, which: Sequence[int], exchange: Exchange, is_asked: bool
+) -> list[PartitionSpec | NamedSharding] | None:
+    """The shardings of these parameters, as stated or as arrays have them; None if none has one."""
+    if exchange.shardings is not None:
+        stated = shardings_of_leaves(exchange.shardings, params)
+        return [stated[i] for i in which]
+    every = jax.tree.leaves_with_path(params)
+    leaves = [every[i] for i in which]
+    if is_traced([x for _, x in leaves]):
+        if is_asked:
+            raise ValueError("describe cannot see the shardings of traced arrays: pass shardings=")
+        return None
+    found = [getattr(x, "sharding", None) for _, x in leaves]
+    if not is_asked and not any(isinstance(s, NamedSharding) for s in found):
+        return None
+    for (path, x), sharding in zip(leaves, found, strict=True):
+        if isinstance(x, jax.ShapeDtypeStruct) and sharding is None:
+            raise ValueError(
+                f"describe needs the sharding of the parameter {jax.tree_util.keystr(path)} of"
+                f" shape {x.shape}, which has none: pass shardings="
+            )
+    return [s if isinstance(s, NamedSharding) else PartitionSpec() for s in found]
+
+
+def _mesh_for(placed: Sequence[PartitionSpec | NamedSharding], mesh: Mesh | None) -> Mesh:
+    """The mesh: as given, else of the shardings, else in force.
+
+    Raises:
+        ValueError: there is none, but specs name its axes; shardings are on several; or a shard_map
+            is being traced.
+    """
+    meshes: list[Mesh] = [s.mesh for s in placed if isinstance(s, NamedSharding)]
+    if mesh is None and any(other.shape != meshes[0].shape for other in meshes):
+        shapes = dict.fromkeys(str(dict(other.shape)) for other in meshes)
+        raise ValueError(
+            f"describe needs parameters on one mesh, got parameters on {' and '.join(shapes)}: call"
+            " it for those of each mesh"
+        )
+    meshes.append(jax.sharding.get_abstract_mesh())
+    mesh, specs = mesh or meshes[0], [*map(spec_of, placed)]
+    if AxisType.Manual in mesh.axis_types:
+        raise ValueError(
+            "describe needs whole parameters, got shards: call it outside of shard_map"
+        )
+    if mesh.empty and any(map(axes_of_spec, specs)):
+        raise ValueError(f"describe got {specs[0]} and no mesh: pass mesh=, or use jax.set_mesh")
+    return mesh
 
 
 def _optimizers(state: Any, params: Any, storage: Storage) -> list[str]:
@@ -220,15 +378,14 @@ def _roles(named: Sequence[NamedShape], given: dict[str, Any]) -> list[str]:
 
 def _momentum_of(x: Any, given: dict[str, Any]) -> jax.ShapeDtypeStruct:
     """What is orthogonalized for a parameter whose gradients have its dtype."""
-    computed = storage_of(given["mu_dtype"]).computed_dtype or x.dtype
+    of_parameter = jnp.result_type(x)
+    computed = storage_of(given["mu_dtype"]).computed_dtype or of_parameter
     dtype = "float32" if given["mu_rounding"] == "stochastic" else computed
-    return jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, dtype))
+    return jax.ShapeDtypeStruct(np.shape(x), jnp.promote_types(of_parameter, dtype))
 
 
-def _stacks_of(
-    path: tuple[Any, ...], x: jax.ShapeDtypeStruct, view: View
-) -> list[jax.ShapeDtypeStruct]:
-    with errors_naming(jax.tree_util.keystr(path), x.shape):
+def _stacks_of(name: str, x: jax.ShapeDtypeStruct, view: View) -> list[jax.ShapeDtypeStruct]:
+    with errors_naming(name, x.shape):
         return [jax.ShapeDtypeStruct(part.stack, x.dtype) for part in parts_of(view, x.shape)]
 
 

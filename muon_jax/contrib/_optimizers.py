@@ -223,5 +223,6 @@ def _with_adamh(pattern: str | None, params: Any, labels: Any) -> Any:
 
     found = jax.tree.map_with_path(relabel, params, labels)
     if jax.tree.leaves(found) and not has_masked(found):
-        check_each_decides("adamh", [pattern], matrices, "matrices that AdamW has")
+        mend = ". Pass adamh=None where there is no output head"
+        check_each_decides("adamh", [pattern], matrices, "matrices that AdamW has", mend)
     return found

@@ -686,3 +686,14 @@ def test_integers_are_unused():
 def test_the_public_names():
     assert muon_jax.by_use is by_use
     assert by_use(mlp, MLP, X).__class__ is muon_jax.Routes
+
+
+@pytest.mark.parametrize("divides", ["weight", "activation"])
+def test_a_norm_from_a_product_of_the_weight_makes_no_factor(divides):
+    def fn(p, x):
+        norm = jnp.sqrt(jnp.trace(p["w"] @ p["w"].T))
+        h = jnp.tanh(x @ p["a"])
+        h = h @ (p["w"] / norm) if divides == "weight" else h @ p["w"] / norm
+        return jnp.tanh(h) @ p["out"]
+
+    assert by_use(fn, MLP, X)["w"][2:4] == ("hidden", IN_OUT)

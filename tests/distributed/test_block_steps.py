@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from test_layouts import placed
 from test_words import COLLECTIVE, FRONT_ENDS, MATRICES, SIZES
 
-from muon_jax import Exchange, NewtonSchulz, Split, explain, muon, newton_schulz, scale_by_muon
+from muon_jax import Exchange, NewtonSchulz, Split, muon, newton_schulz, scale_by_muon
 
 # Cut along both sides, along a batch axis alone, and not at all.
 TREE = {
@@ -240,10 +240,10 @@ MESH = AbstractMesh((2, 4), ("fsdp", "tp"))
 def explained(view=MATRICES, **kwargs):
     params = {"w": jax.ShapeDtypeStruct((8, 1024, 4096), jnp.float32)}
     exchange = Exchange(shardings=PartitionSpec(None, "fsdp", "tp"), **kwargs)
-    return explain(params, exchange, MESH, muon_weight_dimension_numbers={"w": view})
+    return helpers.exchanges(params, exchange, MESH, muon_weight_dimension_numbers={"w": view})
 
 
-def test_explain_has_the_mean_of_a_period():
+def test_describe_has_the_mean_of_a_period():
     every, fourth = explained(), explained(block_period=4)
     assert fourth.groups == every.groups
     assert every.mean_megabytes == sum(group.megabytes for group in every.groups) > 0

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_layouts import LAYOUTS, problem
 
 from benchmarks._times.sharded import collectives
-from muon_jax import Exchange, NewtonSchulz, explain, muon, scale_by_muon
+from muon_jax import Exchange, NewtonSchulz, muon, scale_by_muon
 from muon_jax._distributed import sharding as devices
 
 UNKNOWN = "shardings of the parameters are not known.*cpu devices.*Pass shardings=.*optimizer.init"
@@ -82,12 +82,12 @@ def test_what_init_saw_outside_jit_makes_the_plan(name):
     assert ("all_to_all" in program) == bool(LAYOUTS[name][2])
 
 
-def test_explain_says_that_init_makes_the_plan(monkeypatch):
+def test_describe_says_that_init_makes_the_plan(monkeypatch):
     grads, specs, views = problem("FSDP", AxisType.Auto)
 
     def said(shardings=None):
         mesh = jax.typeof(jax.tree.leaves(grads)[0]).sharding.mesh
-        return explain(grads, shardings, mesh, muon_weight_dimension_numbers=views)
+        return helpers.exchanges(grads, shardings, mesh, muon_weight_dimension_numbers=views)
 
     assert said().are_shardings_from_init
     assert "if the latest `init` outside of jit had these shardings" in str(said())

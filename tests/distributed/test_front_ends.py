@@ -22,7 +22,6 @@ from muon_jax import (
     Exchange,
     MuonDimensionNumbers,
     NewtonSchulz,
-    explain,
     muon,
     newton_schulz,
     scale_by_muon,
@@ -313,7 +312,7 @@ def test_an_ensemble_of_modules_that_are_callable():
     updates = jax.jit(jax.vmap(update))(jax.device_put(members, sharding))
     expected = jax.vmap(update)(members)
     chex.assert_trees_all_close(jax.device_get(updates), expected, atol=2e-6)
-    (group,) = explain(linear(key=jax.random.key(0))).groups
+    (group,) = helpers.exchanges(linear(key=jax.random.key(0))).groups
     assert group.mode == "local"
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from benchmarks._times.sharded import collectives
-from muon_jax import Exchange, MuonDimensionNumbers, NewtonSchulz, explain, scale_by_muon
+from muon_jax import Exchange, MuonDimensionNumbers, NewtonSchulz, scale_by_muon
 from muon_jax._matrices.views import Split
 
 MATRICES = MuonDimensionNumbers(-2, -1)
@@ -163,11 +163,11 @@ def test_half_precision_of_any_scale(kwargs, sums):
 
 
 def modes(count, shape, axes=(), spec=("x",), owners=8, replicas=1, **kwargs):
-    """What `explain` says of so many matrices: mode of each group, and all of it."""
+    """What `describe` says of so many matrices: mode of each group, and all of it."""
     params = {str(i): jax.ShapeDtypeStruct(shape, jnp.float32) for i in range(count)}
     mesh = AbstractMesh((replicas, owners), ("replica", "x"))
     exchange = Exchange(axes, shardings=PartitionSpec(*spec))
-    explanation = explain(params, exchange, mesh, **kwargs)
+    explanation = helpers.exchanges(params, exchange, mesh, **kwargs)
     return [group.mode for group in explanation.groups], explanation
 
 
@@ -193,7 +193,7 @@ def test_a_model_chooses_and_the_argument_overrides(count, shape, kwargs, mode):
     assert modes(count, shape, **kwargs)[0] == [mode]
 
 
-def test_explain_tells_what_is_sent():
+def test_describe_tells_what_is_sent():
     _, explanation = modes(1, (4096, 65536))
     (group,) = explanation.groups
     assert (group.count, group.owners, group.each, group.dtype) == (1, 1, 1, "float16")
@@ -211,7 +211,7 @@ def test_parts_of_an_axis_stay_with_owners():
     views = {"w": MATRICES, "qkv": Split(-1, (64, 32))}
     mesh = AbstractMesh((8,), ("x",))
     exchange = dataclasses.replace(GRAM, shardings=PartitionSpec("x"))
-    groups = explain(params, exchange, mesh, muon_weight_dimension_numbers=views).groups
+    groups = helpers.exchanges(params, exchange, mesh, muon_weight_dimension_numbers=views).groups
     assert {group.matrices: group.mode for group in groups} == {
         ((1, 64, 96),): "gram over x",
         ((1, 64, 64), (1, 32, 64)): "exchange over x",

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks._times.sharded import collectives
-from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, explain, muon
+from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, muon
 from muon_jax._matrices.views import Split, Unfold
 
 MATRICES, HEADS = MuonDimensionNumbers(-2, -1), MuonDimensionNumbers(-3, -1)
@@ -170,7 +170,7 @@ def test_layouts(name, capfd):
         assert sorted(map(sum, parts)) == sizes
         helpers.assert_close(updates, expected)
     assert REMATERIALIZATION not in capfd.readouterr().err
-    explained = explain(
+    explained = helpers.exchanges(
         grads, muon_weight_dimension_numbers=views, ns_coeffs=NewtonSchulz(dtype="float32")
     )
     megabytes = sum(group.megabytes for group in explained.groups)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from benchmarks._times.sharded import collectives
-from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, explain
+from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz
 from muon_jax._distributed.cost import Collective
 
 AXES = (("data", 4), ("expert", 2), ("tensor", 8))
@@ -75,10 +75,10 @@ def explained(shape, sizes, spec, axes=(), links=None):
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     views = {"w": MuonDimensionNumbers(-2, -1)}
     exchange = Exchange(axes, links or {}, PartitionSpec(*spec))
-    return explain(params, exchange, mesh, muon_weight_dimension_numbers=views)
+    return helpers.exchanges(params, exchange, mesh, muon_weight_dimension_numbers=views)
 
 
-def test_explain_says_what_is_sent_over_each_axis():
+def test_describe_says_what_is_sent_over_each_axis():
     links = links_of({"data": 50e9, "tensor": 450e9}, tensor=0.0)
     sizes = {"data": 4, "tensor": 8}
     said = explained((24, 1024, 4096), sizes, (None, "data", "tensor"), links=links)
@@ -171,7 +171,7 @@ def test_replicas_that_do_what_is_faster_have_the_bits_of_others(latency, gather
     chex.assert_trees_all_equal(updates, expected)
 
 
-def test_what_explain_shows_is_what_runs():
+def test_what_describe_shows_is_what_runs():
     mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
     gradient = np.random.default_rng(0).standard_normal((16, 256), np.float32)
@@ -181,7 +181,7 @@ def test_what_explain_shows_is_what_runs():
         ({"x": Link(1e5, 0)}, "gram over x", {"all-reduce": 2}),
     ):
         exchange = Exchange(links=links)
-        (group,) = explain(
+        (group,) = helpers.exchanges(
             grads, exchange, ns_coeffs=NewtonSchulz(dtype="float32"), ns_steps=2
         ).groups
         compiled, updates = helpers.compiled_update(grads, shardings=exchange)

@@ -18,7 +18,6 @@ pytestmark = [needs_compiler, pytest.mark.slow, pytest.mark.timeout(1800)]
 # Prints how many buckets a plan has and the bytes of temporaries. Then a line for each collective,
 # the end of one that is asynchronous, and each product.
 PROGRAM = """
-from muon_jax import explain
 
 sizes = case["sizes"]
 devices = mesh_of(int(np.prod([*sizes.values()])) // 8, 8).devices
@@ -30,7 +29,7 @@ gradients = {
     for name, (shape, *_) in case["tree"].items()
 }
 exchange = Exchange(case["words"], shardings=specs)
-explanation = explain(
+explanation = helpers.exchanges(
     gradients, exchange, mesh, muon_weight_dimension_numbers=views
 )
 optimizer = scale_by_muon(weight_dimension_numbers=views, shardings=Exchange(case["words"]))

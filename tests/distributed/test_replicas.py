@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from benchmarks._times.sharded import collectives
-from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, explain, scale_by_muon
+from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, scale_by_muon
 
 P = PartitionSpec
 # Sizes of the mesh, and the spec of four matrices and of a stack of experts.
@@ -87,9 +87,9 @@ def test_the_default_keeps_no_matrix_sharded_that_repeat_does_not(layout, kind):
     links = {"fsdp": Link(1e5, 0.0), "replica": Link(1e15, 0.0)}
     arguments = {"ns_coeffs": NewtonSchulz(dtype="float32"), "ns_steps": 2}
     faster, repeat, split = (Exchange(word, links) for word in ((), "repeat", "split"))
-    modes = {group.mode for group in explain(grads, faster, **arguments).groups}
+    modes = {group.mode for group in helpers.exchanges(grads, faster, **arguments).groups}
     assert modes == {"split over replica; exchange over fsdp"}
-    (stated,) = explain(grads, split, **arguments).groups
+    (stated,) = helpers.exchanges(grads, split, **arguments).groups
     assert "gram" in stated.mode
     default, _ = two_updates(scale_by_muon(**arguments, shardings=faster), grads)
     repeated, _ = two_updates(scale_by_muon(**arguments, shardings=repeat), grads)
@@ -98,7 +98,7 @@ def test_the_default_keeps_no_matrix_sharded_that_repeat_does_not(layout, kind):
 
 def of_layers(count, size, **arguments):
     layers = {str(i): jax.ShapeDtypeStruct((size, size), jnp.float32) for i in range(count)}
-    return explain(layers, P(), AbstractMesh((8,), ("data",)), **arguments)
+    return helpers.exchanges(layers, P(), AbstractMesh((8,), ("data",)), **arguments)
 
 
 @pytest.mark.parametrize(

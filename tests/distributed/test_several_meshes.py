@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks._times.sharded import collectives
-from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, explain, scale_by_muon
+from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, scale_by_muon
 from muon_jax.contrib import with_metrics
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -90,10 +90,10 @@ def test_axes_of_all_meshes_may_be_named_and_no_others():
         traced({"fsdp": "exchange", ...: "raise"})
 
 
-def test_explain_is_for_one_mesh():
+def test_exchanges_are_for_one_mesh():
     params = parameters(AUTO, EXPLICIT)
     with pytest.raises(ValueError, match=r"one mesh, got .* on \{'fsdp': 8\} and \{'expert': 4"):
-        explain(params, muon_weight_dimension_numbers=VIEWS)
+        helpers.exchanges(params, muon_weight_dimension_numbers=VIEWS)
 
 
 @helpers.slow

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks._times.sharded import collectives
-from muon_jax import MuonDimensionNumbers, NewtonSchulz, by_role, explain, muon, scale_by_muon
+from muon_jax import MuonDimensionNumbers, NewtonSchulz, by_role, muon, scale_by_muon
 from muon_jax._matrices.views import MATRICES, Split
 
 SPEC = PartitionSpec(None, "x")
@@ -143,7 +143,7 @@ def test_matrices_without_elements():
     full = {"full": grads["full"]}
     _, updates = helpers.compiled_update(full, weight_dimension_numbers=Split(0, (16, 0)))
     helpers.assert_close(updates, helpers.on_one_device(full))
-    (group,) = explain(grads, muon_weight_dimension_numbers=lambda _: MATRICES).groups
+    (group,) = helpers.exchanges(grads, muon_weight_dimension_numbers=lambda _: MATRICES).groups
     assert group.matrices == ((1, 16, 32),)
 
 

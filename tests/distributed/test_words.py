@@ -25,7 +25,6 @@ from muon_jax import (
     NewtonSchulz,
     Split,
     Unfold,
-    explain,
     muon,
     scale_by_muon,
 )
@@ -419,11 +418,13 @@ MESH = AbstractMesh((2, 4, 2), ("replica", "fsdp", "tp"))
 
 
 def modes(axes=(), shape=(24, 1024, 4096), spec=(None, "fsdp", "tp"), view=MATRICES, **kwargs):
-    """What `explain` says of one parameter: mode, count, owners and each of its only group."""
+    """What `describe` says of one parameter: mode, count, owners and each of its only group."""
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
     views = {"w": view}
     exchange = Exchange(axes, shardings=PartitionSpec(*spec))
-    explanation = explain(params, exchange, MESH, muon_weight_dimension_numbers=views, **kwargs)
+    explanation = helpers.exchanges(
+        params, exchange, MESH, muon_weight_dimension_numbers=views, **kwargs
+    )
     groups = {(g.mode, g.matrices[0][1:], g.count, g.owners, g.each) for g in explanation.groups}
     return explanation, *groups
 
@@ -463,11 +464,11 @@ def modes(axes=(), shape=(24, 1024, 4096), spec=(None, "fsdp", "tp"), view=MATRI
     ],
     ids=str,
 )
-def test_explain_says_what_happens_where(kwargs, group):
+def test_describe_says_what_happens_where(kwargs, group):
     assert modes(**kwargs)[1:] == (group,)
 
 
-def test_explain_counts_what_is_gathered():
+def test_describe_counts_what_is_gathered():
     explanation, _ = modes("split")
     (group,) = explanation.groups
     exchanged = 2 * 2 * 8 * 1024 * 4096 / 8 * 2 * 7 / 8  # 2 slots of 8 owners, in 16 bits

@@ -2,6 +2,7 @@
 
 import re
 
+import helpers
 import jax
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import moe
-from muon_jax import describe, explain
+from muon_jax import describe
 
 EXPERTS, WIDTH = 4, 16
 
@@ -59,8 +60,9 @@ def test_experts_go_to_muon_and_are_exchanged_over_fsdp_only(model):
     assert {group.method for group in description.groups} == {"gram"}
 
     specs = moe.specs_of(params)
-    assert {g.mode for g in explain(params, specs, mesh_of(4, 1), **arguments).groups} == {"local"}
-    explanation = explain(params, specs, mesh_of(2, 2), **arguments)
+    local = helpers.exchanges(params, specs, mesh_of(4, 1), **arguments)
+    assert {g.mode for g in local.groups} == {"local"}
+    explanation = helpers.exchanges(params, specs, mesh_of(2, 2), **arguments)
     assert {g.mode for g in explanation.groups} == {"exchange over fsdp"}
 
 

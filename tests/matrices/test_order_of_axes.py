@@ -16,7 +16,7 @@ from model_shapes import shapes
 
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, Unfold, by_role, describe, muon
 from muon_jax._matrices.by_role import routes
-from muon_jax._matrices.roles import Unknown
+from muon_jax._matrices.rules import Unknown
 
 OUT_IN = by_role(layout="out_in")
 TOLERANCE = 2e-4  # of float32 beside float64

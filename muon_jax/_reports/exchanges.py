@@ -1,4 +1,4 @@
-"""What `explain` returns: a plan as rows of a table."""
+"""Who orthogonalizes the matrices of sharded parameters, and what is sent: a plan as a table."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ _COLUMNS = [
 
 
 @dataclasses.dataclass(frozen=True)
-class ExplainedGroup:
+class SharedMatrices:
     """Equal matrices with the same owners.
 
     Attributes:
@@ -66,8 +66,8 @@ class ExplainedGroup:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What each device does in an update.
+class Exchanges:
+    """What each device does in an update, and what it sends.
 
     Attributes:
         groups: what is orthogonalized.
@@ -86,7 +86,7 @@ class Explanation:
             those of the latest `init` outside `jit`: on automatic axes of TPUs.
     """
 
-    groups: tuple[ExplainedGroup, ...]
+    groups: tuple[SharedMatrices, ...]
     buckets: int
     sums: int
     compute_microseconds: float
@@ -174,9 +174,9 @@ class _Row(NamedTuple):
         """Equal for parameters of one row."""
         return self.leaf.kind, self.axes, self.dtype
 
-    def group(self, count: int, each: int, num_bytes: int) -> ExplainedGroup:
+    def group(self, count: int, each: int, num_bytes: int) -> SharedMatrices:
         """The row for so many matrices, of which each owner has `each`, and bytes sent."""
-        return ExplainedGroup(
+        return SharedMatrices(
             matrices=self.leaf.matrices,
             coefficients=self.coefficients,
             mode=_mode(self.leaf, f"exchange over {_names(self.axes)}" if self.axes else "local"),
@@ -190,7 +190,7 @@ class _Row(NamedTuple):
         )
 
 
-def explained(plan: Plan, names: Sequence[str], links: Links) -> Explanation:
+def exchanges_of(plan: Plan, names: Sequence[str], links: Links) -> Exchanges:
     """Returns what the plan says.
 
     Args:
@@ -229,7 +229,7 @@ def explained(plan: Plan, names: Sequence[str], links: Links) -> Explanation:
     ):
         before = by_axis.get(name, Sent(0.0, 0.0))
         by_axis[name] = Sent(before.bytes + num_bytes, before.microseconds + time)
-    return Explanation(
+    return Exchanges(
         groups=tuple(groups),
         buckets=len(plan.buckets),
         sums=sums,
@@ -265,7 +265,7 @@ def _of_replicas(
 
 def _group_kept_sharded(
     bucket: Bucket, names: Sequence[str], shares: Mapping[int, Share]
-) -> tuple[ExplainedGroup, int]:
+) -> tuple[SharedMatrices, int]:
     """The group of matrices that stay sharded, and how many sums it has."""
     (chunk,) = bucket.chunks
     leaf = chunk.leaf
@@ -273,7 +273,7 @@ def _group_kept_sharded(
     assert isinstance(form, Form)
     cost = estimate(bucket)
     count, gathered = _of_replicas(chunk.parts, shares)
-    group = ExplainedGroup(
+    group = SharedMatrices(
         matrices=leaf.matrices,
         coefficients=names[leaf.iteration],
         mode=_mode(leaf, f"gram over {_names(bucket.axes)}"),

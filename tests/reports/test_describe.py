@@ -1,12 +1,13 @@
 """The table of what is orthogonalized where, from shapes alone."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from muon_jax import Exchange, MuonDimensionNumbers, NewtonSchulz, Split, explain
+from muon_jax import Exchange, MuonDimensionNumbers, NewtonSchulz, Split, describe
 
 MESH = AbstractMesh((8, 2), ("fsdp", "ep"))
 
@@ -29,7 +30,9 @@ def test_a_model(capsys):
     views = {name: MuonDimensionNumbers(-2, -1) for name in params} | {"bias": None}
     arguments = {"ns_coeffs": NewtonSchulz(method="standard")}
     exchange = Exchange("repeat", shardings=specs)
-    result = explain(params, exchange, MESH, muon_weight_dimension_numbers=views, **arguments)
+    description = describe(params, exchange, MESH, muon_weight_dimension_numbers=views, **arguments)
+    result = description.exchanges
+    assert result is not None
     by_shape = {group.matrices[0]: group for group in result.groups}
     experts = by_shape[1, 512, 512]
     assert (experts.mode, experts.count, experts.each, experts.megabytes) == ("local", 2, 2, 0)
@@ -42,7 +45,7 @@ def test_a_model(capsys):
     assert result.buckets == 1
     assert wide.microseconds > 2 * q.microseconds > 0
     assert result.exchange_microseconds == pytest.approx(40 + (q.megabytes + wide.megabytes) * 4)
-    assert capsys.readouterr().out == f"{result}\n"
+    assert capsys.readouterr().out == f"{description}\n"
     assert "1024×4096  standard      exchange over fsdp  12     8       2     25%" in str(result)
 
 
@@ -50,17 +53,17 @@ def test_shardings_of_the_arguments_are_taken():
     sharding = NamedSharding(MESH, PartitionSpec("fsdp"))
     params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=sharding)}
     params["b"] = jax.ShapeDtypeStruct((64,), jnp.float32)
-    (group,) = explain(params, ns_coeffs="balanced").groups
+    (group,) = helpers.exchanges(params, ns_coeffs="balanced").groups
     assert (group.owners, group.each, group.dtype) == (8, 1, "float16")
     with pytest.raises(ValueError, match=r"\['w'\] of shape \(64, 64\), .*none: pass shardings="):
-        explain(shapes(w=(64, 64)))
+        describe(shapes(w=(64, 64)), mesh=MESH)
 
 
-def test_arrays_of_numpy_are_on_one_device_and_traced_ones_are_refused():
-    (group,) = explain({"w": np.ones((8, 8), np.float32)}).groups
-    assert group.mode == "local"
+def test_arrays_of_no_mesh_exchange_nothing_and_traced_ones_on_a_mesh_are_refused():
+    for x in (np.ones((8, 8), np.float32), jnp.ones((8, 8))):
+        assert describe({"w": x}).exchanges is None
     with pytest.raises(ValueError, match="shardings of traced arrays: pass shardings="):
-        jax.jit(explain)({"w": jnp.ones((8, 8))})
+        jax.eval_shape(lambda x: describe({"w": x}, mesh=MESH) and x, jnp.ones((8, 8)))
 
 
 def test_a_part_cannot_be_left_to_adamw():
@@ -68,17 +71,17 @@ def test_a_part_cannot_be_left_to_adamw():
     with pytest.raises(
         ValueError, match=r"\['w'\] of shape \(64, 64\): a view must be .* got None"
     ):
-        explain(
+        helpers.exchanges(
             shapes(w=(64, 64)), PartitionSpec("fsdp"), MESH, muon_weight_dimension_numbers=views
         )
 
 
 def test_a_mesh_is_needed():
     with pytest.raises(ValueError, match=r"got P\('fsdp',\) and no mesh: pass mesh="):
-        explain(shapes(w=(64, 64)), PartitionSpec("fsdp"))
+        helpers.exchanges(shapes(w=(64, 64)), PartitionSpec("fsdp"))
     with jax.sharding.use_abstract_mesh(MESH):
-        in_force = explain(shapes(w=(64, 64)), PartitionSpec("fsdp"))
-    assert in_force == explain(shapes(w=(64, 64)), PartitionSpec("fsdp"), MESH)
+        in_force = helpers.exchanges(shapes(w=(64, 64)), PartitionSpec("fsdp"))
+    assert in_force == helpers.exchanges(shapes(w=(64, 64)), PartitionSpec("fsdp"), MESH)
 
 
 def test_shards_are_refused():
@@ -86,7 +89,7 @@ def test_shards_are_refused():
     spec = PartitionSpec("fsdp")
 
     def explained(x):
-        explain({"w": jax.ShapeDtypeStruct(x.shape, x.dtype)}, spec)
+        helpers.exchanges({"w": jax.ShapeDtypeStruct(x.shape, x.dtype)}, spec)
         return x
 
     run = jax.shard_map(explained, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -97,7 +100,7 @@ def test_shards_are_refused():
 def test_numbers_of_python_are_parameters(capsys):
     """`init` takes them, for AdamW."""
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
-    result = explain({"temperature": 1.0, "kernel": jnp.ones((8, 8))}, mesh=mesh)
+    result = helpers.exchanges({"temperature": 1.0, "kernel": jnp.ones((8, 8))}, mesh=mesh)
     (group,) = result.groups
     assert group.count == 1
     capsys.readouterr()
