@@ -130,7 +130,7 @@ def why_not_kept_sharded(leaf: Leaf) -> str | None:
 def estimate(bucket: Bucket) -> Estimate:
     """Returns what the bucket costs where its matrices stay sharded, as they can."""
     (chunk,) = bucket.chunks
-    leaf = chunk.parts[0][0]
+    leaf = chunk.leaf
     form, (m, n) = leaf.sharded_form, leaf.kept_shape
     assert isinstance(form, Form)
     mesh = dict(bucket.axes)
@@ -152,7 +152,7 @@ def run_kept_sharded(
     """Returns the results for these sharded matrices, by the index of their parameter."""
     leaves, results = {}, {}
     for bucket in buckets:
-        iteration = iterations[bucket.chunks[0].parts[0][0].iteration]
+        iteration = iterations[bucket.chunks[0].leaf.iteration]
         done = _orthogonalize_pieces(bucket, shards, iteration)
         for (leaf, _, _), x in zip(bucket.chunks[0].parts, done, strict=True):
             leaves[leaf.index] = leaf

@@ -43,7 +43,7 @@ def pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
     is_scaled = bucket.dtype == jnp.float16
     tail = num_slots + -num_slots % 128 if is_scaled else 0  # of exponents; aligns the next row
     shape = (bucket.owners, (end + tail) // block, block)
-    whole = _on_mesh_of(shards[bucket.chunks[0].parts[0][0].index])
+    whole = _on_mesh_of(shards[bucket.chunks[0].leaf.index])
     packed = jax.lax.empty(shape, bucket.dtype, out_sharding=whole)
     exponent_column = end
     for column, size, chunk in zip(columns, elements, bucket.chunks, strict=False):

@@ -133,6 +133,11 @@ class Chunk:
     first: int
 
     @property
+    def leaf(self) -> Leaf:
+        """The first leaf, whose kind all have."""
+        return self.parts[0][0]
+
+    @property
     def count(self) -> int:
         """The number of units."""
         return sum(stop - start for _, start, stop in self.parts)
@@ -166,9 +171,14 @@ class Bucket:
         """The number of devices that exchange."""
         return math.prod(size for _, size in self.axes)
 
+    @property
+    def leaves(self) -> list[Leaf]:
+        """The leaves of all chunks."""
+        return [leaf for chunk in self.chunks for leaf, _, _ in chunk.parts]
+
     def elements(self, chunk: Chunk) -> int:
         """The number of elements of the pieces of units in a chunk."""
-        return math.prod(chunk.parts[0][0].shape) // self.owners
+        return math.prod(chunk.leaf.shape) // self.owners
 
     def bytes_of(self, chunk: Chunk) -> int:
         """The bytes of a chunk on each device, padding included."""
@@ -239,8 +249,7 @@ class Plan:
     @property
     def leaves(self) -> list[Leaf]:
         """All parameters; those that several chunks share, several times."""
-        chunks = [chunk for bucket in self.buckets + self.grams for chunk in bucket.chunks]
-        leaves = [*self.local, *(leaf for chunk in chunks for leaf, _, _ in chunk.parts)]
+        leaves = [*self.local, *(x for b in self.buckets + self.grams for x in b.leaves)]
         stacks = {share.stack.index for share in self.shares}
         of_shares = [leaf for share in self.shares for leaf in share.leaves]
         return [leaf for leaf in leaves if leaf.index not in stacks] + of_shares

@@ -138,7 +138,7 @@ def _run_bucket(bucket: Bucket, sent: jax.Array, orthogonalize: _Orthogonalize) 
     for chunk, pieces in zip(bucket.chunks, received, strict=True):
         positions.append((jax.lax.axis_index(names) - chunk.first) % bucket.owners)
         stacks.append(_assemble(chunk, bucket, pieces, positions[-1]))
-    numbers = [chunk.parts[0][0].iteration for chunk in bucket.chunks]
+    numbers = [chunk.leaf.iteration for chunk in bucket.chunks]
     flat = [[jax.lax.collapse(x, 0, 2) for x in whole] for whole in stacks]
     done = iter(orthogonalize(numbers, flat))
     back = [

@@ -160,7 +160,7 @@ def exchanges_of(plan: Plan, names: Sequence[str], links: Links) -> Exchanges:
         row.append((leaf, count, leaf.units, gathered))
     for bucket in plan.buckets:
         for chunk in bucket.chunks:
-            leaf = chunk.parts[0][0]
+            leaf = chunk.leaf
             count, gathered = _of_replicas(chunk.parts, shares)
             one_way = bucket.bytes_of(chunk) * (bucket.owners - 1) // bucket.owners
             row = rows.setdefault((leaf.kind, bucket.axes, bucket.dtype), [])
@@ -230,7 +230,7 @@ def _group_kept_sharded(
 ) -> tuple[SharedMatrices, int]:
     """The group of matrices that stay sharded, and how many sums it has."""
     (chunk,) = bucket.chunks
-    leaf = chunk.parts[0][0]
+    leaf = chunk.leaf
     form = leaf.sharded_form
     assert isinstance(form, Form)
     cost = estimate(bucket)

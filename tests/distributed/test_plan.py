@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from muon_jax import MuonDimensionNumbers
-from muon_jax._distributed.buckets import _first_owners, deal
 from muon_jax._distributed.placement import leaf_of, placed
+from muon_jax._distributed.planning import _first_owners, deal
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._matrices.parts import batch_axes
 from muon_jax._matrices.views import Split, Unfold
@@ -75,7 +75,7 @@ def test_every_unit_has_one_owner_and_every_owner_its_share(problem):
         load = loads.setdefault(bucket.axes, [0] * bucket.owners)
         for chunk in bucket.chunks:
             assert 0 <= chunk.slots * bucket.owners - chunk.count < bucket.owners
-            leaf = chunk.parts[0][0]
+            leaf = chunk.leaf
             kind = kinds.setdefault((bucket.axes, leaf.matrices), [0, 0])
             kind[0] += chunk.count
             kind[1] += chunk.slots
@@ -125,7 +125,7 @@ def test_buckets_of_few_sizes_and_small_ones_at_the_ends(counts, expected):
     kinds = zip(counts, shapes, strict=False)
     sharded = [((n, *shape), PartitionSpec(None, "x"), MATRICES) for n, shape in kinds]
     plan = plan_of(leaves_of(sharded, mesh), mesh, 32 * 16 * 24 * 4)
-    slots = [{c.parts[0][0].index: c.slots for c in bucket.chunks} for bucket in plan.buckets]
+    slots = [{c.leaf.index: c.slots for c in bucket.chunks} for bucket in plan.buckets]
     assert slots == expected
 
 
@@ -137,7 +137,7 @@ def test_kinds_with_as_many_rows_have_buckets_of_as_many_matrices():
         for slots, n in ((24, 16), (12, 64))
     ]
     plan = plan_of(leaves_of(sharded, mesh), mesh, 8 * 16 * 64 * 4)
-    slots = [{c.parts[0][0].index: c.slots for c in bucket.chunks} for bucket in plan.buckets]
+    slots = [{c.leaf.index: c.slots for c in bucket.chunks} for bucket in plan.buckets]
     assert slots == [{0: 6}, {1: 6}, {1: 6}, {0: 6}, {0: 6}, {0: 6}]
 
 
