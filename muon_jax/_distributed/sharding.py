@@ -452,11 +452,11 @@ def parameters_of(
 
 def located(views: Sequence[View | None], tree: Any, shardings: Shardings) -> list[Parameter]:
     """Returns `parameters_of` the tree, of which each leaf has one of the views."""
-    kind, specs, whole = None, [], tree
+    specs, whole = [], tree
     if is_in_shard_map():
-        _, kind, specs, whole = locate(tree, shardings)
+        _, _, specs, whole = locate(tree, shardings)
     leaves = jax.tree.leaves_with_path(whole)
-    own = specs if kind == AxisType.Manual else [None] * len(leaves)
+    own = specs or [None] * len(leaves)
     found = []
     for (path, x), view, spec in zip(leaves, views, own, strict=True):
         name = jax.tree_util.keystr(path)

@@ -48,7 +48,8 @@ def random_keys(parameters: Sequence[Parameter], count: jax.Array) -> list[jax.A
     keys = []
     for i, parameter in enumerate(parameters):
         own = jax.random.fold_in(key, i)
-        if parameter.spec is not None and (names := axes_of_spec(parameter.spec)):
+        names = () if parameter.spec is None else axes_of_spec(parameter.spec)
+        if names and jax.lax.axis_size(names) > 1:
             own = jax.random.fold_in(own, jax.lax.axis_index(names))
         keys.append(own)
     return keys
