@@ -248,7 +248,9 @@ def build(
         )
         check_patterns(given.ns_coeffs, labels)
         labels = added.relabel(params, labels) if added.relabel else labels
-        return optax.multi_transform({"muon": of_matrices, "adam": on_the_rest, **others}, labels)
+        optimizers = {"muon": of_matrices, "adam": on_the_rest, **others}
+        # A callable, because labels in the shape of an Equinox module may be callable themselves.
+        return optax.multi_transform(optimizers, lambda _: labels)
 
     of_updates = on_matrices(views)
 
