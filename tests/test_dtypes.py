@@ -69,7 +69,17 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize("rates", RATES)
+QUICK = (
+    "numbers",
+    "schedule",
+    "array of 16 bits",
+    "decay of some",
+    "rms, array",
+    "moments, arrays",
+)
+
+
+@pytest.mark.parametrize("rates", helpers.mostly_slow(RATES, QUICK))
 def test_updates_have_the_dtypes_of_optax(rates):
     arguments = {"ns_steps": 1, **RATES[rates]}
     for of_params, of_gradients, mu_dtype in EACH:

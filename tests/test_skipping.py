@@ -379,6 +379,7 @@ def test_train_state_of_flax():
         np.testing.assert_array_equal(moments[0][name], moments[1][name])
 
 
+@pytest.mark.slow
 def test_optimizer_of_nnx():
     model = nnx.Sequential(
         nnx.Linear(64, 128, rngs=nnx.Rngs(0)), nnx.Linear(8, 4, rngs=nnx.Rngs(1))

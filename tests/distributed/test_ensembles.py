@@ -68,6 +68,7 @@ def test_an_ensemble_that_splits_the_work_has_the_same_bits(kind, spec, axes):
     chex.assert_trees_all_equal(split(grads), repeat(grads))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["faster", "split", "repeat"])
 @pytest.mark.parametrize("mapping", [{}, {"spmd_axis_name": "member"}], ids=str)
 def test_members_on_automatic_axes_with_stated_shardings(mapping, word):

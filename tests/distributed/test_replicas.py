@@ -50,7 +50,7 @@ def two_updates(transform, grads):
 @pytest.mark.parametrize(
     "kind", helpers.mostly_slow([AxisType.Auto, AxisType.Explicit], [AxisType.Auto])
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", helpers.mostly_slow(LAYOUTS, ["DDP", "HSDP", "EP and DP"]))
 @pytest.mark.parametrize(
     "arguments",
     helpers.mostly_slow(
@@ -183,6 +183,7 @@ def test_gradients_of_each_replica_stated_as_equal():
             np.testing.assert_allclose(shard.data, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "check_vma", "gathers"),
     [
@@ -210,6 +211,7 @@ def test_the_caller_s_shard_map_with_equal_gradients(names, axes, check_vma, gat
     chex.assert_trees_all_equal(program(grads), repeat(grads))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stated", helpers.mostly_slow([False, True], [True]))
 @kinds
 def test_derivatives_are_those_of_repeat(kind, stated):

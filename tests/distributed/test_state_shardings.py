@@ -138,6 +138,7 @@ class Layer(nn.Module):
         return nn.Dense(192, kernel_init=kernel)(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rules", helpers.mostly_slow([[("embed", "x")], [("mlp", "x")]], [[("mlp", "x")]]), ids=str
 )

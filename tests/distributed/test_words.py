@@ -162,6 +162,7 @@ def compiled_update(parameters, front_end, axes=(), **kwargs):
     return (grads, specs, views), compiled, updates
 
 
+@pytest.mark.slow
 @front_ends
 def test_replicas_that_split_the_work_have_the_bits_of_those_that_repeat_it(front_end):
     parameters = {name: TREE[name] for name in ("up", "experts")}

@@ -70,6 +70,7 @@ def test_published_sets_have_noise_where_searches_found_need():
     assert not has_noise("aol", "float16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_noise_of_quintic_steps_keeps_entries_apart(method, monkeypatch):
     """Columns of a Hadamard matrix, of three lengths."""

@@ -101,6 +101,7 @@ def test_a_chain_is_exact_and_free_of_races(config, monkeypatch):
     check_exactness(rng, (2, m, m), config=config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "m", "num_programs"),
     [(6, 64, 1), (3, 128, 1), pytest.param(3, 128, 2, marks=helpers.nightly)],

@@ -76,6 +76,7 @@ def test_sums_are_rounded_once_to_the_dtype_of_the_result(config, out_dtype):
     chex.assert_trees_all_equal(out, product.astype(out_dtype))
 
 
+@pytest.mark.slow
 @each_triton_config
 @pytest.mark.parametrize("sizes", [(100, 70, 300), (128, 64, 128)], ids=str)
 def test_every_config_of_triton_is_exact_and_rounds_once(config, sizes):

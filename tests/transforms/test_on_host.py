@@ -103,6 +103,7 @@ def assert_equal_bits(found, expected):
     chex.assert_trees_all_equal(jax.device_get(found), jax.device_get(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis_type", "given"),
     [
