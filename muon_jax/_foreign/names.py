@@ -1,6 +1,7 @@
 """What other optimizers call our arguments: one table, for messages and for the documents."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,336 +32,270 @@ class Foreign:
 CONTRIB = "muon_jax.contrib"
 # What were presets, and are functions.
 MOVED_PRESETS = {name: f"{CONTRIB}.{name}(...)" for name in ("nanogpt", "muonh")}
-_OTHERS, _BEFORE = "other code", "muon of 0.2.0"
-_KELLER, _TORCH, _DION, _EMERGING = "Keller Jordan", "PyTorch", "Dion", "Emerging-Optimizers"
-_GRAM, _HUGGING_FACE, _MEGATRON = "gram-newton-schulz", "Hugging Face", "Megatron"
-_ZEROPOWER = "zeropower_via_newtonschulz5"
-_VIEWS = "muon_weight_dimension_numbers"
+
+
+def _row(names: str, *ways: str, **others: Any) -> Foreign:
+    """Returns the row of names such as "lr (PyTorch, Dion), step_size", and of ways."""
+    found = re.findall(r"(\w+)(?: \(([^)]*)\))?", names)
+    return Foreign({name: packages or "other code" for name, packages in found}, ways, **others)
+
 
 FOREIGN: tuple[Foreign, ...] = (
-    Foreign(
-        {
-            "lr": f"{_TORCH}, {_KELLER}, Moonlight, {_DION}, {_MEGATRON}",
-            "muon_lr": _OTHERS,
-            "step_size": _OTHERS,
-        },
-        ("learning_rate={}",),
+    _row(
+        "lr (PyTorch, Keller Jordan, Moonlight, Dion, Megatron), muon_lr, step_size",
+        "learning_rate={}",
         chained="optax.scale_by_learning_rate({})",
     ),
-    Foreign(
-        {"wd": "Moonlight", "weight_decay_rate": _OTHERS},
-        ("weight_decay={}",),
+    _row(
+        "wd (Moonlight), weight_decay_rate",
+        "weight_decay={}",
         note="adam_weight_decay is for AdamW's parameters",
         chained="optax.add_decayed_weights({})",
     ),
-    Foreign(
-        {
-            "mu": _DION,
-            "momentum_beta": _EMERGING,
-            "muon_momentum": _MEGATRON,
-            "muon_beta": _OTHERS,
-            "muon_beta1": _OTHERS,
-        },
-        ("beta={}",),
+    _row(
+        "mu (Dion), momentum_beta (Emerging-Optimizers), muon_momentum (Megatron), muon_beta, "
+        "muon_beta1",
+        "beta={}",
     ),
-    Foreign(
-        {
-            "adamw_lr": _KELLER,
-            "adam_lr": "Levanter",
-            "aux_lr": _OTHERS,
-            "scalar_lr": _OTHERS,
-            "embed_lr": _OTHERS,
-        },
-        ("adam_learning_rate={}",),
+    _row(
+        "adamw_lr (Keller Jordan), adam_lr (Levanter), aux_lr, scalar_lr, embed_lr",
+        "adam_learning_rate={}",
     ),
-    Foreign(
-        {"muon_to_adam_lr": "Levanter", "adam_lr_ratio": "Keras"},
-        ("adam_learning_rate={} * learning_rate",),
+    _row(
+        "muon_to_adam_lr (Levanter), adam_lr_ratio (Keras)", "adam_learning_rate={} * learning_rate"
     ),
-    Foreign(
-        {"adamw_wd": _KELLER, "adam_wd": _OTHERS, "adam_decay": _OTHERS}, ("adam_weight_decay={}",)
+    _row("adamw_wd (Keller Jordan), adam_wd, adam_decay", "adam_weight_decay={}"),
+    _row(
+        "b1 (optax.adamw), beta1 (Levanter), beta_1 (Keras), adam_beta_1 (Keras), "
+        "adam_beta1 (Megatron, Hugging Face), adam_momentum",
+        "adam_b1={}",
     ),
-    Foreign(
-        {
-            "b1": "optax.adamw",
-            "beta1": "Levanter",
-            "beta_1": "Keras",
-            "adam_beta_1": "Keras",
-            "adam_beta1": f"{_MEGATRON}, {_HUGGING_FACE}",
-            "adam_momentum": _OTHERS,
-        },
-        ("adam_b1={}",),
+    _row(
+        "b2 (optax.adamw), beta2 (Levanter), beta_2 (Keras), adam_beta_2 (Keras), "
+        "adam_beta2 (Megatron, Hugging Face)",
+        "adam_b2={}",
+        "b2={}",
     ),
-    Foreign(
-        {
-            "b2": "optax.adamw",
-            "beta2": "Levanter",
-            "beta_2": "Keras",
-            "adam_beta_2": "Keras",
-            "adam_beta2": f"{_MEGATRON}, {_HUGGING_FACE}",
-        },
-        ("adam_b2={}", "b2={}"),
+    _row(
+        "normuon_b2 (muon of 0.2.0), muon_beta2 (NorMuon of Dion)",
+        "normuon_b2={}",
+        "b2={}",
+        taker="muon_jax.contrib.normuon",
+        chained="muon_jax.contrib.scale_by_normuon(b2={})",
     ),
-    Foreign(
-        {"normuon_b2": _BEFORE, "muon_beta2": f"NorMuon of {_DION}"},
-        ("normuon_b2={}", "b2={}"),
-        taker=f"{CONTRIB}.normuon",
-        chained=f"{CONTRIB}.scale_by_normuon(b2={{}})",
+    _row(
+        "betas (PyTorch's AdamW, Dion), adamw_betas (Keller Jordan, Moonlight), adam_betas",
+        "adam_b1={0}, adam_b2={1}",
     ),
-    Foreign(
-        {
-            "betas": f"{_TORCH}'s AdamW, {_DION}",
-            "adamw_betas": f"{_KELLER}, Moonlight",
-            "adam_betas": _OTHERS,
-        },
-        ("adam_b1={0}, adam_b2={1}",),
+    _row(
+        "epsilon (Dion, Keras), ns_epsilon (gram-newton-schulz), muon_epsilon (Levanter)", "eps={}"
     ),
-    Foreign(
-        {"epsilon": f"{_DION}, Keras", "ns_epsilon": _GRAM, "muon_epsilon": "Levanter"},
-        ("eps={}",),
+    _row("adamw_eps (Keller Jordan, Moonlight), adam_epsilon (Hugging Face)", "adam_eps={}"),
+    _row("eps_root (optax.adamw)", "adam_eps_root={}"),
+    _row(
+        "mask (optax.adamw), wd_mask",
+        "weight_decay_mask={}",
+        note=(
+            "weight_decay_mask is for Muon's matrices alone. For a mask of the others, leave "
+            "adam_weight_decay at 0 and chain optax.add_decayed_weights(-adam_learning_rate * decay, "
+            "mask) after muon"
+        ),
     ),
-    Foreign(
-        {"adamw_eps": f"{_KELLER}, Moonlight", "adam_epsilon": _HUGGING_FACE}, ("adam_eps={}",)
-    ),
-    Foreign({"eps_root": "optax.adamw"}, ("adam_eps_root={}",)),
-    Foreign(
-        {"mask": "optax.adamw", "wd_mask": _OTHERS},
-        ("weight_decay_mask={}",),
-        note="weight_decay_mask is for Muon's matrices alone. For a mask of the others, leave"
-        " adam_weight_decay at 0 and chain optax.add_decayed_weights(-adam_learning_rate * decay,"
-        " mask) after muon",
-    ),
-    Foreign({"exp_avg_dtype": _MEGATRON, "momentum_dtype": _OTHERS}, ("mu_dtype={}",)),
-    Foreign(
-        {"exp_avg_sq_dtype": _MEGATRON, "nu_dtype": _OTHERS},
+    _row("exp_avg_dtype (Megatron), momentum_dtype", "mu_dtype={}"),
+    _row(
+        "exp_avg_sq_dtype (Megatron), nu_dtype",
         note="AdamW's second moment has the dtype of the parameters",
     ),
-    Foreign(
-        {
-            "ns_coefficients": f"{_TORCH}, {_GRAM}",
-            "coefficients": _OTHERS,
-            "coeffs": _OTHERS,
-        },
-        ("ns_coeffs={}",),
-    ),
-    Foreign(
-        {"coefficient_type": f"{_EMERGING}, Levanter", "muon_coefficient_type": _MEGATRON},
-        ("ns_coeffs={}",),
-        {
+    _row("ns_coefficients (PyTorch, gram-newton-schulz), coefficients, coeffs", "ns_coeffs={}"),
+    _row(
+        "coefficient_type (Emerging-Optimizers, Levanter), muon_coefficient_type (Megatron)",
+        "ns_coeffs={}",
+        by_value={
             "simple": "ns_coeffs='standard'",
             "quintic": "ns_coeffs='dion'",
             "polar_express": "ns_coeffs='polar_express_nvidia'",
             "aol": "ns_coeffs='aol_nvidia', preconditioning='aol'",
         },
     ),
-    Foreign(
-        {
-            "steps": f"{_KELLER}'s {_ZEROPOWER}",
-            "backend_steps": f"{_KELLER}, Levanter",
-            "num_ns_steps": _EMERGING,
-            "muon_num_ns_steps": _MEGATRON,
-            "num_steps": _OTHERS,
-            "ns_iters": _OTHERS,
-            "num_iterations": _OTHERS,
-            "newton_schulz_steps": _OTHERS,
-        },
-        ("ns_steps={}",),
+    _row(
+        "steps (Keller Jordan's zeropower_via_newtonschulz5), "
+        "backend_steps (Keller Jordan, Levanter), num_ns_steps (Emerging-Optimizers), "
+        "muon_num_ns_steps (Megatron), num_steps, ns_iters, num_iterations, newton_schulz_steps",
+        "ns_steps={}",
     ),
-    Foreign({"use_nesterov": _EMERGING, "muon_use_nesterov": _MEGATRON}, ("nesterov={}",)),
-    Foreign(
-        {"adjust_lr_fn": _TORCH},
+    _row("use_nesterov (Emerging-Optimizers), muon_use_nesterov (Megatron)", "nesterov={}"),
+    _row(
+        "adjust_lr_fn (PyTorch)",
         by_value={
             "match_rms_adamw": "consistent_rms=0.2",
             "original": "shape_scale='clipped_ratio'",
             None: "shape_scale='clipped_ratio'",
         },
     ),
-    Foreign(
-        {"adjust_lr": _DION},
+    _row(
+        "adjust_lr (Dion)",
         by_value={
             "rms_norm": "consistent_rms=0.2",
             "spectral_norm": "shape_scale='ratio'",
             None: "shape_scale='none'",
         },
     ),
-    Foreign(
-        {"scale_mode": _EMERGING, "muon_scale_mode": _MEGATRON},
+    _row(
+        "scale_mode (Emerging-Optimizers), muon_scale_mode (Megatron)",
         by_value={
             "spectral": "consistent_rms=1.0",
             "unit_rms_norm": "shape_scale='ratio'",
             "shape_scaling": "shape_scale='clipped_ratio'",
         },
     ),
-    Foreign(
-        {"use_kimi_scaling": "Levanter"},
+    _row(
+        "use_kimi_scaling (Levanter)",
         by_value={True: "consistent_rms=0.2", False: "shape_scale='clipped_ratio'"},
     ),
-    Foreign(
-        {
-            "extra_scale_factor": _EMERGING,
-            "muon_extra_scale_factor": _MEGATRON,
-            "matched_adamw_rms": _OTHERS,
-            "rms_rate": "Keras",
-        },
-        ("consistent_rms={}",),
+    _row(
+        "extra_scale_factor (Emerging-Optimizers), muon_extra_scale_factor (Megatron), "
+        "matched_adamw_rms, rms_rate (Keras)",
+        "consistent_rms={}",
     ),
-    Foreign({"cautious_wd": _DION, "cautious": _OTHERS}, ("cautious_weight_decay={}",)),
-    Foreign({"weight_decay_method": _EMERGING}, ("weight_decay_form={}",)),
-    Foreign(
-        {"use_decoupled_weight_decay": _EMERGING, "decoupled_weight_decay": _OTHERS},
+    _row("cautious_wd (Dion), cautious", "cautious_weight_decay={}"),
+    _row("weight_decay_method (Emerging-Optimizers)", "weight_decay_form={}"),
+    _row(
+        "use_decoupled_weight_decay (Emerging-Optimizers), decoupled_weight_decay",
         by_value={True: "weight_decay_form='decoupled'", False: "weight_decay_form='l2'"},
     ),
-    Foreign(
-        {"fp32_matmul_prec": _EMERGING, "muon_fp32_matmul_prec": _MEGATRON},
+    _row(
+        "fp32_matmul_prec (Emerging-Optimizers), muon_fp32_matmul_prec (Megatron)",
         by_value={
             "medium": "ns_coeffs=NewtonSchulz(dtype='bfloat16')",
             "high": "ns_coeffs=NewtonSchulz(dtype='float32')",
             "highest": "ns_coeffs=NewtonSchulz(dtype='float32')",
         },
     ),
-    Foreign(
-        {"use_gram_newton_schulz": _DION},
+    _row(
+        "use_gram_newton_schulz (Dion)",
         by_value={
             True: "ns_coeffs=NewtonSchulz(method='gram')",
             False: "ns_coeffs=NewtonSchulz(method='standard')",
         },
     ),
-    Foreign(
-        {"ns_algorithm": _GRAM},
+    _row(
+        "ns_algorithm (gram-newton-schulz)",
         by_value={
             "gram_newton_schulz": "ns_coeffs=NewtonSchulz(method='gram')",
             "standard_newton_schulz": "ns_coeffs=NewtonSchulz(method='standard')",
         },
         note="the faster form is the default",
     ),
-    Foreign(
-        {"use_syrk": _EMERGING, "use_triton": _DION, "ns_use_kernels": _GRAM},
+    _row(
+        "use_syrk (Emerging-Optimizers), use_triton (Dion), ns_use_kernels (gram-newton-schulz)",
         by_value={False: "ns_coeffs=NewtonSchulz(implementation='xla')"},
         note="the fastest kernels that can run are the default",
     ),
-    Foreign(
-        {
-            "use_muon": _KELLER,
-            "param_groups": _TORCH,
-            "muon_params": f"{_KELLER}, Moonlight",
-            "adamw_params": f"{_KELLER}, Moonlight",
-            "exclude_layers": "Keras",
-            "exclude_embeddings": "Keras",
-            "flatten": _DION,
-            "split_qkv": _EMERGING,
-            "muon_split_qkv": _MEGATRON,
-        },
-        (f"{_VIEWS}=by_role",),
+    _row(
+        "use_muon (Keller Jordan), param_groups (PyTorch), "
+        "muon_params (Keller Jordan, Moonlight), adamw_params (Keller Jordan, Moonlight), "
+        "exclude_layers (Keras), exclude_embeddings (Keras), flatten (Dion), "
+        "split_qkv (Emerging-Optimizers), muon_split_qkv (Megatron)",
+        "muon_weight_dimension_numbers=by_role",
     ),
-    Foreign({"rules": "by_role"}, (f"{_VIEWS}=by_role(rules={{}})",)),
-    Foreign({"layout": "by_role"}, (f"{_VIEWS}=by_role(layout={{}})",)),
-    Foreign({"per_head": "by_use"}, (f"{_VIEWS}=by_use(fn, params, *inputs, per_head={{}})",)),
-    Foreign(
-        {"weight_dimension_numbers": "scale_by_muon"},
-        (f"{_VIEWS}={{}}",),
+    _row("rules (by_role)", "muon_weight_dimension_numbers=by_role(rules={})"),
+    _row("layout (by_role)", "muon_weight_dimension_numbers=by_role(layout={})"),
+    _row(
+        "per_head (by_use)",
+        "muon_weight_dimension_numbers=by_use(fn, params, *inputs, per_head={})",
     ),
-    Foreign({_VIEWS: "muon"}, ("weight_dimension_numbers={}",)),
-    *(
-        Foreign(dict.fromkeys(names, "NewtonSchulz"), (f"ns_coeffs=NewtonSchulz({names[0]}={{}})",))
-        for names in (
-            ("dtype", "ns_dtype"),
-            ("method", "ns_method"),
-            ("implementation",),
-            ("max_group_bytes",),
-        )
+    _row("weight_dimension_numbers (scale_by_muon)", "muon_weight_dimension_numbers={}"),
+    _row("muon_weight_dimension_numbers (muon)", "weight_dimension_numbers={}"),
+    _row("dtype (NewtonSchulz), ns_dtype (NewtonSchulz)", "ns_coeffs=NewtonSchulz(dtype={})"),
+    _row("method (NewtonSchulz), ns_method (NewtonSchulz)", "ns_coeffs=NewtonSchulz(method={})"),
+    _row("implementation (NewtonSchulz)", "ns_coeffs=NewtonSchulz(implementation={})"),
+    _row("max_group_bytes (NewtonSchulz)", "ns_coeffs=NewtonSchulz(max_group_bytes={})"),
+    _row(
+        "normuon_averaged (muon of 0.2.0), averaged (scale_by_normuon)",
+        "normuon_averaged={}",
+        "averaged={}",
+        taker="muon_jax.contrib.normuon",
+        chained="muon_jax.contrib.scale_by_normuon(averaged={})",
     ),
-    Foreign(
-        {"normuon_averaged": _BEFORE, "averaged": "scale_by_normuon"},
-        ("normuon_averaged={}", "averaged={}"),
-        taker=f"{CONTRIB}.normuon",
-        chained=f"{CONTRIB}.scale_by_normuon(averaged={{}})",
-    ),
-    Foreign({"fixed_norms": _BEFORE}, taker=f"{CONTRIB}.muonh"),
-    Foreign({"adamh": _BEFORE}, ("adamh={}",), taker=f"{CONTRIB}.muonh"),
-    Foreign(
-        {"state_memory_kind": _BEFORE},
-        by_value={"pinned_host": f"mu_dtype={CONTRIB}.on_host()"},
+    _row("fixed_norms (muon of 0.2.0)", taker="muon_jax.contrib.muonh"),
+    _row("adamh (muon of 0.2.0)", "adamh={}", taker="muon_jax.contrib.muonh"),
+    _row(
+        "state_memory_kind (muon of 0.2.0)",
+        by_value={"pinned_host": "mu_dtype=muon_jax.contrib.on_host()"},
         note="the default is the memory of the device",
     ),
-    Foreign(
-        {"block_lr": _OTHERS, "block_learning_rate": "Exchange"},
-        ("shardings=Exchange(block_gain={} / learning_rate)",),
+    _row(
+        "block_lr, block_learning_rate (Exchange)",
+        "shardings=Exchange(block_gain={} / learning_rate)",
     ),
-    Foreign({"block_period": "Exchange"}, ("shardings=Exchange(block_period={})",)),
-    Foreign({"block_gain": "Exchange"}, ("shardings=Exchange(block_gain={})",)),
-    Foreign(
-        {"distributed_gram": "Exchange"},
+    _row("block_period (Exchange)", "shardings=Exchange(block_period={})"),
+    _row("block_gain (Exchange)", "shardings=Exchange(block_gain={})"),
+    _row(
+        "distributed_gram (Exchange)",
         by_value={
             True: "shardings=Exchange(axes='gram_or_exchange')",
             False: "shardings=Exchange(axes='exchange')",
         },
     ),
-    Foreign(
-        {"outside": "Exchange"},
-        ("shardings=Exchange(axes={})",),
-        {word: f"shardings=Exchange(axes={{'tensor': {word!r}}})" for word in ("gram", "block")},
+    _row(
+        "outside (Exchange)",
+        "shardings=Exchange(axes={})",
+        by_value={
+            "gram": "shardings=Exchange(axes={'tensor': 'gram'})",
+            "block": "shardings=Exchange(axes={'tensor': 'block'})",
+        },
     ),
-    Foreign(
-        {"exchange_axes": "Exchange"},
+    _row(
+        "exchange_axes (Exchange)",
         note="shardings=Exchange({'fsdp': 'exchange', ...: 'raise'}) says it",
     ),
-    Foreign(
-        {"bandwidth": "Exchange", "latency": "Exchange"},
+    _row(
+        "bandwidth (Exchange), latency (Exchange)",
         note="shardings=Exchange(links={'data': Link(50e9, 2e-5)}) says it",
     ),
-    Foreign(
-        {"G": f"{_KELLER}'s {_ZEROPOWER}", "M": _OTHERS, "grad": _TORCH},
-        ("x={}",),
+    _row(
+        "G (Keller Jordan's zeropower_via_newtonschulz5), M, grad (PyTorch)",
+        "x={}",
         taker="newton_schulz",
     ),
-    Foreign(
-        {"qk_clip_threshold": _MEGATRON, "tau": "Kimi K2", "clip_threshold": _OTHERS},
-        ("threshold={}",),
-        taker=f"{CONTRIB}.qk_clip",
+    _row(
+        "qk_clip_threshold (Megatron), tau (Kimi K2), clip_threshold",
+        "threshold={}",
+        taker="muon_jax.contrib.qk_clip",
     ),
-    Foreign(
-        {"qk_clip_alpha": _MEGATRON, "qk_clip": _MEGATRON, "alpha": "Kimi K2"},
+    _row(
+        "qk_clip_alpha (Megatron), qk_clip (Megatron), alpha (Kimi K2)",
         note="chain contrib.qk_clip(100.0, heads) after muon; the heads have the power",
     ),
-    Foreign(
-        {
-            "rank": _KELLER,
-            "world_size": _KELLER,
-            "process_group": _DION,
-            "distributed_mesh": _DION,
-            "pg_collection": _MEGATRON,
-            "tp_mode": _EMERGING,
-            "muon_tp_mode": _MEGATRON,
-        },
+    _row(
+        "rank (Keller Jordan), world_size (Keller Jordan), process_group (Dion), "
+        "distributed_mesh (Dion), pg_collection (Megatron), tp_mode (Emerging-Optimizers), "
+        "muon_tp_mode (Megatron)",
         note="the optimizer reads the shardings of the parameters",
     ),
-    Foreign(
-        dict.fromkeys(("fused", "foreach", "capturable"), _TORCH),
+    _row(
+        "fused (PyTorch), foreach (PyTorch), capturable (PyTorch)",
         note="jax.jit compiles and fuses the whole update",
     ),
-    Foreign({"differentiable": _TORCH}, note="jax.grad differentiates updates as they are"),
-    Foreign(
-        {"maximize": _TORCH},
+    _row("differentiable (PyTorch)", note="jax.grad differentiates updates as they are"),
+    _row(
+        "maximize (PyTorch)",
         note="to maximize, negate the gradients by optax.chain(optax.scale(-1.0), muon(...))",
     ),
-    Foreign(
-        {"amsgrad": _TORCH},
+    _row(
+        "amsgrad (PyTorch)",
         note="for AMSGrad, combine scale_by_muon and optax.amsgrad by optax.partition",
     ),
-    Foreign(
-        {"backend": _KELLER},
-        note="the backend is Newton–Schulz, with ns_coeffs and ns_steps",
+    _row(
+        "backend (Keller Jordan)", note="the backend is Newton–Schulz, with ns_coeffs and ns_steps"
     ),
-    Foreign(
-        {"max_grad_norm": f"{_HUGGING_FACE}, Levanter", "clip_grad": _MEGATRON},
+    _row(
+        "max_grad_norm (Hugging Face, Levanter), clip_grad (Megatron)",
         note="clip before, by optax.chain(optax.clip_by_global_norm(...), muon(...))",
     ),
-    Foreign(
-        {"warmup": "Levanter", "lr_schedule": "Levanter", "min_lr_ratio": "Levanter"},
+    _row(
+        "warmup (Levanter), lr_schedule (Levanter), min_lr_ratio (Levanter)",
         note="learning_rate takes a schedule, such as optax.warmup_cosine_decay_schedule(...)",
     ),
-    Foreign(
-        {"params": _TORCH, "model": _OTHERS},
-        note="optimizer.init(params) takes the parameters",
-    ),
+    _row("params (PyTorch), model", note="optimizer.init(params) takes the parameters"),
 )
