@@ -97,8 +97,8 @@ FOREIGN: tuple[Foreign, ...] = (
         "weight_decay_mask={}",
         note=(
             "weight_decay_mask is for Muon's matrices alone. For a mask of the others, leave "
-            "adam_weight_decay at 0 and chain optax.add_decayed_weights(-adam_learning_rate * decay, "
-            "mask) after muon"
+            "adam_weight_decay at 0 and chain optax.add_decayed_weights(-adam_learning_rate * "
+            "decay, mask) after muon"
         ),
     ),
     _row("exp_avg_dtype (Megatron), momentum_dtype", "mu_dtype={}"),
