@@ -22,6 +22,7 @@ from muon_jax import (
     Exchange,
     MuonDimensionNumbers,
     NewtonSchulz,
+    describe,
     muon,
     newton_schulz,
     scale_by_muon,
@@ -312,8 +313,8 @@ def test_an_ensemble_of_modules_that_are_callable():
     updates = jax.jit(jax.vmap(update))(jax.device_put(members, sharding))
     expected = jax.vmap(update)(members)
     chex.assert_trees_all_close(jax.device_get(updates), expected, atol=2e-6)
-    (group,) = helpers.exchanges(linear(key=jax.random.key(0))).groups
-    assert group.mode == "local"
+    (group,) = describe(linear(key=jax.random.key(0))).groups
+    assert group.shape == (1, 16, 32)
 
 
 def test_an_ensemble_over_hyperparameters():

@@ -18,6 +18,7 @@ pytestmark = [needs_compiler, pytest.mark.slow, pytest.mark.timeout(1800)]
 # Prints how many buckets a plan has and the bytes of temporaries. Then a line for each collective,
 # the end of one that is asynchronous, and each product.
 PROGRAM = """
+from muon_jax import describe
 
 sizes = case["sizes"]
 devices = mesh_of(int(np.prod([*sizes.values()])) // 8, 8).devices
@@ -29,9 +30,9 @@ gradients = {
     for name, (shape, *_) in case["tree"].items()
 }
 exchange = Exchange(case["words"], shardings=specs)
-explanation = helpers.exchanges(
+explanation = describe(
     gradients, exchange, mesh, muon_weight_dimension_numbers=views
-)
+).exchanges
 optimizer = scale_by_muon(weight_dimension_numbers=views, shardings=Exchange(case["words"]))
 with jax.set_mesh(mesh):
     state = jax.eval_shape(optimizer.init, gradients)._replace(mu=gradients)
