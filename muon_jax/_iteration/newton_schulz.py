@@ -245,9 +245,8 @@ class NewtonSchulz:
         norm = "schatten_4" if schedule.is_composed else self.preconditioning or "frobenius"
         eps = 0.0 if self.eps is None else self.eps
         normalization = Normalization(norm, eps, self.eps_mode or "add", scale, gain)
-        if (
-            _device.current().platform == "cpu"
-        ):  # where XLA cannot run a product merged with a transpose
+        # XLA cannot run a product merged with a transpose on CPUs.
+        if _device.current().platform == "cpu":
             x = jax.lax.optimization_barrier(x)
         x = jax.tree.map(lambda x: pad_for_kernels(x, operand), x)
         full = schedule.is_composed or schedule.diverging == "16 bits"
