@@ -92,9 +92,10 @@ def code_id() -> str:
     That is the version and the tables of measured times, which `pallas_kernels.tune` writes. Where
     the package is not installed, or is editable, the version says nothing: there it is a digest.
     """
-    found = hashlib.sha256(_installed_version().encode())
+    version = _installed_version()
+    found = hashlib.sha256(version.encode())
     for root in _PACKAGES:
-        sources = [] if _installed_version() else root.rglob("*.py")
+        sources = [] if version else root.rglob("*.py")
         for path in sorted([*sources, *root.glob("tuned/*.json")]):
             found.update(path.read_bytes())
     return found.hexdigest()
