@@ -248,9 +248,10 @@ def build(
         )
         check_patterns(given.ns_coeffs, labels)
         labels = added.relabel(params, labels) if added.relabel else labels
-        optimizers = {"muon": of_matrices, "adam": on_the_rest, **others}
         # A callable, because labels in the shape of an Equinox module may be callable themselves.
-        return optax.multi_transform(optimizers, lambda _: labels)
+        return optax.multi_transform(
+            {"muon": of_matrices, "adam": on_the_rest, **others}, lambda _: labels
+        )
 
     of_updates = on_matrices(views)
 
