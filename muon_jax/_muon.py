@@ -240,27 +240,30 @@ def build(
         return optax.with_extra_args_support(optimizer)
 
     def on_all(
-        of_matrices: optax.GradientTransformation, found: Sequence[View | None], params: Any
+        of_matrices: optax.GradientTransformation, found: Sequence[View | None], tree: Any
     ) -> optax.GradientTransformationExtraArgs:
-        """The optimizer of parameters with the views that were found, None for AdamW."""
-        labels = jax.tree.structure(params).unflatten(
+        """The optimizer of all leaves of a tree, parameters or gradients, with these views.
+
+        None is the view of AdamW's.
+        """
+        labels = jax.tree.structure(tree).unflatten(
             "adam" if view is None else "muon" for view in found
         )
         check_patterns(given.ns_coeffs, labels)
-        labels = added.relabel(params, labels) if added.relabel else labels
+        labels = added.relabel(tree, labels) if added.relabel else labels
         # A callable, because labels in the shape of an Equinox module may be callable themselves.
         return optax.multi_transform(
             {"muon": of_matrices, "adam": on_the_rest, **others}, lambda _: labels
         )
 
-    of_updates = on_matrices(views)
+    matrix_optimizer = on_matrices(views)
 
     @standard_promotion()
     def init_fn(params: optax.Params) -> optax.OptState:
         check_params(params)
         check_mu_dtype(params, storage.dtype)
         settled = settled_views(views, params, shardings)
-        of_init = of_updates if settled is views else on_matrices(settled)
+        of_init = matrix_optimizer if settled is views else on_matrices(settled)
         return on_all(of_init, assigned_views(settled, params), params).init(params)
 
     def update_fn(
@@ -276,7 +279,7 @@ def build(
         matrices = treedef.unflatten(optax.MaskedNode() if view is None else x for x, view in pairs)
         of_muon = located([view for view in found if view is not None], matrices, shardings)
         bound = optax.GradientTransformationExtraArgs(
-            of_updates.init, functools.partial(of_updates.update, of_muon=of_muon)
+            matrix_optimizer.init, functools.partial(matrix_optimizer.update, of_muon=of_muon)
         )
         return on_all(bound, found, updates).update(updates, state, params, **extra_args)
 

@@ -1,4 +1,4 @@
-"""`newton_schulz`: any stack of matrices orthogonalized."""
+"""`newton_schulz`, for direct calls; optimizers run `NewtonSchulz.map`, group by group."""
 
 import jax
 import jax.numpy as jnp

@@ -70,9 +70,10 @@ def scale_by_muon(
         m <- βm + (1 - β)g,
         u = β·m/(1 - βᵗ⁺¹) + (1 - β)·g/(1 - βᵗ) with Nesterov momentum, else m/(1 - βᵗ),
 
-    and the update is `newton_schulz(u)`, close to the nearest orthogonal matrix. A parameter whose
-    gradient is None is skipped: its update is zero, and its momentum stays as it is. What follows
-    in a chain takes the zeros for an update. `muon` skips the parameter in all that it does.
+    and the update is the polar factor of u, approximated as by `newton_schulz(u)`: close to the
+    nearest orthogonal matrix. A parameter whose gradient is None is skipped: its update is zero,
+    and its momentum stays as it is. What follows in a chain takes the zeros for an update. `muon`
+    skips the parameter in all that it does.
 
     Args:
         ns_coeffs: coefficients of the Newton–Schulz steps: a triple, a table of triples, or the
@@ -122,9 +123,10 @@ def scale_by_muon(
             may be a prefix of the parameters' tree, or a callable that makes one from the
             parameters, such as `get_partition_spec` of Flax. Pass None to have the shardings found
             out, which works everywhere but in a `shard_map`. On automatic axes of TPUs they are
-            those that `init` saw outside `jit`; a warning says where it saw none. Sharded matrices
-            are exchanged, each is orthogonalized whole by one device, and exchanged back. Pass an
-            `Exchange` to have them treated otherwise.
+            those that `init` saw outside `jit`; a warning says where it saw none. One device, the
+            owner, receives all shards of a matrix, orthogonalizes it and sends the results back. A
+            few wide matrices may stay sharded instead, where a model of the times finds that
+            faster. Pass an `Exchange` to decide otherwise.
         mu_rounding: `"nearest"`, or `"stochastic"` for a momentum of bfloat16 or int8 that is
             computed in float32 and rounded up or down at random, so that small gradients are not
             lost in it; int8 does so only where an entry changes by less than half the distance

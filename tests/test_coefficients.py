@@ -26,7 +26,7 @@ from muon_jax import (
 )
 from muon_jax._coefficients import iterations_by_path
 from muon_jax._distributed import sharding as devices
-from muon_jax._distributed.planning import make_plan, units_of
+from muon_jax._distributed.planning import leaves_of, make_plan
 from muon_jax._distributed.sharding import parameters_of
 
 MATRICES = MuonDimensionNumbers()
@@ -116,7 +116,7 @@ def test_owners_of_the_second_coefficients_come_after_those_of_the_first():
     grads = layers()
     iterations = iterations_by_path(BY_PATH)(grads)
     parameters = parameters_of(None, grads, None)
-    units = units_of(parameters, [x.dtype for x in jax.tree.leaves(grads)], iterations)
+    units = leaves_of(parameters, [x.dtype for x in jax.tree.leaves(grads)], iterations)
     plan = make_plan(units, [PartitionSpec("x")] * 4, {"x": 4}, Exchange(), iterations.distinct)
     assert [(c.first, c.count) for c in plan.buckets[0].chunks] == [(0, 2), (2, 2)]
 

@@ -13,7 +13,7 @@ from muon_jax._coefficients import Iterations, map_by_iteration
 from muon_jax._distributed.automatic import Planned, run_when_partitioned, with_rules
 from muon_jax._distributed.exchange import BlockStep, Exchange
 from muon_jax._distributed.plan import Leaf
-from muon_jax._distributed.planning import make_plan, units_of
+from muon_jax._distributed.planning import leaves_of, make_plan
 from muon_jax._distributed.run import run_either
 from muon_jax._distributed.sharding import (
     Mesh,
@@ -46,15 +46,17 @@ def map_matrices(
 ) -> Any:
     """Returns the tree with its iterations applied to all matrices.
 
-    | mesh axes | who knows the shardings      | where the plan runs                           |
-    | --------- | ---------------------------- | --------------------------------------------- |
-    | none      | nothing is sharded           | there is no plan                              |
-    | not known | the compiler, of a program   | in an operation that the compiler partitions  |
-    |           | of several devices           |                                               |
-    | manual    | `exchange.shardings`         | here: arrays are shards                       |
-    | explicit  | the types, or `shardings`    | in a shard_map                                |
-    | automatic | the compiler                 | in an operation that the compiler partitions  |
-    | automatic | nobody, on TPUs              | there is no plan: XLA partitions stacks       |
+    | mesh axes | who knows the shardings   | where the plan runs, and by which function      |
+    | --------- | ------------------------- | ----------------------------------------------- |
+    | none      | nothing is sharded        | there is no plan: `_map_unsharded`              |
+    | not known | the compiler, where there | as on automatic axes; in a program of one       |
+    |           | are several CPUs or GPUs  | device there is no plan                         |
+    | manual    | `exchange.shardings`      | here, on shards: `in_callers_shard_map`         |
+    | explicit  | the types, or `shardings` | in a shard_map: `in_own_shard_map`              |
+    | automatic | the compiler              | in an operation that it partitions:             |
+    |           |                           | `on_automatic_axes`                             |
+    | automatic | nobody, on TPUs           | there is no plan, XLA partitions stacks:        |
+    |           |                           | `run_stacked`                                   |
 
     Parameters on several meshes have one plan for each mesh.
 
@@ -123,9 +125,9 @@ def _map_leaves(
     arrays, own = [leaves[i] for i in full], [parameters[i] for i in full]
     sharded = _Sharded(iterations.of_some(full), own, arrays, place, exchange, step)
     if place.kind == AxisType.Manual:
-        done = sharded.within_shard_map()
+        done = sharded.in_callers_shard_map()
     elif place.kind == AxisType.Explicit:
-        done = sharded.in_shard_map()
+        done = sharded.in_own_shard_map()
     else:
         done = sharded.on_automatic_axes()
     return [*(dict(enumerate(leaves)) | dict(zip(full, done, strict=True))).values()]
@@ -207,7 +209,7 @@ class _Sharded:
     ) -> None:
         self.iterations, self.parameters, self.leaves = iterations, parameters, leaves
         self.place, self.exchange, self.step = place, exchange, step
-        self.units = units_of(parameters, [x.dtype for x in leaves], iterations)
+        self.units = leaves_of(parameters, [x.dtype for x in leaves], iterations)
         self.arrays, self.bind = _arrays_of((iterations.distinct, step))
 
     def _planned(
@@ -239,7 +241,7 @@ class _Sharded:
         parameters = parameters_of(lambda _: views, [*stacks], None)
         return map_matrices(bound, parameters, [*stacks], exchange, step)
 
-    def within_shard_map(self) -> list[jax.Array]:
+    def in_callers_shard_map(self) -> list[jax.Array]:
         """Returns the results where the leaves are shards, in the caller's `shard_map`."""
         place, exchange = self.place, self.exchange
         self.units = [
@@ -254,7 +256,7 @@ class _Sharded:
             run = with_rules(run, repeating, None)
         return run(self.leaves, self.arrays)
 
-    def in_shard_map(self) -> list[jax.Array]:
+    def in_own_shard_map(self) -> list[jax.Array]:
         """Returns the results of a `shard_map`, for leaves whose specs are known."""
         place, repeated = self.place, self.exchange.repeated()
 

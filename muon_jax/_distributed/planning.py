@@ -34,7 +34,7 @@ def max_bucket_bytes(iterations: Sequence[NewtonSchulz]) -> int:
     return min([*stated, MAX_BUCKET_BYTES])
 
 
-def units_of(
+def leaves_of(
     parameters: Sequence[Parameter], dtypes: Sequence[np.dtype], iterations: Iterations
 ) -> list[Leaf]:
     """Returns the parameters for plans, as arrays of these dtypes, with their matrices' forms."""

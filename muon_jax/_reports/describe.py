@@ -17,7 +17,7 @@ from muon_jax._by_use.by_use import Routes
 from muon_jax._checks import checks_arguments
 from muon_jax._coefficients import Iterations, iterations_by_path
 from muon_jax._distributed.exchange import Exchange, exchange_of
-from muon_jax._distributed.planning import make_plan, units_of
+from muon_jax._distributed.planning import leaves_of, make_plan
 from muon_jax._distributed.sharding import (
     Mesh,
     Shardings,
@@ -271,7 +271,7 @@ def _exchanges(
     iterations = iterations.of_some([j for j, i in enumerate(of_muon) if i in full])
     # A callable, because a tree of views may itself be callable.
     parameters = parameters_of(lambda _: treedef.unflatten(views), tree, None)
-    units = units_of(parameters, [momenta[i].dtype for i in full], iterations)
+    units = leaves_of(parameters, [momenta[i].dtype for i in full], iterations)
     specs = [*map(spec_of, placed)]
     plan = make_plan(units, specs, mesh.shape, exchange, iterations.distinct)
     period = int(exchange.block_period or 1)
