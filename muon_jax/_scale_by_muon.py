@@ -42,6 +42,7 @@ from muon_jax._trees import (
     check_gradients,
     check_mu_dtype,
     check_params,
+    check_state,
 )
 from pallas_kernels.arguments import standard_promotion
 
@@ -147,15 +148,18 @@ def scale_by_muon(
         NotImplementedError: the named implementation, or the kind of memory, cannot be used here;
             or blocks are under a derivative on automatic mesh axes.
     """
-    return orthogonalization(locals(), InitShardings())
+    direction, storage = orthogonalization(locals(), InitShardings()), storage_of(mu_dtype)
+    update = skip_missing(direction.update, "mu", storage, has_momenta=True)
+    return optax.GradientTransformationExtraArgs(direction.init, standard_promotion()(update))
 
 
 def orthogonalization(
     arguments: Mapping[str, Any], init_shardings: InitShardings
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `scale_by_muon` with these arguments, all of them, and with a memory to share.
+    """Returns `scale_by_muon` with all these arguments, for gradients of which none is None.
 
-    An update may get `of_muon`, the parameters of its leaves. Else it finds them.
+    An update may get `of_muon`, the parameters of its leaves. Else it finds them, with views of the
+    tree `whole`, in which no parameter is masked.
     """
     given = types.SimpleNamespace(**arguments)
     views, beta, eps = given.weight_dimension_numbers, given.beta, given.eps
@@ -189,12 +193,14 @@ def orthogonalization(
     def update_fn(
         updates: optax.Updates,
         state: Any,
-        params: optax.Params | None,
-        whole: optax.Updates,
+        params: optax.Params | None = None,
+        *,
+        whole: optax.Updates | None = None,
         of_muon: Sequence[Parameter] | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MuonState]:
-        del params, extra_args
+        del extra_args
+        check_state(updates, state, params, "mu")
         before, state = state.mu, state._replace(mu=storage.unpack(state.mu))
         shapes = storage.map(storage.shape_of, state.mu)
         check_gradients(updates, shapes, "the state")
@@ -213,7 +219,7 @@ def orthogonalization(
         if rounding == "stochastic":
             keys = random_keys(of_muon, count)
         u, mu = storage.update_leaves(update_leaf, state.mu, updates, keys, are_read_again=True)
-        every = u if whole is updates else whole
+        every = u if whole is None or whole is updates else whole
         init_shardings.keep(every)
         known = exchange.with_(shardings=init_shardings.fill(every, shardings))
         shapes_of_whole = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in of_muon)
@@ -229,5 +235,4 @@ def orthogonalization(
         orthogonal = jax.tree.map(cast, orthogonal, updates, shapes)
         return orthogonal, MuonState(count, storage.pack(mu, before))
 
-    update = standard_promotion()(skip_missing(update_fn, "mu", storage, has_momenta=True))
-    return optax.GradientTransformationExtraArgs(init_fn, update)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

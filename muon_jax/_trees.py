@@ -142,9 +142,6 @@ def check_update(gradients: Any, params: Any) -> None:
             `check_gradients`.
     """
     for path, gradient in jax.tree.leaves_with_path(gradients):
-        dtype = getattr(gradient, "dtype", None)
-        if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1:
-            continue
         name = f"the gradient {jax.tree_util.keystr(path)}"
         if not is_array(gradient):
             raise TypeError(f"{name} must be an array, got {gradient!r}: pass jnp.asarray of it")
@@ -223,7 +220,7 @@ def _first_difference(
     Args:
         left: a tree.
         right: a tree, of which a leaf of `left` may stand for a subtree.
-        compare: tells what both have where `left` has a leaf and both differ.
+        compare: returns what both have where `left` has a leaf and both differ.
         is_leaf: whether a node is a leaf of `left`.
         path: of both trees in the trees that the caller has.
     """

@@ -54,12 +54,17 @@ def powers_of_two(largest: jax.Array, exponent: int) -> tuple[jax.Array, jax.Arr
     return jnp.ldexp(one, -(k // 2)), jnp.ldexp(one, k // 2 - k)
 
 
+def ceil_log2(n: int) -> int:
+    """Returns log₂ n, rounded up."""
+    return (n - 1).bit_length()
+
+
 def gram_gain(n: int) -> float:
     """Returns the power of two for which gain²·XXᵀ has entries up to 2¹⁵.
 
     Entries of X, of shape (m, n), are at most n^-¼.
     """
-    log2_n = (n - 1).bit_length()  # rounded up
+    log2_n = ceil_log2(n)
     return 2.0 ** ((15 - log2_n) // 2 - (-log2_n // 4))
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from muon_jax._iteration.normalization import powers_of_two
+from muon_jax._iteration.normalization import ceil_log2, powers_of_two
 from pallas_kernels import Implementation
 from pallas_kernels import device as _device
 
@@ -179,8 +179,7 @@ def scale_down(
     """
     narrow = min(dtype, stacks[0].dtype, key=lambda dtype: jnp.finfo(dtype).nmant)
     rounded = functools.partial(_rounded, dtype=narrow)
-    log2_n = (n - 1).bit_length()  # rounded up
-    first, second = powers_of_two(rounded(largest), -(-log2_n // 4))
+    first, second = powers_of_two(rounded(largest), -(-ceil_log2(n) // 4))
     # Each stack is scaled by itself, for XLA to scale it in the pass that computes it.
     factors = split_apart([f[..., None, None] for f in (first, second)], stacks)
 

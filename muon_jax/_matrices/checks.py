@@ -104,8 +104,8 @@ class Checks:
                 return f"where {there} is the width of the embedding" if is_wrong else ""
         is_weight = self._layout == "in_out" and re.search("/weights?$", one.name) is not None
         if rank > 2 and (one.role == "convolution" or one.role == "embedding" and rank > 3):
-            # A window is smaller than the channels at the other end. One axis tells less. Where the
-            # name does not make the layout sure, a small window there is enough.
+            # A window is smaller than the channels at the other end. A single axis is weaker
+            # evidence. Where the name does not make the layout sure, a small window is enough.
             here, there = max(one.shape[:-2]), max(shape[:-2])
             is_small = there <= _LARGEST_WINDOW
             is_sure = rank > 3 or is_small and here > _LARGEST_WINDOW

@@ -16,7 +16,7 @@ type Rules = Mapping[str, View | None]
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """The answer, in place of a view, where nothing tells the view: why, if there is a reason.
+    """Takes the place of a view that is not known, and says why, if there is a reason.
 
     It may be that the other layout fits.
     """

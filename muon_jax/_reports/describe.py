@@ -23,7 +23,7 @@ from muon_jax._distributed.sharding import (
     Shardings,
     are_from_init,
     axes_of_spec,
-    parameters_of,
+    located,
     shardings_of_leaves,
     spec_of,
 )
@@ -53,7 +53,7 @@ class DescribedParameter:
         path: its names, joined by slashes.
         shape: its own.
         role: what `by_use` saw it used for, and why; or what `by_role` takes it for, "unknown" if
-            nothing tells, or the rule that decides.
+            its name does not say, or the rule that decides.
         optimizer: "muon" or "adamw", or what else has it, such as "adamh".
         matrices: the shapes `(batch, rows, cols)` of its stacks of matrices.
         groups: for each of these, which group it is orthogonalized in.
@@ -267,10 +267,10 @@ def _exchanges(
         return None
     mesh = _mesh_for(placed, mesh)
     treedef = jax.tree.structure(params)
-    tree = treedef.unflatten(m if i in full else optax.MaskedNode() for i, m in enumerate(momenta))
-    iterations = iterations.of_some([j for j, i in enumerate(of_muon) if i in full])
-    # A callable, because a tree of views may itself be callable.
-    parameters = parameters_of(lambda _: treedef.unflatten(views), tree, None)
+    kept = {*full}
+    tree = treedef.unflatten(m if i in kept else optax.MaskedNode() for i, m in enumerate(momenta))
+    iterations = iterations.of_some([j for j, i in enumerate(of_muon) if i in kept])
+    parameters = located([views[i] for i in full], tree, None)
     units = leaves_of(parameters, [momenta[i].dtype for i in full], iterations)
     specs = [*map(spec_of, placed)]
     plan = make_plan(units, specs, mesh.shape, exchange, iterations.distinct)

@@ -83,8 +83,6 @@ def skip_missing(
     ) -> tuple[optax.Updates, Any]:
         if field is not None:
             check_state(updates, state, params, field)
-        if "of_muon" in extra_args:  # from `muon`, whose own update skips and checks
-            return update(updates, state, params, whole=updates, **extra_args)
         check_update(updates, params)
         if not any_missing(updates):
             return update(updates, state, params, whole=updates, **extra_args)
