@@ -9,8 +9,7 @@ import numpy as np
 
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.schedules import NSCoeffs, canonicalize
-from muon_jax._patterns import check_each_decides, first_match
-from muon_jax._trees import errors_naming, has_masked, path_name
+from muon_jax._trees import check_each_decides, errors_naming, first_match, has_masked, path_name
 
 # Coefficients for each regular expression of paths, or a function of a path and a shape.
 type _OfOnePath = NSCoeffs | NewtonSchulz

@@ -46,15 +46,17 @@ from muon_jax._distributed.sharding import (
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.schedules import NSCoeffs
-from muon_jax._matrices.parts import ShapeScale, check_views
-from muon_jax._matrices.views import OF_MUON, View, Views, assigned_views
+from muon_jax._matrices.views import OF_MUON, ShapeScale, View, Views, assigned_views, check_views
 from muon_jax._presets import takes_preset
 from muon_jax._scale_by_muon import orthogonalization, scale_by_muon
-from muon_jax._transforms.adam import scale_by_adam
+from muon_jax._transforms.chain import (
+    DecayForm,
+    chain_with_weight_decay,
+    scale_by_adam,
+    scale_by_shape,
+    skip_missing,
+)
 from muon_jax._transforms.momentum import Momentum, Rounding, Storage, storage_of
-from muon_jax._transforms.shape_scale import scale_by_shape
-from muon_jax._transforms.skipping import skip_missing
-from muon_jax._transforms.weight_decay import DecayForm, chain_with_weight_decay
 from muon_jax._trees import check_mu_dtype, check_params
 from pallas_kernels.arguments import standard_promotion
 

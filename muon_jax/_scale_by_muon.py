@@ -24,8 +24,8 @@ from muon_jax._distributed.sharding import (
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.schedules import NSCoeffs
-from muon_jax._matrices.parts import check_views
-from muon_jax._matrices.views import Views
+from muon_jax._matrices.views import Views, check_views
+from muon_jax._transforms.chain import skip_missing
 from muon_jax._transforms.momentum import (
     Momentum,
     MuonState,
@@ -36,7 +36,6 @@ from muon_jax._transforms.momentum import (
     storage_of,
     widen,
 )
-from muon_jax._transforms.skipping import skip_missing
 from muon_jax._trees import (
     check_floats,
     check_gradients,

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from muon_jax import Exchange, muon, scale_by_muon
-from muon_jax._transforms.shape_scale import scale_by_shape
+from muon_jax._transforms.chain import scale_by_shape
 from muon_jax.contrib import scale_by_normuon, scale_to_param_norm
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import muon_jax
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, muon, scale_by_muon
 from muon_jax._iteration.coefficients import NAMED
-from muon_jax._transforms.shape_scale import scale_by_shape
+from muon_jax._transforms.chain import scale_by_shape
 
 DIMENSION_NUMBERS = {
     "wide": MuonDimensionNumbers(),

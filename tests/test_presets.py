@@ -27,7 +27,7 @@ from muon_jax import (
     scale_by_muon,
 )
 from muon_jax._presets import takes_preset
-from muon_jax._transforms.shape_scale import scale_by_shape
+from muon_jax._transforms.chain import scale_by_shape
 
 FIXTURE = Path(__file__).parent / "fixtures" / "torch_muon.npz"
 

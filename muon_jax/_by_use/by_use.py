@@ -15,7 +15,6 @@ from muon_jax._by_use.follow import Follower, Value
 from muon_jax._by_use.pieces import whole
 from muon_jax._by_use.roles import MUON, Roles
 from muon_jax._checks import checks_arguments
-from muon_jax._matrices.parts import parts_of
 from muon_jax._matrices.rules import (
     Route,
     Rules,
@@ -26,14 +25,15 @@ from muon_jax._matrices.rules import (
     groups_of,
     listed,
 )
-from muon_jax._matrices.views import MATRICES, ViewTree
-from muon_jax._patterns import check_each_decides, first_match
+from muon_jax._matrices.views import MATRICES, ViewTree, parts_of
 from muon_jax._table import table
 from muon_jax._trees import (
     OF_MODULES_IN_FN,
     any_missing,
+    check_each_decides,
     check_params,
     dtype_of,
+    first_match,
     is_array,
     path_name,
 )

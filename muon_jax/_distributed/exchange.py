@@ -13,7 +13,7 @@ from muon_jax._argument_kinds import CheckedSchedule
 from muon_jax._checks import BLOCK_GAIN, check_fields
 from muon_jax._distributed.cost import Link
 from muon_jax._distributed.sharding import Shardings, check_axes, check_shardings
-from muon_jax._matrices.parts import ScaleOfBlocks
+from muon_jax._matrices.views import ScaleOfBlocks
 from pallas_kernels.arguments import check_name, shown
 
 SHARDED = ("exchange", "gram", "gram_or_exchange", "block", "raise")

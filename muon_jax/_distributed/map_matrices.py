@@ -32,8 +32,7 @@ from muon_jax._distributed.sharding import (
 )
 from muon_jax._distributed.stacked import run_stacked
 from muon_jax._iteration.schedules import is_traced
-from muon_jax._matrices.parts import from_stacks, to_stacks
-from muon_jax._matrices.views import stacked_view
+from muon_jax._matrices.views import from_stacks, stacked_view, to_stacks
 from muon_jax._trees import is_function
 
 
@@ -209,8 +208,12 @@ class _Sharded:
     ) -> None:
         self.iterations, self.parameters, self.leaves = iterations, parameters, leaves
         self.place, self.exchange, self.step = place, exchange, step
-        self.units = leaves_of(parameters, [x.dtype for x in leaves], iterations)
         self.arrays, self.bind = _arrays_of((iterations.distinct, step))
+
+    @functools.cached_property
+    def units(self) -> list[Leaf]:
+        """The leaves as plans have them; none is needed where nothing turns out to be sharded."""
+        return leaves_of(self.parameters, [x.dtype for x in self.leaves], self.iterations)
 
     def _planned(
         self, specs: Sequence[PartitionSpec], mesh: Mapping[str, int], exchange: Exchange
@@ -284,10 +287,10 @@ class _Sharded:
 
     def on_automatic_axes(self) -> list[jax.Array]:
         """Returns the results for leaves whose specs only the compiler knows, or nobody."""
-        place, exchange, units = self.place, self.exchange, self.units
+        place, exchange = self.place, self.exchange
         if not asks_how_to_partition(place.mesh):
             _warn(place, "Matrices are stacked, and the stacks spread over all devices")
-            run = functools.partial(run_stacked, units=units, mesh=place.mesh)
+            run = functools.partial(run_stacked, units=self.units, mesh=place.mesh)
             return jax.jit(run)(self.iterations.distinct, arrays=self.leaves)
 
         def unsharded(leaves: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -306,7 +309,8 @@ class _Sharded:
 
         # All that decides what is compiled, and no function, whose address differs by process.
         said = exchange.axes, exchange.links, exchange._scale_of_blocks
-        settings = repr((self.bind([None] * len(self.arrays)), units, said))
+        iterations = self.bind([None] * len(self.arrays)), self.iterations.of_leaves
+        settings = repr((iterations, self.parameters, said))
         return run_when_partitioned(
             lambda specs, mesh: self._planned(specs, mesh, exchange),
             unsharded,

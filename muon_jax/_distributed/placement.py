@@ -26,14 +26,18 @@ from jax.sharding import PartitionSpec
 from muon_jax._distributed.exchange import Exchange
 from muon_jax._distributed.plan import Leaf
 from muon_jax._distributed.sharding import axes_of_spec, mesh_axes_by_dim
-from muon_jax._matrices.parts import (
+from muon_jax._matrices.views import (
+    MuonDimensionNumbers,
     ScaleOfBlocks,
+    Unfold,
+    View,
     axes_taken_apart,
+    axis_of,
     batch_axes,
+    matrix_axes,
     parts_of,
     shape_factor,
 )
-from muon_jax._matrices.views import MuonDimensionNumbers, Unfold, View, axis_of, matrix_axes
 from muon_jax._trees import errors_naming
 
 

@@ -21,8 +21,7 @@ from muon_jax._distributed.sharding import local_part
 from muon_jax._distributed.shares import gathered, own_units
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.operand import is_tall
-from muon_jax._matrices.parts import from_stacks, to_stacks, values_per_matrix
-from muon_jax._matrices.views import from_matrices
+from muon_jax._matrices.views import from_matrices, from_stacks, to_stacks, values_per_matrix
 
 # The results of stacks, of which each sequence has the iteration of a number.
 type _Orthogonalize = Callable[[Sequence[int], Sequence[Sequence[jax.Array]]], list[jax.Array]]

@@ -22,10 +22,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from muon_jax._iteration.normalization import wide
 from muon_jax._iteration.schedules import is_traced
-from muon_jax._matrices.parts import parts_of, values_per_matrix
-from muon_jax._matrices.views import View, Views, view_of_each_leaf, view_or_matrix
-from muon_jax._numerics import wide
+from muon_jax._matrices.views import (
+    View,
+    Views,
+    parts_of,
+    values_per_matrix,
+    view_of_each_leaf,
+    view_or_matrix,
+)
 from muon_jax._trees import broadcast_prefix, errors_naming, is_function
 from pallas_kernels import device as _device
 

@@ -29,7 +29,7 @@ from muon_jax._distributed.planning import max_bucket_bytes
 from muon_jax._distributed.sharding import Mesh
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.operand import bounded
-from muon_jax._matrices.parts import from_stacks, to_stacks
+from muon_jax._matrices.views import from_stacks, to_stacks
 
 
 def run_stacked(

@@ -36,8 +36,7 @@ from muon_jax._matrices.rules import (
 )
 from muon_jax._matrices.stacked_layers import Layers, layers_of
 from muon_jax._matrices.views import Split, View, ViewTree
-from muon_jax._patterns import check_each_decides, first_match
-from muon_jax._trees import check_params, has_masked, path_name
+from muon_jax._trees import check_each_decides, check_params, first_match, has_masked, path_name
 
 
 class _WithArguments(functools.partial):

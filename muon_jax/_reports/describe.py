@@ -32,9 +32,8 @@ from muon_jax._iteration.grouping import groups
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.schedules import is_traced
 from muon_jax._matrices.by_role import by_role, named_shapes, routes
-from muon_jax._matrices.parts import parts_of
 from muon_jax._matrices.roles import NamedShape
-from muon_jax._matrices.views import View, assigned_views
+from muon_jax._matrices.views import View, assigned_views, parts_of
 from muon_jax._muon import muon
 from muon_jax._presets import all_given
 from muon_jax._reports.exchanges import Exchanges, exchanges_of

@@ -21,11 +21,10 @@ from muon_jax._distributed.sharding import (
     meshes_of,
     parameters_of,
 )
-from muon_jax._matrices.parts import check_views
-from muon_jax._matrices.views import Views
-from muon_jax._numerics import wide
+from muon_jax._iteration.normalization import wide
+from muon_jax._matrices.views import Views, check_views
+from muon_jax._transforms.chain import Present
 from muon_jax._transforms.momentum import MuonState
-from muon_jax._transforms.skipping import Present
 from muon_jax._trees import check_state, fill_missing
 from muon_jax.contrib._quantized import QUANTIZED
 from muon_jax.contrib._reductions import Matrices, matrices_of_tree, norm_of_any_size, stack

@@ -15,10 +15,9 @@ from muon_jax._distributed.sharding import (
     check_shardings,
     parameters_of,
 )
-from muon_jax._matrices.parts import check_views
-from muon_jax._matrices.views import Views
-from muon_jax._numerics import over, root, wide
-from muon_jax._transforms.skipping import skip_missing
+from muon_jax._iteration.normalization import over, root, wide
+from muon_jax._matrices.views import Views, check_views
+from muon_jax._transforms.chain import skip_missing
 from muon_jax._trees import check_params, is_box
 from muon_jax.contrib._reductions import Matrices, matrices_of_tree
 from muon_jax.contrib._trees import in_box_of, with_arrays

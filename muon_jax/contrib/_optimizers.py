@@ -12,9 +12,8 @@ import optax
 from muon_jax._checks import BETA, check_pattern, checks_arguments
 from muon_jax._distributed.exchange import exchange_of
 from muon_jax._muon import Additions, build, muon
-from muon_jax._patterns import check_each_decides, first_match
 from muon_jax._presets import PRESETS, in_bfloat16, takes_preset, with_defaults
-from muon_jax._trees import has_masked, path_name
+from muon_jax._trees import check_each_decides, first_match, has_masked, path_name
 from muon_jax.contrib._normuon import Averaged, scale_by_normuon
 from muon_jax.contrib._param_norm import check_no_scale, keep_param_norm, scale_to_param_norm
 

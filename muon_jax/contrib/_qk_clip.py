@@ -10,11 +10,10 @@ import optax
 
 from muon_jax._argument_kinds import Number
 from muon_jax._checks import check_patterns, checks_arguments
+from muon_jax._iteration.normalization import wide
 from muon_jax._matrices.views import Split
-from muon_jax._numerics import wide
-from muon_jax._patterns import check_each_decides, first_match
-from muon_jax._transforms.skipping import skip_missing
-from muon_jax._trees import errors_naming, path_name, unboxed
+from muon_jax._transforms.chain import skip_missing
+from muon_jax._trees import check_each_decides, errors_naming, first_match, path_name, unboxed
 from muon_jax.contrib._attention_heads import KeyHeads, QueryHeads, head_factors
 from pallas_kernels.arguments import standard_promotion
 

@@ -16,6 +16,7 @@ from muon_jax._distributed.sharding import (
     sharding_that_fits,
     whole_tree,
 )
+from muon_jax._iteration.normalization import over
 from muon_jax._matrices.views import (
     Views,
     are_dimension_numbers,
@@ -23,7 +24,6 @@ from muon_jax._matrices.views import (
     matrix_axes,
     with_own_numbers,
 )
-from muon_jax._numerics import over
 from muon_jax._transforms.momentum import Rounding, Storage, cast_like
 from muon_jax._trees import is_box
 from muon_jax.contrib._on_host import to_device

@@ -17,9 +17,8 @@ from muon_jax._distributed.sharding import (
     mesh_axes_by_dim,
     mesh_of,
 )
-from muon_jax._matrices.parts import Cut, Reshape, join, parts_of
-from muon_jax._matrices.views import MatrixAxes, View
-from muon_jax._numerics import over, root
+from muon_jax._iteration.normalization import over, root
+from muon_jax._matrices.views import Cut, MatrixAxes, Reshape, View, join, parts_of
 from muon_jax._trees import errors_naming
 
 

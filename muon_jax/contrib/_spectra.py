@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from muon_jax._numerics import over, root, wide
+from muon_jax._iteration.normalization import over, root, wide
 from muon_jax.contrib._reductions import Matrices
 
 POWER_ITERATIONS = 16

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from muon_jax import MuonDimensionNumbers as Numbers
 from muon_jax import Split, Unfold
-from muon_jax._matrices.parts import to_stacks
+from muon_jax._matrices.views import to_stacks
 
 BATCH, TIME = 2, 6
 

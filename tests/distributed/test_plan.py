@@ -15,8 +15,7 @@ from muon_jax import MuonDimensionNumbers
 from muon_jax._distributed.placement import leaf_of, placed
 from muon_jax._distributed.planning import _first_owners, deal
 from muon_jax._iteration.newton_schulz import NewtonSchulz
-from muon_jax._matrices.parts import batch_axes
-from muon_jax._matrices.views import Split, Unfold
+from muon_jax._matrices.views import Split, Unfold, batch_axes
 
 MATRICES = MuonDimensionNumbers(-2, -1)
 ITERATION = NewtonSchulz()

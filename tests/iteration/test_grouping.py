@@ -12,7 +12,7 @@ import pytest
 
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, describe, muon, scale_by_muon
 from muon_jax._iteration.grouping import groups, map_by_shape
-from muon_jax._numerics import total
+from muon_jax._iteration.normalization import total
 
 SHAPES = {
     **{f"layer {i}/up": (16, 40) for i in range(6)},

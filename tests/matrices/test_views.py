@@ -10,8 +10,7 @@ import pytest
 
 from muon_jax import MuonDimensionNumbers, NewtonSchulz, Split, Unfold, muon, newton_schulz
 from muon_jax._distributed.sharding import parameters_of
-from muon_jax._matrices.parts import from_stacks, to_stacks
-from muon_jax._matrices.views import MATRICES
+from muon_jax._matrices.views import MATRICES, from_stacks, to_stacks
 
 HEADS = MuonDimensionNumbers(-3, -1)  # (…, rows, heads, cols): a matrix for each head
 VIEWS = {
