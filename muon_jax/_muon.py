@@ -35,7 +35,6 @@ import jax
 import optax
 
 from muon_jax._checks import checks_arguments
-from muon_jax._coefficients import CoeffsByPath, check_patterns
 from muon_jax._distributed.exchange import Exchange, exchange_of
 from muon_jax._distributed.sharding import (
     InitShardings,
@@ -43,12 +42,12 @@ from muon_jax._distributed.sharding import (
     located,
     settled_views,
 )
+from muon_jax._iteration.coefficients import NSCoeffs
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
-from muon_jax._iteration.schedules import NSCoeffs
 from muon_jax._matrices.views import OF_MUON, ShapeScale, View, Views, assigned_views, check_views
 from muon_jax._presets import takes_preset
-from muon_jax._scale_by_muon import orthogonalization, scale_by_muon
+from muon_jax._scale_by_muon import CoeffsByPath, check_patterns, orthogonalization, scale_by_muon
 from muon_jax._transforms.chain import (
     DecayForm,
     chain_with_weight_decay,

@@ -6,11 +6,11 @@ from jax.sharding import PartitionSpec
 
 from muon_jax._checks import checks_arguments
 from muon_jax._distributed.sharding import axes_of_entry, by_device, traced_for
+from muon_jax._iteration.coefficients import NSCoeffs, canonicalize
 from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.operand import WholeMatrices, is_tall
-from muon_jax._iteration.schedules import NSCoeffs, canonicalize
 from pallas_kernels.arguments import standard_promotion
 
 

@@ -10,8 +10,8 @@ from typing import Any, NoReturn, cast
 import optax
 
 from muon_jax._foreign.names import MOVED_PRESETS
+from muon_jax._iteration.coefficients import canonicalize
 from muon_jax._iteration.newton_schulz import NewtonSchulz
-from muon_jax._iteration.schedules import canonicalize
 from pallas_kernels.arguments import check_name
 
 

@@ -24,10 +24,10 @@ from muon_jax import (
     newton_schulz,
     scale_by_muon,
 )
-from muon_jax._coefficients import iterations_by_path
 from muon_jax._distributed import sharding as devices
 from muon_jax._distributed.planning import leaves_of, make_plan
 from muon_jax._distributed.sharding import parameters_of
+from muon_jax._scale_by_muon import iterations_by_path
 
 MATRICES = MuonDimensionNumbers()
 TABLE = ((4.0, -6.0, 3.0), (3.4445, -4.775, 2.0315))

@@ -47,7 +47,6 @@ ORDER = {
         "_matrices",
         "_by_use",
         "_iteration",
-        "_coefficients",
         "_distributed",
         "_transforms",
         "_newton_schulz",

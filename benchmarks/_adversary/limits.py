@@ -3,7 +3,7 @@
 import numpy as np
 
 from benchmarks._accuracy.polar_error import LARGEST_ALLOWED, arguments_for_coefficients
-from muon_jax._iteration.schedules import resolve_schedule
+from muon_jax._iteration.coefficients import resolve_schedule
 from muon_jax._iteration.steps import DEFAULT_STEPS, Schedule
 
 

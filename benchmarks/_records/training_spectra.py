@@ -9,8 +9,7 @@ import numpy as np
 from benchmarks._accuracy.polar_error import arguments_for_coefficients
 from benchmarks._adversary.limits import map_singular_values
 from benchmarks._records.reading import Report
-from muon_jax._iteration.coefficients import NAMED, SCHEDULES
-from muon_jax._iteration.schedules import resolve_schedule
+from muon_jax._iteration.coefficients import NAMED, SCHEDULES, resolve_schedule
 from muon_jax._iteration.steps import DEFAULT_STEPS, Schedule
 from muon_jax.contrib._spectra import LEAST_REACHED
 

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_jax._coefficients import Iterations, map_by_iteration
 from muon_jax._distributed.automatic import Planned, run_when_partitioned, with_rules
 from muon_jax._distributed.exchange import BlockStep, Exchange
 from muon_jax._distributed.plan import Leaf
@@ -31,7 +30,8 @@ from muon_jax._distributed.sharding import (
     traced_for,
 )
 from muon_jax._distributed.stacked import run_stacked
-from muon_jax._iteration.schedules import is_traced
+from muon_jax._iteration.newton_schulz import Iterations, map_by_iteration
+from muon_jax._iteration.steps import is_traced
 from muon_jax._matrices.views import from_stacks, stacked_view, to_stacks
 from muon_jax._trees import is_function
 

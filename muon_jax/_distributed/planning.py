@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from muon_jax._coefficients import Iterations
 from muon_jax._distributed.cost import Collective, Estimate, Links
 from muon_jax._distributed.exchange import Exchange
 from muon_jax._distributed.kept_sharded import estimate, why_not_kept_sharded
@@ -21,7 +20,7 @@ from muon_jax._distributed.sharding import Parameter
 from muon_jax._distributed.shares import gathered_together, shares_of
 from muon_jax._iteration.form import Form
 from muon_jax._iteration.grouping import even
-from muon_jax._iteration.newton_schulz import NewtonSchulz
+from muon_jax._iteration.newton_schulz import Iterations, NewtonSchulz
 
 # The largest number of bytes that a device sends at once. Matrices of this size fill a GPU, and the
 # exchange of one bucket overlaps with the computation of another.

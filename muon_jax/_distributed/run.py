@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from muon_jax._coefficients import map_by_iteration
 from muon_jax._distributed.exchange import BlockStep
 from muon_jax._distributed.kept_sharded import run_kept_sharded
 from muon_jax._distributed.packing import pack, pack_results, unit_axes, units_of_parts, unpack
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan
 from muon_jax._distributed.sharding import local_part
 from muon_jax._distributed.shares import gathered, own_units
-from muon_jax._iteration.newton_schulz import NewtonSchulz
+from muon_jax._iteration.newton_schulz import NewtonSchulz, map_by_iteration
 from muon_jax._iteration.operand import is_tall
 from muon_jax._matrices.views import from_matrices, from_stacks, to_stacks, values_per_matrix
 

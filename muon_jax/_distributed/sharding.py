@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._iteration.normalization import wide
-from muon_jax._iteration.schedules import is_traced
+from muon_jax._iteration.steps import is_traced
 from muon_jax._matrices.views import (
     View,
     Views,

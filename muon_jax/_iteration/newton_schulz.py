@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from muon_jax._checks import check_fields
+from muon_jax._iteration.coefficients import NSCoeffs, canonicalize, resolve_schedule
 from muon_jax._iteration.form import (
     Form,
     Method,
@@ -52,8 +53,7 @@ from muon_jax._iteration.operand import (
     split,
     transposed_back,
 )
-from muon_jax._iteration.schedules import NSCoeffs, canonicalize, is_traced, resolve_schedule
-from muon_jax._iteration.steps import DEFAULT_STEPS, Schedule, Step, noise_addend
+from muon_jax._iteration.steps import DEFAULT_STEPS, Schedule, Step, is_traced, noise_addend
 from pallas_kernels import Implementation
 from pallas_kernels import device as _device
 
@@ -262,14 +262,22 @@ class NewtonSchulz:
         """Returns the leaves, and all else."""
         named = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
         pairs = [(name == "eps" or isinstance(x, jax.Array), x) for name, x in named]
-        return [x for leaf, x in pairs if leaf], tuple((leaf, not leaf and x) for leaf, x in pairs)
+        static = tuple((leaf, not leaf and x) for leaf, x in pairs)
+        schedule = self.__dict__.get("schedule")  # resolved once, where it is known
+        return [x for leaf, x in pairs if leaf], (
+            static,
+            None if schedule is None or schedule.traced else schedule,
+        )
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: Sequence[Any]) -> Self:
         """The inverse of `tree_flatten`."""
         made, left = object.__new__(cls), iter(leaves)  # any objects, which no check takes
-        for field, (is_leaf, x) in zip(dataclasses.fields(cls), static, strict=True):
+        fields, schedule = static
+        for field, (is_leaf, x) in zip(dataclasses.fields(cls), fields, strict=True):
             object.__setattr__(made, field.name, next(left) if is_leaf else x)
+        if schedule is not None:
+            made.__dict__["schedule"] = schedule
         return made
 
 
@@ -281,6 +289,45 @@ def orthogonalize(iteration: NewtonSchulz, stacks: list[jax.Array]) -> list[jax.
     form = iteration.form((m, n), stacks[0].dtype)
     operand = WholeStacks if others else WholeMatrices
     return iteration.run(stacks, form, operand(implementation=form.chosen((m, n))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Iterations:
+    """The iterations of a tree's matrices.
+
+    Attributes:
+        distinct: one for each set of coefficients.
+        names: what reports call each set.
+        of_leaves: for each leaf of the tree, the index of its iteration.
+    """
+
+    distinct: tuple[NewtonSchulz, ...]
+    names: tuple[str, ...]
+    of_leaves: tuple[int, ...]
+
+    def of_some(self, leaves: Sequence[int]) -> "Iterations":
+        """Returns the iterations of a tree that has these leaves alone."""
+        return dataclasses.replace(self, of_leaves=tuple(self.of_leaves[i] for i in leaves))
+
+
+def map_by_iteration(
+    iterations: Sequence[NewtonSchulz],
+    numbers: Sequence[int],
+    stacks: Sequence[Sequence[jax.Array]],
+) -> list[jax.Array]:
+    """Returns the polar factors of all stacks, one after the other.
+
+    Args:
+        iterations: the iterations.
+        numbers: for each sequence of stacks, the index of its iteration.
+        stacks: as for `NewtonSchulz.map`.
+    """
+    flat = [(n, x) for n, each in zip(numbers, stacks, strict=True) for x in each]
+    results: dict[int, jax.Array] = {}
+    for number, iteration in enumerate(iterations):
+        own = [i for i, (of_stack, _) in enumerate(flat) if of_stack == number]
+        results |= zip(own, iteration.map([flat[i][1] for i in own]), strict=True)
+    return [results[i] for i in range(len(flat))]
 
 
 def run_steps(

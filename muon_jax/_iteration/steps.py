@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from pallas_kernels import ChainLink
 
@@ -35,6 +36,11 @@ type Triple = tuple[float | jax.Array, float | jax.Array, float | jax.Array]
 # the model meets within 7% (RMS). Of 26 pairs of forms the model mistakes the faster in one
 # (2048×3072, by 5%). Only ratios decide, and ratios differ less between devices.
 _FLOPS, _BYTES, _LAUNCH = 671e6, 3.42e6, 3.95
+
+
+def is_traced(value: Any) -> bool:
+    """Returns whether any leaf of `value` is known only when the traced function runs."""
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
 
 
 class Products(NamedTuple):

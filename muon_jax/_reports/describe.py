@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._by_use.by_use import Routes
 from muon_jax._checks import checks_arguments
-from muon_jax._coefficients import Iterations, iterations_by_path
 from muon_jax._distributed.exchange import Exchange, exchange_of
 from muon_jax._distributed.planning import leaves_of, make_plan
 from muon_jax._distributed.sharding import (
@@ -29,14 +28,15 @@ from muon_jax._distributed.sharding import (
 )
 from muon_jax._foreign.calls import check_names
 from muon_jax._iteration.grouping import groups
-from muon_jax._iteration.newton_schulz import NewtonSchulz
-from muon_jax._iteration.schedules import is_traced
+from muon_jax._iteration.newton_schulz import Iterations, NewtonSchulz
+from muon_jax._iteration.steps import is_traced
 from muon_jax._matrices.by_role import by_role, named_shapes, routes
 from muon_jax._matrices.roles import NamedShape
 from muon_jax._matrices.views import View, assigned_views, parts_of
 from muon_jax._muon import muon
 from muon_jax._presets import all_given
 from muon_jax._reports.exchanges import Exchanges, exchanges_of
+from muon_jax._scale_by_muon import iterations_by_path
 from muon_jax._table import table
 from muon_jax._transforms.momentum import Memory, Storage, storage_of
 from muon_jax._trees import check_params, errors_naming

@@ -12,9 +12,8 @@ import pytest
 from benchmarks._accuracy import polar_error
 from benchmarks._accuracy.spectra import hard_cases
 from muon_jax import NewtonSchulz, muon, newton_schulz
-from muon_jax._iteration.coefficients import DIVERGING, NAMED
+from muon_jax._iteration.coefficients import DIVERGING, NAMED, resolve_schedule
 from muon_jax._iteration.form import products_of_gram_form, segments
-from muon_jax._iteration.schedules import resolve_schedule
 
 
 @functools.cache

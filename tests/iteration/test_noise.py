@@ -9,9 +9,8 @@ import pytest
 
 from benchmarks._adversary.inputs import half
 from muon_jax import newton_schulz
-from muon_jax._iteration import schedules
-from muon_jax._iteration.coefficients import NAMED, SCHEDULES
-from muon_jax._iteration.schedules import resolve_schedule
+from muon_jax._iteration import coefficients
+from muon_jax._iteration.coefficients import NAMED, SCHEDULES, resolve_schedule
 from muon_jax._iteration.steps import noise_addend
 from pallas_kernels import syrk_chain
 
@@ -81,7 +80,7 @@ def test_noise_of_quintic_steps_keeps_entries_apart(method, monkeypatch):
         return np.linalg.norm(np.asarray(result, np.float64), 2)
 
     assert largest() < 1.1
-    monkeypatch.setattr(schedules, "NOISY", frozenset())
+    monkeypatch.setattr(coefficients, "NOISY", frozenset())
     jax.clear_caches()
     assert largest() > 2.5
     jax.clear_caches()
