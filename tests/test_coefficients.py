@@ -118,7 +118,7 @@ def test_owners_of_the_second_coefficients_come_after_those_of_the_first():
     parameters = parameters_of(None, grads, None)
     units = leaves_of(parameters, [x.dtype for x in jax.tree.leaves(grads)], iterations)
     plan = make_plan(units, [PartitionSpec("x")] * 4, {"x": 4}, Exchange(), iterations.distinct)
-    assert [(c.first, c.count) for c in plan.buckets[0].chunks] == [(0, 2), (2, 2)]
+    assert [(c.first, c.count) for c in plan.buckets[0]] == [(0, 2), (2, 2)]
 
 
 @pytest.mark.parametrize(

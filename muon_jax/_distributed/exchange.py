@@ -23,12 +23,7 @@ type Axis = str | types.EllipsisType
 
 
 class BlockStep(NamedTuple):
-    """What a step is, under a period.
-
-    Attributes:
-        is_of_blocks: whether it is a block step.
-        gain: what the updates of blocks are multiplied by then.
-    """
+    """Whether a step under a period is a block step, whose updates are multiplied by the gain."""
 
     is_of_blocks: jax.Array
     gain: jax.typing.ArrayLike
@@ -109,14 +104,14 @@ class Exchange:
         return hash((*self._along.items(), *self.links.items(), self.block_period))
 
     def __repr__(self) -> str:
-        along = {k: words[0] if len(words) == 1 else words for k, words in self._along.items()}
-        axes = ", ".join(f"{'...' if k is ... else repr(k)}: {x!r}" for k, x in along.items())
-        shown_axes = repr(along[...]) if [*along] == [...] else f"{{{axes}}}"
-        defaults = {f.name: f.default for f in dataclasses.fields(self)} | {"links": {}}
-        public = (name for name in defaults if name != "axes" and not name.startswith("_"))
-        fields = {name: getattr(self, name) for name in public}
-        others = [f"{k}={x!r}" for k, x in fields.items() if not _is(x, defaults[k])]
-        return f"Exchange({', '.join([shown_axes] * bool(along) + others)})"
+        axes = {k: words[0] if len(words) == 1 else words for k, words in self._along.items()}
+        shown_axes = repr(axes[...]) if [*axes] == [...] else repr(axes).replace("Ellipsis", "...")
+        arguments, plain = [shown_axes] * bool(axes), Exchange()
+        for name in ("links", "shardings", "block_period", "block_gain"):
+            value, default = getattr(self, name), getattr(plain, name)
+            if type(value) is not type(default) or value != default:  # which may be traced
+                arguments.append(f"{name}={value!r}")
+        return f"Exchange({', '.join(arguments)})"
 
     @property
     def _along(self) -> Mapping[Axis, tuple[str, ...]]:
@@ -146,13 +141,9 @@ class Exchange:
         pairs = {k: words(self.sharded(k), self.replicas(k)) for k in [*self._along, ...]}
         return self.with_(axes={k: tuple(filter(None, pair)) for k, pair in pairs.items()})
 
-    def decided(self, word: str) -> Self:
-        """Returns the same with this word for replicas in place of `"faster"`."""
-        return self._map(lambda of, own: (of, word if own == "faster" else own))
-
-    def repeated(self) -> Self:
-        """Returns the same with `"repeat"` for all replicas."""
-        return self._map(lambda of, _: (of, "repeat"))
+    def repeated(self, *words: str) -> Self:
+        """Returns the same with `"repeat"` in place of these words for replicas."""
+        return self._map(lambda of, own: (of, "repeat" if own in words else own))
 
     def of_blocks(self) -> Self:
         """Returns what happens in block steps, which exchange nothing."""
@@ -198,22 +189,13 @@ class Exchange:
         return BlockStep(count % int(self.block_period) != 0, gain)
 
 
-def _is(value: Any, default: Any) -> bool:
-    return type(value) is type(default) and value == default
-
-
 def exchange_of(shardings: Any) -> Exchange:
     """Returns what the argument `shardings` of an optimizer says: it is one, or shardings."""
     return shardings if isinstance(shardings, Exchange) else Exchange(shardings=shardings)
 
 
 def _checked(axis: Any, words: Any) -> tuple[str, ...]:
-    """The words, those for sharded matrices first.
-
-    Raises:
-        TypeError: `axis` is no name.
-        ValueError: a word is none of the above, or two are for one thing.
-    """
+    """The words, those for sharded matrices first."""
     if axis is not ... and not isinstance(axis, str):
         raise TypeError(
             f"axes of Exchange must have words by the names of mesh axes, got {shown(axis)}: pass"
@@ -232,7 +214,6 @@ def _checked(axis: Any, words: Any) -> tuple[str, ...]:
 
 
 def _check_links(links: Any) -> None:
-    """Raises TypeError where these are no links by mesh axis."""
     is_dict = isinstance(links, Mapping)
     if not is_dict or not all(isinstance(k, str) and isinstance(x, Link) for k, x in links.items()):
         raise TypeError(

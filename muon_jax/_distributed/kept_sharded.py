@@ -12,25 +12,20 @@ columns does not matter: G and Q follow the order of the rows, whatever it is.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax._distributed.cost import Estimate, cost_kept_sharded, count_of_teams
-from muon_jax._distributed.plan import Bucket, Leaf
+from muon_jax._distributed.cost import Collective, MeshAxes, names_of
+from muon_jax._distributed.plan import Chunk, Leaf
+from muon_jax._distributed.units import take_units
 from muon_jax._iteration.form import Form
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import gram_gain, largest_entries
 from muon_jax._iteration.operand import WholeMatrices, scale_down, split, transposed
-from muon_jax._matrices.views import (
-    MatrixAxes,
-    MuonDimensionNumbers,
-    from_matrices,
-    matrix_axes,
-    to_matrices,
-)
+from muon_jax._matrices.views import MatrixAxes, MuonDimensionNumbers, matrix_axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,73 +115,72 @@ class ShardedMatrices(WholeMatrices):
         return x.reshape(len(x) * members, -1, x.shape[2])
 
 
-def why_not_kept_sharded(leaf: Leaf) -> str | None:
-    """Returns why the view of a leaf keeps its matrices from staying sharded, or None."""
-    if isinstance(leaf.view, MuonDimensionNumbers):
-        return None
-    return f"its view, {leaf.view}, is of matrices that are parts of an axis"
+def count_of_teams(count: int, owners: int) -> int:
+    """Returns the least number of equal teams of `owners` devices, one for each of the matrices."""
+    return next(teams for teams in range(count, owners + 1) if owners % teams == 0)
 
 
-def estimate(bucket: Bucket) -> Estimate:
-    """Returns what the bucket costs where its matrices stay sharded, as they can."""
-    (chunk,) = bucket.chunks
-    leaf = chunk.leaf
-    form, (m, n) = leaf.sharded_form, leaf.kept_shape
-    assert isinstance(form, Form)
-    mesh = dict(bucket.axes)
-    return cost_kept_sharded(
-        form.products,
-        (chunk.count, m, n),
-        bucket.axes,
-        form.dtype.itemsize,
-        [
-            (stop - start, tuple((name, mesh[name]) for name in _short_axes(leaf)))
-            for leaf, start, stop in chunk.parts
-        ],
-    )
+def estimate(chunk: Chunk) -> tuple[float, list[Collective]]:
+    """Returns the µs of products where the matrices stay sharded, and the collectives.
+
+    - Each device makes the products with X on n/owners columns, and the products on XXᵀ for one
+      matrix.
+    - A single Gram matrix is summed for all devices.
+    - Several Gram matrices are summed for their teams, a part for each device. A team gathers its
+      parts, and all devices gather the Q of all teams.
+    """
+    axes, owners, count = chunk.axes, chunk.owners, chunk.count
+    form, (m, n) = sharded_form_of(chunk.leaf), chunk.leaf.kept_shape
+    with_x = form.products._replace(squares=0, mixed=0)
+    others = form.products._replace(grams=0, applications=0)
+    cut, itemsize = -(-n // owners), form.dtype.itemsize
+    total, q = m * m * max(itemsize, 4), m * m * itemsize
+    sums = [Collective(2 * total, axes, shares=True)]
+    if count > 1:
+        teams = count_of_teams(count, owners)
+        summed, gathered = (Collective(teams * size, axes, shares=True) for size in (total, q))
+        in_team = Collective(total, _neighbors(axes, owners // teams), shares=True)
+        sums = [summed, in_team, gathered] if teams < owners else [summed, gathered]
+    mesh = dict(axes)
+    moves = [
+        Collective((stop - start) * m * cut * itemsize, tuple((k, mesh[k]) for k in short))
+        for leaf, start, stop in chunk.parts
+        if (short := _short_axes(leaf))
+    ]
+    largest_entries = Collective(0.0, axes, shares=True)
+    compute = with_x.microseconds((count, m, cut)) + others.microseconds((1, m, m))
+    return compute, [largest_entries, *form.products.grams * sums, *moves, *moves]
+
+
+def _neighbors(axes: MeshAxes, count: int) -> MeshAxes:
+    """The axes, with how many of `count` neighbors in the order of the mesh are along each."""
+    found: list[tuple[str, int]] = []
+    for name, size in reversed(axes):
+        along = min(size, count)
+        count = -(-count // along)
+        found.append((name, along))
+    return tuple(reversed(found))
 
 
 def run_kept_sharded(
-    buckets: Sequence[Bucket], shards: Sequence[jax.Array], iterations: Sequence[NewtonSchulz]
-) -> dict[int, jax.Array]:
-    """Returns the results for these sharded matrices, by the index of their parameter."""
-    leaves, results = {}, {}
-    for bucket in buckets:
-        iteration = iterations[bucket.chunks[0].leaf.iteration]
-        done = _orthogonalize_pieces(bucket, shards, iteration)
-        for (leaf, _, _), x in zip(bucket.chunks[0].parts, done, strict=True):
-            leaves[leaf.index] = leaf
-            results.setdefault(leaf.index, []).append(x)
-    return {
-        i: from_matrices(jnp.concatenate(results[i]), _axes_of_leaf(leaf), shards[i].shape)
-        for i, leaf in leaves.items()
-    }
-
-
-def _orthogonalize_pieces(
-    bucket: Bucket, shards: Sequence[jax.Array], iteration: NewtonSchulz
-) -> list[jax.Array]:
-    """Returns the pieces of the polar factors: `(unit, rows, columns)` for each part."""
-    (chunk,) = bucket.chunks
-    leaves = [leaf for leaf, _, _ in chunk.parts]
-    stacks = [
-        to_matrices(shards[leaf.index], _axes_of_leaf(leaf))[start:stop]
-        for leaf, start, stop in chunk.parts
-    ]
-    form, n = leaves[0].sharded_form, leaves[0].matrices[0][2]
-    assert isinstance(form, Form)
+    chunk: Chunk, shards: Sequence[jax.Array], iterations: Sequence[NewtonSchulz]
+) -> Iterator[tuple[Leaf, jax.Array]]:
+    """Yields the pieces of the polar factors for each part: `(unit, rows, columns)`."""
+    leaf, form = chunk.leaf, sharded_form_of(chunk.leaf)
+    stacks = take_units(chunk.parts, shards, sides_of)
+    _, m, n = leaf.matrices[0]
     operand = ShardedMatrices(
-        implementation=form.chosen(leaves[0].matrices[0][1:]),
-        axes=tuple(name for name, _ in bucket.axes),
-        owners=bucket.owners,
+        implementation=form.chosen((m, n)),
+        axes=names_of(chunk.axes),
+        owners=chunk.owners,
         count=chunk.count,
     )
     largest = jax.lax.pmax(largest_entries(stacks), operand.axes)
     scaled, scale = scale_down(stacks, largest, n, form.dtype, operand)
-    x = jnp.concatenate([*map(_with_whole_rows, scaled, leaves)])
-    x = iteration.iterate(x, form, operand.own(scale), gram_gain(n), operand)
-    done = map(_with_rows_of, split(x, stacks), leaves, stacks)
-    return [x.astype(given.dtype) for x, given in zip(done, stacks, strict=True)]
+    x = jnp.concatenate([*map(_with_whole_rows, scaled, chunk.leaves)])
+    x = iterations[leaf.iteration].iterate(x, form, operand.own(scale), gram_gain(n), operand)
+    for own, leaf, given in zip(split(x, stacks), chunk.leaves, stacks, strict=True):
+        yield leaf, _with_rows_of(own, leaf, given)
 
 
 def _with_whole_rows(x: jax.Array, leaf: Leaf) -> jax.Array:
@@ -208,12 +202,18 @@ def _with_rows_of(x: jax.Array, leaf: Leaf, given: jax.Array) -> jax.Array:
 
 def _short_axes(leaf: Leaf) -> tuple[str, ...]:
     """The mesh axes that shard the m rows of sharded matrices."""
-    axes = _axes_of_leaf(leaf)
+    axes = sides_of(leaf)
     short = axes.output if leaf.is_transposed else axes.reduction
     return sum((leaf.axes[i] for i in short), ())
 
 
-def _axes_of_leaf(leaf: Leaf) -> MatrixAxes:
-    view = leaf.view
-    assert isinstance(view, MuonDimensionNumbers)
-    return matrix_axes(len(leaf.parameter_shape), view)
+def sides_of(leaf: Leaf) -> MatrixAxes:
+    """Returns the axes of matrices that can stay sharded."""
+    assert isinstance(leaf.view, MuonDimensionNumbers)
+    return matrix_axes(len(leaf.shape), leaf.view)
+
+
+def sharded_form_of(leaf: Leaf) -> Form:
+    """Returns the form of matrices that can stay sharded."""
+    assert isinstance(leaf.sharded_form, Form)
+    return leaf.sharded_form

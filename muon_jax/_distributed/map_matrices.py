@@ -240,7 +240,7 @@ class _Sharded:
         views = [stacked_view(parameter.view) for parameter in self.parameters]
         distinct, step = self.bind(arrays)
         bound = dataclasses.replace(self.iterations, distinct=distinct)
-        exchange = self.exchange.decided("repeat").with_(shardings=None)
+        exchange = self.exchange.repeated("faster").with_(shardings=None)
         parameters = parameters_of(lambda _: views, [*stacks], None)
         return map_matrices(bound, parameters, [*stacks], exchange, step)
 
@@ -252,16 +252,18 @@ class _Sharded:
             for unit, x in zip(self.units, self.leaves, strict=True)
         ]
         if _replicas_may_differ(self.units, place):
-            exchange = exchange.decided("repeat")
+            exchange = exchange.repeated("faster")
         run = self._planned(place.specs, place.mesh.shape, exchange)
         if self._splits(exchange):
-            repeating = self._planned(place.specs, place.mesh.shape, exchange.repeated())
+            repeating = self._planned(
+                place.specs, place.mesh.shape, exchange.repeated("faster", "split")
+            )
             run = with_rules(run, repeating, None)
         return run(self.leaves, self.arrays)
 
     def in_own_shard_map(self) -> list[jax.Array]:
         """Returns the results of a `shard_map`, for leaves whose specs are known."""
-        place, repeated = self.place, self.exchange.repeated()
+        place, repeated = self.place, self.exchange.repeated("faster", "split")
 
         def on_shards(exchange: Exchange) -> Planned:
             def run(shards: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:

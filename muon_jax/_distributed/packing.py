@@ -18,16 +18,16 @@ largest entry 2¹⁵, so no more is lost than where a whole matrix is cast.
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from muon_jax._distributed.plan import Bucket, Chunk, Leaf
+from muon_jax._distributed.plan import Bucket, Chunk
+from muon_jax._distributed.units import take_units
 from muon_jax._iteration.normalization import largest_entries, powers_of_two
 from muon_jax._iteration.operand import bounded, split_apart, unknown
-from muon_jax._matrices.views import MatrixAxes, to_matrices
 
 
 def pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
@@ -36,49 +36,40 @@ def pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
     Each parameter is written to its place by the kernel that computes it. XLA takes twice as long
     to concatenate dozens of parameters.
     """
-    elements = [bucket.elements(chunk) for chunk in bucket.chunks]
-    sizes = [chunk.slots * size for chunk, size in zip(bucket.chunks, elements, strict=True)]
-    columns, end = itertools.accumulate(sizes, initial=0), sum(sizes)
-    num_slots, block = sum(chunk.slots for chunk in bucket.chunks), _largest_block(bucket)
-    is_scaled = bucket.dtype == jnp.float16
-    tail = num_slots + -num_slots % 128 if is_scaled else 0  # of exponents; aligns the next row
-    shape = (bucket.owners, (end + tail) // block, block)
-    whole = _on_mesh_of(shards[bucket.chunks[0].leaf.index])
-    packed = jax.lax.empty(shape, bucket.dtype, out_sharding=whole)
-    exponent_column = end
-    for column, size, chunk in zip(columns, elements, bucket.chunks, strict=False):
-        parts = [
-            bounded(
-                to_matrices(shards[leaf.index], unit_axes(leaf))[start:stop, :, 0], bucket.dtype
-            )
-            for leaf, start, stop in chunk.parts
-        ]
-        absent = chunk.slots * bucket.owners - chunk.count
+    dtype, owners, block = bucket[0].dtype, bucket[0].owners, _largest_block(bucket)
+    slots = [chunk.slots for chunk in bucket]
+    sizes = [chunk.slots * chunk.elements for chunk in bucket]
+    *columns, end = itertools.accumulate(sizes, initial=0)
+    is_scaled = dtype == jnp.float16
+    # After the pieces there are exponents, which are padded to align the next row.
+    num_exponents = sum(slots) + -sum(slots) % 128 if is_scaled else 0
+    # Explicit axes that `vmap` maps over are on a mesh, where arrays are whole.
+    mesh = jax.typeof(shards[bucket[0].leaf.index]).sharding.mesh
+    whole = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+    shape = (owners, (end + num_exponents) // block, block)
+    packed = jax.lax.empty(shape, dtype, out_sharding=whole)
+    exponent_columns = itertools.accumulate(slots, initial=end)
+    for column, exponent_column, chunk in zip(columns, exponent_columns, bucket, strict=False):
+        parts = [bounded(x[:, :, 0], dtype) for x in take_units(chunk.parts, shards)]
+        absent = chunk.slots * owners - chunk.count
         begins = [*itertools.accumulate(map(len, parts), initial=0)]
         if is_scaled:
             factors = _powers_to_float16(parts, chunk, shards)
             exponents = jnp.pad(jnp.frexp(math.prod(factors))[1] - 1, (0, absent))
-            flat = packed.reshape(bucket.owners, -1, 1)
-            flat = write_units(flat, chunk, exponent_column, 0, exponents[:, None])
-            packed = flat.reshape(packed.shape)
-            exponent_column += chunk.slots
+            flat = packed.reshape(owners, -1, 1)
+            flat = write_units(flat, chunk.first, exponent_column, 0, exponents[:, None])
+            packed = flat.reshape(shape)
             by_part = split_apart([f[:, None] for f in factors], parts)
             parts = [x * f * g for x, f, g in zip(parts, *by_part, strict=True)]
-        parts.append(jnp.zeros((absent, size)))
+        parts.append(jnp.zeros((absent, chunk.elements)))
         for begin, units in zip(begins, parts, strict=True):
-            packed = write_units(packed, chunk, column, begin, units)
-    return packed.reshape(bucket.owners, -1, *_minor(bucket))
-
-
-def _on_mesh_of(x: jax.Array) -> NamedSharding | None:
-    """The sharding of whole arrays in types: explicit axes that `vmap` maps over are on a mesh."""
-    mesh = jax.typeof(x).sharding.mesh
-    return None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+            packed = write_units(packed, chunk.first, column, begin, units)
+    return packed.reshape(owners, -1, *_minor(bucket))
 
 
 def _largest_block(bucket: Bucket) -> int:
     """The largest block that all sizes are multiples of, up to 128 elements."""
-    return math.gcd(128, *map(bucket.elements, bucket.chunks))
+    return math.gcd(128, *(chunk.elements for chunk in bucket))
 
 
 def _minor(bucket: Bucket) -> tuple[int, ...]:
@@ -93,13 +84,13 @@ def _powers_to_float16(
     """Two powers of two for each unit, whose product makes its largest entry 2¹⁵."""
     rows = [
         x.reshape(len(x), -1, math.gcd(x.shape[1], shards[leaf.index].shape[-1]))
-        for x, (leaf, _, _) in zip(parts, chunk.parts, strict=True)
+        for x, leaf in zip(parts, chunk.leaves, strict=True)
     ]
     return powers_of_two(largest_entries(rows), -15)
 
 
 def write_units(
-    packed: jax.Array, chunk: Chunk, column: int, begin: int, units: jax.Array
+    packed: jax.Array, first: int, column: int, begin: int, units: jax.Array
 ) -> jax.Array:
     """Returns `packed` with units written to their places `(owner, slot, elements)`.
 
@@ -107,7 +98,7 @@ def write_units(
 
     Args:
         packed: shape `(owners, blocks, block)`.
-        chunk: that the units are of.
+        first: the owner of the first unit of the chunk.
         column: where the chunk begins in the flat elements of an owner; a block begins there.
         begin: the number of the first unit.
         units: shape `(unit, elements)`.
@@ -124,7 +115,7 @@ def write_units(
         part = units[start - begin : stop - begin].astype(packed.dtype)
         part = part.reshape(num_slots, num_owners, size).swapaxes(0, 1)
         part = part.reshape(num_owners, -1, block)
-        owner += chunk.first
+        owner += first
         cut = max(0, owners - owner)  # from there on, the first owners' turn is next
         for rows, at in ((part[:cut], owner), (part[cut:], (owner + cut) % owners)):
             if len(rows):
@@ -139,14 +130,16 @@ def pack_results(pieces: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
     Entries of polar factors are at most about 1, and need no exponents.
     """
     minor = _minor(bucket)
-    return jnp.concatenate([x.astype(bucket.dtype).reshape(len(x), -1, *minor) for x in pieces], 1)
+    return jnp.concatenate(
+        [x.astype(bucket[0].dtype).reshape(len(x), -1, *minor) for x in pieces], 1
+    )
 
 
 def unpack(bucket: Bucket, flat: jax.Array) -> list[jax.Array]:
     """Returns the pieces of each chunk, `(device, slot, elements)`, of what was exchanged."""
     block = math.prod(flat.shape[2:])
-    slots = [chunk.slots for chunk in bucket.chunks]
-    sizes = [bucket.elements(chunk) // block for chunk in bucket.chunks]
+    slots = [chunk.slots for chunk in bucket]
+    sizes = [chunk.elements // block for chunk in bucket]
     *parts, exponents = jnp.split(flat, [*itertools.accumulate(map(operator.mul, slots, sizes))], 1)
     pieces = [part.reshape(len(flat), k, -1) for part, k in zip(parts, slots, strict=True)]
     if not exponents.size:
@@ -155,18 +148,3 @@ def unpack(bucket: Bucket, flat: jax.Array) -> list[jax.Array]:
     factors = jnp.ldexp(jnp.float32(1), -exponents.astype(jnp.int32))[..., None]
     *split, _ = jnp.split(factors, [*itertools.accumulate(slots)], 1)
     return [x * factor for x, factor in zip(pieces, split, strict=True)]
-
-
-def units_of_parts(chunk: Chunk, pieces: jax.Array) -> Iterator[tuple[Leaf, jax.Array]]:
-    """Yields the units `(unit, elements)` of each part."""
-    units = jnp.roll(pieces.swapaxes(0, 1), -chunk.first, 1).reshape(-1, pieces.shape[-1])
-    begin = 0
-    for leaf, start, stop in chunk.parts:
-        yield leaf, units[begin : begin + stop - start]
-        begin += stop - start
-
-
-def unit_axes(leaf: Leaf) -> MatrixAxes:
-    """Returns the axes for which `to_matrices` makes `(unit, elements, 1)` of a shard."""
-    others = (axis for axis in range(len(leaf.shape)) if axis not in leaf.batch)
-    return MatrixAxes(leaf.batch, tuple(others), ())

@@ -12,20 +12,22 @@ A *unit* is one element of the batch axes of a parameter, with all of its matric
     whatever their layout. `first` is chosen by cost, so that remainders are spread.
 -   All kinds with equal D share one exchange. Exchanges are cut into buckets bounded in bytes, so
     that one bucket is on the wire while another is computed.
--   Kinds that are better left sharded (`kept_sharded`) have buckets of their own, of at most O
-    units.
+-   Kinds that are better left sharded (`kept_sharded`) are in chunks of at most O units.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 
+from muon_jax._distributed.cost import MeshAxes, size_of
 from muon_jax._iteration.form import Form
-from muon_jax._matrices.views import View
+from muon_jax._matrices.views import View, batch_axes, parts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +39,13 @@ class Leaf:
         name: of the parameter, for messages.
         parameter_shape: of the whole parameter.
         dtype: of its elements.
-        shape: of a unit, with all axes of the parameter: batch axes have size 1.
-        batch: the batch axes.
         view: where its matrices are.
-        stacks: shapes `(batch, rows, cols)` of the matrices of a unit.
-        axes: for each axis of a unit the mesh axes, of size 2 or more, that shard it.
-        local_shape: of the part on each device.
-        varying: the mesh axes along which the caller's `shard_map` knows that its values differ.
-        wire: the dtype in which units are exchanged whole.
+        iteration: the index of their iteration.
         forms: in which each matrix of a unit is orthogonalized whole.
         sharded_form: in which sharded matrices are orthogonalized, or why they cannot be.
-        iteration: the index of their iteration.
+        varying: the mesh axes along which the caller's `shard_map` knows that its values differ.
+        axes: for each axis of a unit the mesh axes, of size 2 or more, that shard it.
+        local_shape: of the part on each device.
         split: names and sizes of the mesh axes over which replicas split the units, in the mesh's
             order.
         is_replicated: whether several devices have the same shard, and repeat the work unless a
@@ -62,32 +60,58 @@ class Leaf:
     name: str
     parameter_shape: tuple[int, ...]
     dtype: np.dtype
-    shape: tuple[int, ...]
-    batch: tuple[int, ...]
     view: View
-    stacks: tuple[tuple[int, int, int], ...]
-    wire: np.dtype
-    axes: tuple[tuple[str, ...], ...] = ()
-    local_shape: tuple[int, ...] = ()
-    varying: frozenset[str] = frozenset()
+    iteration: int = 0
     forms: tuple[Form, ...] = ()
     sharded_form: Form | str = "no form was chosen"
-    iteration: int = 0
-    split: tuple[tuple[str, int], ...] = ()
+    varying: frozenset[str] = frozenset()
+    axes: tuple[tuple[str, ...], ...] = ()
+    local_shape: tuple[int, ...] = ()
+    split: MeshAxes = ()
     is_replicated: bool = False
     blocks: tuple[str, ...] = ()
     gains: tuple[float, ...] = ()
     gram_side: Literal["rows", "columns"] | None = None
+
+    @functools.cached_property
+    def batch(self) -> tuple[int, ...]:
+        """The batch axes."""
+        return batch_axes(self.view, self.parameter_shape)
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a unit, with all axes of the parameter: batch axes have size 1."""
+        return tuple(1 if i in self.batch else n for i, n in enumerate(self.parameter_shape))
+
+    @functools.cached_property
+    def stacks(self) -> tuple[tuple[int, int, int], ...]:
+        """Shapes `(batch, rows, cols)` of the matrices of a unit."""
+        return tuple(part.stack for part in parts_of(self.view, self.shape))
 
     @property
     def units(self) -> int:
         """How many units each device has."""
         return math.prod(self.local_shape[i] for i in self.batch)
 
-    @property
+    @functools.cached_property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
         """Shapes `(batch, m, n)` of the matrices of a unit, m ≤ n."""
         return tuple((b, min(rows, cols), max(rows, cols)) for b, rows, cols in self.stacks)
+
+    def wire_of(self, forms: Sequence[Form]) -> np.dtype:
+        """Returns the dtype in which matrices of these forms, or their results, are exchanged.
+
+        Float32 matrices that the iteration multiplies in 16 bits are exchanged in those 16 bits.
+        All others are exchanged in their own dtype.
+        """
+        dtypes = {form.dtype for form in forms}
+        is_half = len(dtypes) == 1 and jnp.finfo(*dtypes).bits == 16
+        return jnp.dtype(dtypes.pop() if is_half and self.dtype == jnp.float32 else self.dtype)
+
+    @property
+    def wire(self) -> np.dtype:
+        """The dtype in which units are exchanged whole."""
+        return self.wire_of(self.forms)
 
     def microseconds(self, count: int) -> float:
         """Returns a model's time for so many whole units, orthogonalized together."""
@@ -118,19 +142,26 @@ class Leaf:
         return repr((self.shape, self.batch, self.axes, self.view))
 
 
+# The units [start, stop) of a leaf.
+type Part = tuple[Leaf, int, int]
+
+
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Units of one kind in one bucket, in their order, those of equal layout side by side.
+    """Units of one kind, in their order, those of equal layout side by side.
 
     Attributes:
-        parts: `(leaf, start, stop)`, the units [start, stop) of a leaf.
-        slots: for how many units each owner has room.
+        axes: names and sizes of the mesh axes that their owners are along, in the mesh's order;
+            none where the units are whole on each device.
+        dtype: of what is sent of them.
+        parts: the units.
         first: the owner of the first unit.
     """
 
-    parts: tuple[tuple[Leaf, int, int], ...]
-    slots: int
-    first: int
+    axes: MeshAxes
+    dtype: np.dtype
+    parts: tuple[Part, ...]
+    first: int = 0
 
     @property
     def leaf(self) -> Leaf:
@@ -138,56 +169,52 @@ class Chunk:
         return self.parts[0][0]
 
     @property
+    def leaves(self) -> list[Leaf]:
+        """The leaves of all parts."""
+        return [leaf for leaf, _, _ in self.parts]
+
+    @property
+    def owners(self) -> int:
+        """The number of devices that share the units."""
+        return size_of(self.axes)
+
+    @property
     def count(self) -> int:
         """The number of units."""
         return sum(stop - start for _, start, stop in self.parts)
 
-    def layouts(self) -> Iterator[tuple[Leaf, int, int]]:
-        """Yields for each layout a leaf that has it, and which units of the chunk [begin, end)."""
-        begin = 0
-        for _, parts in itertools.groupby(self.parts, key=lambda part: part[0].layout):
-            (leaf, start, stop), *others = parts
-            end = begin + stop - start + sum(stop - start for _, start, stop in others)
-            yield leaf, begin, end
-            begin = end
-
-
-@dataclasses.dataclass(frozen=True)
-class Bucket:
-    """What is exchanged together.
-
-    Attributes:
-        axes: names and sizes of the mesh axes that the owners are along, in the mesh's order.
-        dtype: on the wire.
-        chunks: of the kinds in it.
-    """
-
-    axes: tuple[tuple[str, int], ...]
-    dtype: np.dtype
-    chunks: tuple[Chunk, ...]
+    @property
+    def slots(self) -> int:
+        """For how many units each owner has room."""
+        return -(-self.count // self.owners)
 
     @property
-    def owners(self) -> int:
-        """The number of devices that exchange."""
-        return math.prod(size for _, size in self.axes)
-
-    @property
-    def leaves(self) -> list[Leaf]:
-        """The leaves of all chunks."""
-        return [leaf for chunk in self.chunks for leaf, _, _ in chunk.parts]
-
-    def elements(self, chunk: Chunk) -> int:
-        """The number of elements of the pieces of units in a chunk."""
-        return math.prod(chunk.leaf.shape) // self.owners
-
-    def bytes_of(self, chunk: Chunk) -> int:
-        """The bytes of a chunk on each device, padding included."""
-        return chunk.slots * self.owners * self.elements(chunk) * self.dtype.itemsize
+    def elements(self) -> int:
+        """The number of elements of the piece of a unit that a device has."""
+        return math.prod(self.leaf.shape) // self.owners
 
     @property
     def bytes(self) -> int:
-        """The bytes of all chunks on each device."""
-        return sum(map(self.bytes_of, self.chunks))
+        """The bytes on each device, padding included."""
+        return self.slots * self.owners * self.elements * self.dtype.itemsize
+
+    def layouts(self) -> Iterator[tuple[Leaf, int, slice]]:
+        """Yields for each layout a leaf that has it, and the slots that have units of it.
+
+        Two layouts may share a slot. Between them is the number of the owner, counted from `first`,
+        from which on the first slot has units of this layout.
+        """
+        begin = 0
+        for _, group in itertools.groupby(self.parts, key=lambda part: part[0].layout):
+            parts = [*group]
+            end = begin + sum(stop - start for _, start, stop in parts)
+            slots = slice(begin // self.owners, -(-end // self.owners))
+            yield parts[0][0], begin % self.owners, slots
+            begin = end
+
+
+# Chunks with equal axes and dtype that are exchanged together.
+type Bucket = tuple[Chunk, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,34 +222,29 @@ class Share:
     """Units of equal layout that replicas split: each has a stack of ⌈N/R⌉ of the N units.
 
     Attributes:
-        leaves: that the units are of, in their order.
+        parts: all units of the leaves, in their order.
         stack: the units of one replica, as a leaf of its own.
         dtype: in which results are gathered.
     """
 
-    leaves: tuple[Leaf, ...]
+    parts: tuple[Part, ...]
     stack: Leaf
     dtype: np.dtype
 
     @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
+    def axes(self) -> MeshAxes:
         """Names and sizes of the mesh axes that the replicas are along."""
         return self.stack.split
 
     @property
     def replicas(self) -> int:
         """How many replicas split the units."""
-        return math.prod(size for _, size in self.axes)
-
-    @property
-    def count(self) -> int:
-        """The number of units of all replicas."""
-        return sum(leaf.units for leaf in self.leaves)
+        return size_of(self.axes)
 
     def count_within(self, start: int, stop: int) -> int:
         """The number of units that all replicas have in places [start, stop) of their stacks."""
-        size = self.stack.units
-        rests = (self.count - replica * size - start for replica in range(self.replicas))
+        count, size = sum(leaf.units for leaf, _, _ in self.parts), self.stack.units
+        rests = (count - replica * size - start for replica in range(self.replicas))
         return sum(min(max(rest, 0), stop - start) for rest in rests)
 
     def bytes_of(self, count: int) -> int:
@@ -235,21 +257,26 @@ class Plan:
     """Who orthogonalizes what.
 
     Attributes:
-        local: leaves whose units are whole on each device.
+        local: units that are whole on each device, of one leaf each.
         buckets: units that their owners orthogonalize.
-        grams: units that stay sharded, in buckets of one chunk of one slot.
+        grams: units that stay sharded, in chunks of one slot.
         shares: units that replicas split. Their stacks are among the leaves of the above.
     """
 
-    local: tuple[Leaf, ...]
+    local: tuple[Chunk, ...]
     buckets: tuple[Bucket, ...]
-    grams: tuple[Bucket, ...] = ()
+    grams: tuple[Chunk, ...] = ()
     shares: tuple[Share, ...] = ()
 
     @property
-    def leaves(self) -> list[Leaf]:
-        """All parameters; those that several chunks share, several times."""
-        leaves = [*self.local, *(x for b in self.buckets + self.grams for x in b.leaves)]
+    def whole(self) -> list[Chunk]:
+        """The chunks of matrices that are orthogonalized whole."""
+        return [*self.local, *itertools.chain.from_iterable(self.buckets)]
+
+    @property
+    def leaves(self) -> dict[int, Leaf]:
+        """All parameters, by their indices."""
+        of_shares = [leaf for share in self.shares for leaf, _, _ in share.parts]
+        leaves = [leaf for chunk in (*self.whole, *self.grams) for leaf in chunk.leaves]
         stacks = {share.stack.index for share in self.shares}
-        of_shares = [leaf for share in self.shares for leaf in share.leaves]
-        return [leaf for leaf in leaves if leaf.index not in stacks] + of_shares
+        return {leaf.index: leaf for leaf in leaves + of_shares if leaf.index not in stacks}

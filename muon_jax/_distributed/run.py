@@ -4,56 +4,41 @@ Each bucket is one `all_to_all` to the owners and one back.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from muon_jax._distributed.cost import names_of
 from muon_jax._distributed.exchange import BlockStep
-from muon_jax._distributed.kept_sharded import run_kept_sharded
-from muon_jax._distributed.packing import pack, pack_results, unit_axes, units_of_parts, unpack
+from muon_jax._distributed.kept_sharded import run_kept_sharded, sides_of
+from muon_jax._distributed.packing import pack, pack_results, unpack
 from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan
 from muon_jax._distributed.sharding import local_part
 from muon_jax._distributed.shares import gathered, own_units
+from muon_jax._distributed.units import by_part, put_units_back
 from muon_jax._iteration.newton_schulz import NewtonSchulz, map_by_iteration
 from muon_jax._iteration.operand import is_tall
-from muon_jax._matrices.views import from_matrices, from_stacks, to_stacks, values_per_matrix
-
-# The results of stacks, of which each sequence has the iteration of a number.
-type _Orthogonalize = Callable[[Sequence[int], Sequence[Sequence[jax.Array]]], list[jax.Array]]
+from muon_jax._matrices.views import from_stacks, to_stacks, values_per_matrix
 
 
 def run_plan(
-    plan: Plan,
-    shards: Sequence[jax.Array],
-    iterations: Sequence[NewtonSchulz],
+    plan: Plan, given: Sequence[jax.Array], iterations: Sequence[NewtonSchulz]
 ) -> list[jax.Array]:
     """Returns the shards of the results. The plan's mesh axes must be manual."""
-
-    def orthogonalize(
-        numbers: Sequence[int], stacks: Sequence[Sequence[jax.Array]]
-    ) -> list[jax.Array]:
-        return map_by_iteration(iterations, numbers, stacks)
-
-    given, shards = shards, [*shards]
-    for leaf in plan.leaves:
-        shards[leaf.index] = given[leaf.index].reshape(leaf.local_shape)
+    leaves = plan.leaves
+    shards = [x.reshape(leaves[i].local_shape) for i, x in enumerate(given)]
     shards += [own_units(share, shards) for share in plan.shares]
-    results = [*shards]
-    for i, result in _run_local(plan.local, shards, orthogonalize).items():
-        results[i] = result
-    for i, result in _run_buckets(plan.buckets, shards, orthogonalize).items():
-        results[i] = result
-    for i, result in run_kept_sharded(plan.grams, shards, iterations).items():
-        results[i] = result
-    for i, result in gathered(plan.shares, results, shards).items():
-        results[i] = result
-    for leaf in {leaf.index: leaf for leaf in plan.leaves if leaf.gains}.values():
-        results[leaf.index] = _scaled(results[leaf.index], leaf)
-    return [result.reshape(x.shape) for result, x in zip(results, given, strict=False)]
+    kept = (run_kept_sharded(chunk, shards, iterations) for chunk in plan.grams)
+    results = _run_local(plan.local, shards, iterations)
+    results |= put_units_back(_run_buckets(plan.buckets, shards, iterations), shards)
+    results |= put_units_back(itertools.chain.from_iterable(kept), shards, sides_of)
+    results |= put_units_back(gathered(plan.shares, results), shards)
+    return [_scaled(results[i], leaves[i]).reshape(x.shape) for i, x in enumerate(given)]
 
 
 def run_either(
@@ -69,10 +54,10 @@ def run_either(
     """
     if step is None or whole == blocks:
         return run_plan(whole, shards, iterations)
-    cuts = [{leaf.index: leaf.blocks for leaf in plan.leaves} for plan in (whole, blocks)]
+    in_whole, in_blocks = whole.leaves, blocks.leaves
 
     def with_gain(i: int, x: jax.Array) -> jax.Array:
-        if cuts[0][i] == cuts[1][i]:
+        if in_whole[i].blocks == in_blocks[i].blocks:
             return x
         gain = jnp.asarray(step.gain, jnp.promote_types(x.dtype, jnp.float32))
         return (x * gain).astype(x.dtype)
@@ -88,6 +73,8 @@ def run_either(
 
 def _scaled(x: jax.Array, leaf: Leaf) -> jax.Array:
     """The local part of the results for a leaf, each block times its gain."""
+    if not leaf.gains:
+        return x
     gains = iter(leaf.gains)
     values = values_per_matrix(lambda *_: next(gains), leaf.view, leaf.parameter_shape)
     values = jnp.asarray(values, jnp.promote_types(x.dtype, jnp.float32))
@@ -95,121 +82,84 @@ def _scaled(x: jax.Array, leaf: Leaf) -> jax.Array:
 
 
 def _run_local(
-    leaves: Sequence[Leaf], shards: Sequence[jax.Array], orthogonalize: _Orthogonalize
+    chunks: Sequence[Chunk], shards: Sequence[jax.Array], iterations: Sequence[NewtonSchulz]
 ) -> dict[int, jax.Array]:
-    """The results for leaves whose units are whole on each device."""
+    """The results for units that are whole on each device, by the index of their leaf."""
+    leaves = [chunk.leaf for chunk in chunks]
     stacks = [to_stacks(shards[leaf.index], leaf.view) for leaf in leaves]
-    done = iter(orthogonalize([leaf.iteration for leaf in leaves], stacks))
+    done = iter(map_by_iteration(iterations, [leaf.iteration for leaf in leaves], stacks))
     return {leaf.index: from_stacks(done, leaf.view, shards[leaf.index].shape) for leaf in leaves}
 
 
 def _run_buckets(
-    buckets: Sequence[Bucket], shards: Sequence[jax.Array], orthogonalize: _Orthogonalize
-) -> dict[int, jax.Array]:
-    """The results for units that their owners orthogonalize."""
+    buckets: Sequence[Bucket], shards: Sequence[jax.Array], iterations: Sequence[NewtonSchulz]
+) -> Iterator[tuple[Leaf, jax.Array]]:
+    """Yields the results for units that their owners orthogonalize, `(unit, elements)`."""
     returned: list[jax.Array] = []
     for i, bucket in enumerate(buckets):
         sent = pack(bucket, shards)
         if i > 1:  # XLA would bring back all buckets at the end, where nothing hides it
             sent, returned[i - 2] = jax.lax.optimization_barrier((sent, returned[i - 2]))
-        returned.append(_run_bucket(bucket, sent, orthogonalize))
-    units: dict[int, list[jax.Array]] = {}
-    leaves = {}
+        returned.append(_run_bucket(bucket, sent, iterations))
     for bucket, flat in zip(buckets, returned, strict=True):
-        for chunk, pieces in zip(bucket.chunks, unpack(bucket, flat), strict=True):
-            for leaf, part in units_of_parts(chunk, pieces):
-                units.setdefault(leaf.index, []).append(part)
-                leaves[leaf.index] = leaf
-    return {
-        i: from_matrices(
-            jnp.concatenate(units[i]).astype(leaf.dtype), unit_axes(leaf), shards[i].shape
-        )
-        for i, leaf in leaves.items()
-    }
+        for chunk, pieces in zip(bucket, unpack(bucket, flat), strict=True):
+            units = jnp.roll(pieces.swapaxes(0, 1), -chunk.first, 1)
+            yield from by_part(chunk.parts, units.reshape(-1, chunk.elements))
 
 
-def _run_bucket(bucket: Bucket, sent: jax.Array, orthogonalize: _Orthogonalize) -> jax.Array:
+def _run_bucket(bucket: Bucket, sent: jax.Array, iterations: Sequence[NewtonSchulz]) -> jax.Array:
     """Exchanges what is packed, orthogonalizes, and exchanges it back."""
-    names = tuple(name for name, _ in bucket.axes)
+    names = names_of(bucket[0].axes)
     received = unpack(bucket, jax.lax.all_to_all(sent, names, 0, 0))
-    stacks, positions = [], []
-    for chunk, pieces in zip(bucket.chunks, received, strict=True):
-        positions.append((jax.lax.axis_index(names) - chunk.first) % bucket.owners)
-        stacks.append(_assemble(chunk, bucket, pieces, positions[-1]))
-    numbers = [chunk.leaf.iteration for chunk in bucket.chunks]
+    # Which owner this device is, counted from the owner of the first unit.
+    positions = [(jax.lax.axis_index(names) - chunk.first) % chunk.owners for chunk in bucket]
+    stacks = [*map(_assemble, bucket, received, positions)]
     flat = [[jax.lax.collapse(x, 0, 2) for x in whole] for whole in stacks]
-    done = iter(orthogonalize(numbers, flat))
-    back = [
-        _take_apart(chunk, bucket, [next(done).reshape(x.shape) for x in whole], position)
-        for chunk, whole, position in zip(bucket.chunks, stacks, positions, strict=True)
-    ]
+    done = iter(map_by_iteration(iterations, [chunk.leaf.iteration for chunk in bucket], flat))
+    results = [[next(done).reshape(x.shape) for x in whole] for whole in stacks]
+    back = [*map(_take_apart, bucket, results, positions)]
     return jax.lax.all_to_all(pack_results(back, bucket), names, 0, 0)
 
 
-def _assemble(
-    chunk: Chunk, bucket: Bucket, pieces: jax.Array, position: jax.Array
-) -> list[jax.Array]:
+def _assemble(chunk: Chunk, pieces: jax.Array, position: jax.Array) -> list[jax.Array]:
     """Returns whole matrices, in stacks `(slot, batch, m, n)` with m ≤ n.
 
-    Args:
-        chunk: that the pieces are of.
-        bucket: that the chunk is of.
-        pieces: shape `(device, slot, elements)`.
-        position: which owner this device is, counted from the owner of the first unit.
+    `pieces` is `(device, slot, elements)`.
     """
-    runs = []
-    for leaf, begin, slots in _runs(chunk, bucket):
-        sizes, order = _cuts(leaf, bucket, slots)
+    begins, runs = [], []
+    for leaf, begin, slots in chunk.layouts():
+        sizes, order = _cuts(leaf, chunk, slots)
         units = pieces[:, slots].reshape(sizes).transpose(order).reshape(-1, *leaf.shape)
         stacks = jax.vmap(functools.partial(to_stacks, view=leaf.view))(units)
-        runs.append((begin % bucket.owners, [_as_wide(stack) for stack in stacks]))
-    begins, stacks = zip(*runs, strict=True)
-    return [
-        _join_runs([*zip(begins, each, strict=True)], position)
-        for each in zip(*stacks, strict=True)
-    ]
+        begins.append(begin)
+        runs.append([x.mT if is_tall(x) else x for x in stacks])
+    return [_join(begins, each, position) for each in zip(*runs, strict=True)]
 
 
-def _take_apart(
-    chunk: Chunk, bucket: Bucket, stacks: list[jax.Array], position: jax.Array
-) -> jax.Array:
+def _take_apart(chunk: Chunk, stacks: list[jax.Array], position: jax.Array) -> jax.Array:
     """The inverse of `_assemble`, in the dtype on the wire."""
-    runs = []
-    for leaf, begin, slots in _runs(chunk, bucket):
+    begins, runs = [], []
+    for leaf, begin, slots in chunk.layouts():
         parts = [
-            (stack if rows <= cols else stack.mT)[slots].astype(bucket.dtype)
+            (stack if rows <= cols else stack.mT)[slots].astype(chunk.dtype)
             for stack, (_, rows, cols) in zip(stacks, leaf.stacks, strict=True)
         ]
 
         def unit(parts: list[jax.Array], leaf: Leaf = leaf) -> jax.Array:
             return from_stacks(iter(parts), leaf.view, leaf.shape)
 
-        sizes, order = _cuts(leaf, bucket, slots)
+        sizes, order = _cuts(leaf, chunk, slots)
         cut = jax.vmap(unit)(parts).reshape([sizes[i] for i in order]).transpose(np.argsort(order))
-        pieces = cut.reshape(bucket.owners, slots.stop - slots.start, -1)
-        runs.append((begin % bucket.owners, pieces.swapaxes(0, 1)))
-    return _join_runs(runs, position).swapaxes(0, 1)
+        begins.append(begin)
+        runs.append(cut.reshape(chunk.owners, -1, chunk.elements).swapaxes(0, 1))
+    return _join(begins, runs, position).swapaxes(0, 1)
 
 
-def _runs(chunk: Chunk, bucket: Bucket) -> Iterator[tuple[Leaf, int, slice]]:
-    """Yields for each layout a leaf that has it, its first unit, and the slots that have units."""
-    for leaf, begin, end in chunk.layouts():
-        yield leaf, begin, slice(begin // bucket.owners, -(-end // bucket.owners))
-
-
-def _join_runs(runs: list[tuple[int, jax.Array]], position: jax.Array) -> jax.Array:
-    """Returns one array of all slots, from the slots of each layout.
-
-    Two runs may share a slot.
-
-    Args:
-        runs: for each layout the owner, counted from the first, on which it begins in its first
-            slot, and its slots `(slot, …)`.
-        position: as for `_assemble`.
-    """
+def _join(begins: Sequence[int], runs: Sequence[jax.Array], position: jax.Array) -> jax.Array:
+    """Returns one array of all slots, from the slots `(slot, …)` of each layout."""
     parts: list[jax.Array] = []
-    for begin, run in runs:
-        if begin:
+    for begin, run in zip(begins, runs, strict=True):
+        if begin:  # its first slot is also the last one of the layout before
             *parts, last = parts
             parts += [last[:-1], jnp.where(position < begin, last[-1:], run[:1])]
             run = run[1:]
@@ -218,9 +168,9 @@ def _join_runs(runs: list[tuple[int, jax.Array]], position: jax.Array) -> jax.Ar
     return jnp.concatenate(parts)
 
 
-def _cuts(leaf: Leaf, bucket: Bucket, slots: slice) -> tuple[list[int], list[int]]:
+def _cuts(leaf: Leaf, chunk: Chunk, slots: slice) -> tuple[list[int], list[int]]:
     """Returns the sizes of (mesh axes…, slot, axes of a piece…), and the order that makes units."""
-    mesh = dict(bucket.axes)
+    mesh = dict(chunk.axes)
     piece = [
         size // math.prod(mesh[name] for name in names)
         for size, names in zip(leaf.shape, leaf.axes, strict=True)
@@ -230,7 +180,3 @@ def _cuts(leaf: Leaf, bucket: Bucket, slots: slice) -> tuple[list[int], list[int
     for i, entry in enumerate(leaf.axes):
         order += [*map(names.index, entry), slot + 1 + i]
     return [*mesh.values(), slots.stop - slots.start, *piece], order
-
-
-def _as_wide(x: jax.Array) -> jax.Array:
-    return x.mT if is_tall(x) else x

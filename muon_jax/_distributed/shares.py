@@ -7,22 +7,22 @@ shares over the same mesh axes are gathered at once.
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from muon_jax._distributed.packing import unit_axes
+from muon_jax._distributed.cost import names_of, size_of
 from muon_jax._distributed.plan import Leaf, Share
-from muon_jax._matrices.views import from_matrices, stacked_view, to_matrices
+from muon_jax._distributed.units import by_part, take_units
+from muon_jax._matrices.views import stacked_view
 
 
 def shares_of(leaves: Sequence[Leaf]) -> list[Share]:
-    """Returns the shares of all leaves that replicas split. Results are gathered in their dtype."""
+    """Returns the shares of all leaves that replicas split. Their stacks come after the leaves."""
 
     def alike(leaf: Leaf) -> str:
-        local = tuple(_local_unit(leaf))
+        local = _local_unit(leaf)
         return repr((leaf.split, leaf.kind, leaf.layout, leaf.wire, sorted(leaf.varying), local))
 
     split = sorted((leaf for leaf in leaves if leaf.split), key=alike)
@@ -33,34 +33,30 @@ def shares_of(leaves: Sequence[Leaf]) -> list[Share]:
 def _share(leaves: Sequence[Leaf], index: int) -> Share:
     """The share of units of one layout, whose stack has this index."""
     leaf = leaves[0]
-    replicas = math.prod(size for _, size in leaf.split)
-    count = -(-sum(each.units for each in leaves) // replicas)
+    count = -(-sum(each.units for each in leaves) // size_of(leaf.split))
     stack = dataclasses.replace(
         leaf,
         index=index,
         parameter_shape=(count, *leaf.shape),
-        shape=(1, *leaf.shape),
-        batch=(0, *(axis + 1 for axis in leaf.batch)),
         view=stacked_view(leaf.view),
         axes=((), *leaf.axes),
         local_shape=(count, *_local_unit(leaf)),
-        varying=leaf.varying.union(name for name, _ in leaf.split),
+        varying=leaf.varying.union(names_of(leaf.split)),
         gains=(),
     )
-    return Share(tuple(leaves), stack, leaf.dtype)
+    return Share(tuple((leaf, 0, leaf.units) for leaf in leaves), stack, leaf.wire)
 
 
-def _local_unit(leaf: Leaf) -> list[int]:
+def _local_unit(leaf: Leaf) -> tuple[int, ...]:
     """The shape of the part of a unit on each device."""
-    return [1 if i in leaf.batch else size for i, size in enumerate(leaf.local_shape)]
+    return tuple(1 if i in leaf.batch else size for i, size in enumerate(leaf.local_shape))
 
 
 def own_units(share: Share, shards: Sequence[jax.Array]) -> jax.Array:
     """Returns the stack of this device's replica."""
-    stacks = [to_matrices(shards[leaf.index], unit_axes(leaf)) for leaf in share.leaves]
-    units, count = jnp.concatenate(stacks), share.stack.units
+    units, count = jnp.concatenate(take_units(share.parts, shards)), share.stack.units
     units = jnp.pad(units, [(0, count * share.replicas - len(units)), (0, 0), (0, 0)])
-    replica = jax.lax.axis_index(tuple(name for name, _ in share.axes))
+    replica = jax.lax.axis_index(names_of(share.axes))
     own = jax.lax.dynamic_slice_in_dim(units, replica * count, count)
     return own.reshape(share.stack.local_shape)
 
@@ -75,23 +71,16 @@ def gathered_together(shares: Sequence[Share]) -> list[list[Share]]:
 
 
 def gathered(
-    shares: Sequence[Share], results: Sequence[jax.Array], shards: Sequence[jax.Array]
-) -> dict[int, jax.Array]:
-    """Returns the results of all replicas, by the index of their parameter."""
-    found = {}
+    shares: Sequence[Share], results: Mapping[int, jax.Array]
+) -> Iterator[tuple[Leaf, jax.Array]]:
+    """Yields the results of all replicas for the units of each parameter."""
     for group in gathered_together(shares):
         flat = [results[share.stack.index].astype(share.dtype).reshape(-1) for share in group]
-        names = tuple(name for name, _ in group[0].axes)
+        names = names_of(group[0].axes)
         own = jnp.concatenate(flat)
         # If the caller's shard_map tracks what differs, tell it that all devices now have the same.
         is_known = jax.typeof(own).manual_axis_type.varying.issuperset(names)
         whole = jax.lax.all_gather(own, names, to="invarying" if is_known else "varying")
         *ends, _ = itertools.accumulate(x.size for x in flat)
-        for share, part in zip(group, jnp.split(whole, ends, axis=1), strict=True):
-            units = part.reshape(share.replicas * share.stack.units, -1, 1)
-            begin = 0
-            for leaf in share.leaves:
-                x = units[begin : begin + leaf.units].astype(leaf.dtype)
-                found[leaf.index] = from_matrices(x, unit_axes(leaf), shards[leaf.index].shape)
-                begin += leaf.units
-    return found
+        for share, x in zip(group, jnp.split(whole, ends, axis=1), strict=True):
+            yield from by_part(share.parts, x.reshape(share.replicas * share.stack.units, -1))

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -103,29 +102,14 @@ class Description:
     exchanges: Exchanges | None = None
 
     def __str__(self) -> str:
-        parameters = [
-            (
-                p.path,
-                _joined(p.shape),
-                p.role,
-                p.optimizer,
-                ", ".join(map(_joined, p.matrices)),
-                ", ".join(map(str, p.groups)),
-            )
-            for p in self.parameters
-        ]
-        groups = [
-            (
-                str(i),
-                _joined(g.shape),
-                g.coefficients,
-                g.method,
-                g.dtype,
-                g.implementation,
-                f"{g.flops / 1e9:.3g}",
-            )
-            for i, g in enumerate(self.groups)
-        ]
+        parameters, groups = [], []
+        for p in self.parameters:
+            matrices, numbers = map(_joined, p.matrices), map(str, p.groups)
+            row = (p.path, _joined(p.shape), p.role, p.optimizer)
+            parameters.append((*row, ", ".join(matrices), ", ".join(numbers)))
+        for i, g in enumerate(self.groups):
+            row = (str(i), _joined(g.shape), g.coefficients, g.method, g.dtype, g.implementation)
+            groups.append((*row, f"{g.flops / 1e9:.3g}"))
         of_groups = ("group", "shape", "coefficients", "method", "dtype", "products", "GFLOP")
         tables = [
             table(("path", "shape", "role", "optimizer", "matrices", "group"), parameters),
@@ -167,65 +151,71 @@ def describe(
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh | None):
         raise TypeError(f"mesh must be a Mesh or None, got {mesh!r}: pass that of the shardings")
     given, state = _all_arguments(optimizer, arguments | {"shardings": shardings}, params)
-    named, treedef = named_shapes(params), jax.tree.structure(params)
+    named = named_shapes(params)
     views = assigned_views(given["muon_weight_dimension_numbers"], params)
     momenta = [_momentum_of(x, given) for x in jax.tree.leaves(params)]
-    masked = treedef.unflatten(
-        optax.MaskedNode() if view is None else m for m, view in zip(momenta, views, strict=True)
-    )
     iterations = iterations_by_path(
         given["ns_coeffs"],
         steps=given["ns_steps"],
         eps=given["eps"],
         eps_mode=given["eps_mode"],
         preconditioning=given["preconditioning"],
-    )(masked)
-    stacks = [
-        [] if view is None else _stacks_of(name, m, view)
-        for (name, _), m, view in zip(named, momenta, views, strict=True)
-    ]
-    flat = [*itertools.chain.from_iterable(stacks)]
-    of_muon = [own for own, view in zip(stacks, views, strict=True) if view is not None]
-    numbers = [n for n, own in zip(iterations.of_leaves, of_muon, strict=True) for _ in own]
-    grouped = _grouped(iterations.distinct, numbers, flat)
-    group_of = {j: i for i, (_, group) in enumerate(grouped) for j in group}
-    positions = itertools.count()
+    )(_masked(params, momenta, [view is not None for view in views]))
+    numbers = iter(iterations.of_leaves)
+    stacks: list[jax.ShapeDtypeStruct] = []
+    of_iterations: list[list[int]] = [[] for _ in iterations.distinct]
+    of_parameters: list[range] = []
+    for (name, shape), m, view in zip(named, momenta, views, strict=True):
+        begin = len(stacks)
+        if view is not None:
+            with errors_naming(name, shape):
+                parts = parts_of(view, shape)
+            stacks += [jax.ShapeDtypeStruct(part.stack, m.dtype) for part in parts]
+            of_iterations[next(numbers)] += range(begin, len(stacks))
+        of_parameters.append(range(begin, len(stacks)))
+    described: list[DescribedGroup] = []
+    group_of: dict[int, int] = {}
+    for iteration, coefficients, own in zip(
+        iterations.distinct, iterations.names, of_iterations, strict=True
+    ):
+        for group in groups([stacks[i] for i in own], iteration.max_group_bytes):
+            members = [own[j] for j in group]
+            group_of |= dict.fromkeys(members, len(described))
+            described.append(
+                _described_group([stacks[i] for i in members], iteration, coefficients)
+            )
     labels = _optimizers(state, params, storage_of(given["mu_dtype"]))
-    parameters = [
+    parameters = tuple(
         DescribedParameter(
             path=name,
             shape=shape,
             role=role,
             optimizer=label,
-            matrices=tuple(stack.shape for stack in own),
-            groups=tuple(group_of[next(positions)] for _ in own),
+            matrices=tuple(stacks[i].shape for i in own),
+            groups=tuple(group_of[i] for i in own),
         )
-        for (name, shape), label, own, role in zip(
-            named, labels, stacks, _roles(named, given), strict=True
+        for (name, shape), role, label, own in zip(
+            named, _roles(named, given), labels, of_parameters, strict=True
         )
-    ]
-    described = [
-        _described_group(
-            [flat[j] for j in group], iterations.distinct[number], iterations.names[number]
-        )
-        for number, group in grouped
-    ]
+    )
     exchanges = _exchanges(params, momenta, views, iterations, exchange_of(shardings), mesh)
-    description = Description(tuple(parameters), tuple(described), exchanges)
+    description = Description(parameters, tuple(described), exchanges)
     print(description)
     return description
+
+
+def _masked(params: Any, momenta: Sequence[Any], kept: Sequence[bool]) -> Any:
+    """The tree of these momenta, of which some are masked."""
+    leaves = (
+        m if is_kept else optax.MaskedNode() for m, is_kept in zip(momenta, kept, strict=True)
+    )
+    return jax.tree.structure(params).unflatten(leaves)
 
 
 def _all_arguments(
     optimizer: Callable[..., Any], given: Mapping[str, Any], params: Any
 ) -> tuple[dict[str, Any], Any]:
-    """Returns all arguments, those of the preset and defaults too, and the shapes of the state.
-
-    Raises:
-        TypeError: `muon` has no such argument, or its `init` refuses the parameters.
-        ValueError: there is no such preset, or `muon` refuses an argument or, in `init`, the
-            parameters.
-    """
+    """All arguments, those of the preset and defaults too, and the shapes of the state."""
     signature = inspect.signature(optimizer)
     check_names("describe", given, [*signature.parameters])
     given = {"learning_rate": 0.0, **given}
@@ -251,13 +241,7 @@ def _exchanges(
 ) -> Exchanges | None:
     """Who orthogonalizes which of the matrices; None where nothing says how they are sharded.
 
-    Args:
-        params: the parameters, which may have shardings.
-        momenta: of all parameters.
-        views: of all parameters, None for AdamW.
-        iterations: of Muon's parameters.
-        exchange: what happens along mesh axes.
-        mesh: as `describe` got it.
+    `momenta` and `views` are of all parameters, `iterations` of Muon's.
     """
     of_muon = [i for i, view in enumerate(views) if view is not None]
     full = [i for i in of_muon if 0 not in momenta[i].shape]
@@ -265,9 +249,8 @@ def _exchanges(
     if placed is None:
         return None
     mesh = _mesh_for(placed, mesh)
-    treedef = jax.tree.structure(params)
     kept = {*full}
-    tree = treedef.unflatten(m if i in kept else optax.MaskedNode() for i, m in enumerate(momenta))
+    tree = _masked(params, momenta, [i in kept for i in range(len(momenta))])
     iterations = iterations.of_some([j for j, i in enumerate(of_muon) if i in kept])
     parameters = located([views[i] for i in full], tree, None)
     units = leaves_of(parameters, [momenta[i].dtype for i in full], iterations)
@@ -309,12 +292,7 @@ def _shardings_of(
 
 
 def _mesh_for(placed: Sequence[PartitionSpec | NamedSharding], mesh: Mesh | None) -> Mesh:
-    """The mesh: as given, else of the shardings, else in force.
-
-    Raises:
-        ValueError: there is none, but specs name its axes; shardings are on several; or a shard_map
-            is being traced.
-    """
+    """The mesh: as given, else of the shardings, else in force."""
     meshes: list[Mesh] = [s.mesh for s in placed if isinstance(s, NamedSharding)]
     if mesh is None and any(other.shape != meshes[0].shape for other in meshes):
         shapes = dict.fromkeys(str(dict(other.shape)) for other in meshes)
@@ -345,25 +323,10 @@ def _optimizers(state: Any, params: Any, storage: Storage) -> list[str]:
     treedef = jax.tree.structure(params)
     found = [""] * treedef.num_leaves
     for label, inner in state.inner_states.items():
-        nodes = jax.tree.leaves(inner, is_leaf=has_momenta)
-        (mu,) = (node.mu for node in nodes if has_momenta(node))
+        (mu,) = (x.mu for x in jax.tree.leaves(inner, is_leaf=has_momenta) if has_momenta(x))
         for i, m in enumerate(treedef.flatten_up_to(storage.unpack(mu))):
             if not any(map(is_masked, jax.tree.leaves(m, is_leaf=is_masked))):
                 found[i] = "adamw" if label == "adam" else label
-    return found
-
-
-def _grouped(
-    iterations: Sequence[NewtonSchulz],
-    numbers: Sequence[int],
-    stacks: Sequence[jax.ShapeDtypeStruct],
-) -> list[tuple[int, list[int]]]:
-    """The number of the iteration of each group, and the indices of its stacks."""
-    found = []
-    for number in sorted({*numbers}):
-        own = [i for i, of_stack in enumerate(numbers) if of_stack == number]
-        of_own = groups([stacks[i] for i in own], iterations[number].max_group_bytes)
-        found += [(number, [own[i] for i in group]) for group in of_own]
     return found
 
 
@@ -383,11 +346,6 @@ def _momentum_of(x: Any, given: dict[str, Any]) -> jax.ShapeDtypeStruct:
     computed = storage_of(given["mu_dtype"]).computed_dtype or of_parameter
     dtype = "float32" if given["mu_rounding"] == "stochastic" else computed
     return jax.ShapeDtypeStruct(np.shape(x), jnp.promote_types(of_parameter, dtype))
-
-
-def _stacks_of(name: str, x: jax.ShapeDtypeStruct, view: View) -> list[jax.ShapeDtypeStruct]:
-    with errors_naming(name, x.shape):
-        return [jax.ShapeDtypeStruct(part.stack, x.dtype) for part in parts_of(view, x.shape)]
 
 
 def _described_group(

@@ -2,16 +2,14 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from muon_jax._distributed.cost import Links, Sent
-from muon_jax._distributed.kept_sharded import estimate
-from muon_jax._distributed.plan import Bucket, Leaf, Plan, Share
+from muon_jax._distributed.cost import Collective, Links, Sent, names_of, size_of
+from muon_jax._distributed.kept_sharded import estimate, sharded_form_of
+from muon_jax._distributed.plan import Chunk, Plan
 from muon_jax._distributed.planning import collectives_of
 from muon_jax._distributed.shares import gathered_together
-from muon_jax._iteration.form import Form
 from muon_jax._table import table
 
 _COLUMNS = "matrices coefficients mode count owners each padding MB dtype µs".split()
@@ -151,55 +149,22 @@ def exchanges_of(plan: Plan, names: Sequence[str], links: Links) -> Exchanges:
         names: of the coefficients of each iteration.
         links: between the devices.
     """
-    rows: dict[Any, list[tuple[Leaf, int, int, int]]] = {}
-    shares = {share.stack.index: share for share in plan.shares}
-    for leaf in plan.local:
-        dtype = shares[leaf.index].dtype if leaf.index in shares else leaf.dtype
-        count, gathered = _of_replicas([(leaf, 0, leaf.units)], shares)
-        row = rows.setdefault((leaf.kind, (), dtype), [])
-        row.append((leaf, count, leaf.units, gathered))
-    for bucket in plan.buckets:
-        for chunk in bucket.chunks:
-            leaf = chunk.leaf
-            count, gathered = _of_replicas(chunk.parts, shares)
-            one_way = bucket.bytes_of(chunk) * (bucket.owners - 1) // bucket.owners
-            row = rows.setdefault((leaf.kind, bucket.axes, bucket.dtype), [])
-            row.append((leaf, count, chunk.slots, 2 * one_way + gathered))
-    groups = []
-    for (_, axes, dtype), members in rows.items():
-        leaf = members[0][0]
-        count = sum(count for _, count, _, _ in members)
-        each = sum(each for _, _, each, _ in members)
-        num_bytes = sum(sent for _, _, _, sent in members)
-        groups.append(
-            SharedMatrices(
-                matrices=leaf.matrices,
-                coefficients=names[leaf.iteration],
-                mode=_mode(leaf, f"exchange over {_names(axes)}" if axes else "local"),
-                count=count,
-                owners=math.prod(size for _, size in axes + leaf.split),
-                each=each,
-                megabytes=num_bytes / 1e6,
-                dtype=dtype.name,
-                microseconds=leaf.microseconds(each),
-                repeated_microseconds=leaf.microseconds(count),
-            )
-        )
-    sums = 0
-    for bucket in plan.grams:
-        group, num_sums = _group_kept_sharded(bucket, names, shares)
-        groups.append(group)
-        sums += num_sums
+    alike: dict[Any, list[Chunk]] = {}
+    for chunk in plan.whole:
+        alike.setdefault((chunk.leaf.kind, chunk.axes, chunk.dtype), []).append(chunk)
+    groups = [
+        *(_group(chunks, False, names, plan) for chunks in alike.values()),
+        *(_group([chunk], True, names, plan) for chunk in plan.grams),
+    ]
     by_axis: dict[str, Sent] = {}
-    for name, (num_bytes, time) in itertools.chain.from_iterable(
-        collective.sent(links).items() for collective in collectives_of(plan)
-    ):
-        before = by_axis.get(name, Sent(0.0, 0.0))
-        by_axis[name] = Sent(before.bytes + num_bytes, before.microseconds + time)
+    for collective in collectives_of(plan):
+        for name, (num_bytes, time) in collective.sent(links).items():
+            before = by_axis.get(name, Sent(0.0, 0.0))
+            by_axis[name] = Sent(before.bytes + num_bytes, before.microseconds + time)
     return Exchanges(
         groups=tuple(groups),
         buckets=len(plan.buckets),
-        sums=sums,
+        sums=sum(sharded_form_of(chunk.leaf).products.grams for chunk in plan.grams),
         compute_microseconds=sum(group.microseconds for group in groups),
         exchange_microseconds=sum(sent.microseconds for sent in by_axis.values()),
         gathers=len(gathered_together(plan.shares)),
@@ -208,54 +173,39 @@ def exchanges_of(plan: Plan, names: Sequence[str], links: Links) -> Exchanges:
     )
 
 
-def _of_replicas(
-    parts: Sequence[tuple[Leaf, int, int]], shares: Mapping[int, Share]
-) -> tuple[int, int]:
-    """The units of all replicas that split these, and the bytes of results that a device sends.
-
-    Args:
-        parts: as those of a chunk.
-        shares: by the index of their stack.
-    """
-    count, num_bytes = 0, 0
-    for leaf, start, stop in parts:
-        share = shares.get(leaf.index)
+def _group(
+    chunks: Sequence[Chunk], is_kept_sharded: bool, names: Sequence[str], plan: Plan
+) -> SharedMatrices:
+    """What is said of chunks of one kind, exchanged over the same mesh axes."""
+    leaf, axes = chunks[0].leaf, chunks[0].axes
+    over = ", ".join(names_of(axes))
+    if is_kept_sharded:
+        (chunk,) = chunks
+        owners, each, dtype = 1, chunk.count, sharded_form_of(leaf).dtype
+        microseconds, collectives = estimate(chunk)
+        mode = f"gram over {over}"
+    else:
+        owners, each, dtype = size_of(axes), sum(c.slots for c in chunks), chunks[0].dtype
+        microseconds = leaf.microseconds(each)
+        collectives = [Collective(chunk.bytes, axes) for chunk in chunks for _ in range(2)]
+        mode = f"exchange over {over}" if axes else "local"
+    count, sent = 0, sum(collective.sent_bytes for collective in collectives)
+    shares = {share.stack.index: share for share in plan.shares}
+    for own, start, stop in itertools.chain.from_iterable(chunk.parts for chunk in chunks):
+        share = shares.get(own.index)  # whose results replicas gather
         count += share.count_within(start, stop) if share else stop - start
-        num_bytes += share.bytes_of(stop - start) * (share.replicas - 1) if share else 0
-    return count, num_bytes
-
-
-def _group_kept_sharded(
-    bucket: Bucket, names: Sequence[str], shares: Mapping[int, Share]
-) -> tuple[SharedMatrices, int]:
-    """The group of matrices that stay sharded, and how many sums it has."""
-    (chunk,) = bucket.chunks
-    leaf = chunk.leaf
-    form = leaf.sharded_form
-    assert isinstance(form, Form)
-    cost = estimate(bucket)
-    count, gathered = _of_replicas(chunk.parts, shares)
-    group = SharedMatrices(
+        sent += share.bytes_of(stop - start) * (share.replicas - 1) if share else 0
+    split = [f"split over {', '.join(names_of(leaf.split))}"] * bool(leaf.split)
+    blocks = [f"blocks over {', '.join(leaf.blocks)}"] * bool(leaf.blocks)
+    return SharedMatrices(
         matrices=leaf.matrices,
         coefficients=names[leaf.iteration],
-        mode=_mode(leaf, f"gram over {_names(bucket.axes)}"),
+        mode="; ".join([*split, *blocks, mode]),
         count=count,
-        owners=math.prod(size for _, size in leaf.split),
-        each=chunk.count,
-        megabytes=(sum(collective.sent_bytes for collective in cost.collectives) + gathered) / 1e6,
-        dtype=form.dtype.name,
-        microseconds=cost.compute,
+        owners=owners * size_of(leaf.split),
+        each=each,
+        megabytes=sent / 1e6,
+        dtype=dtype.name,
+        microseconds=microseconds,
         repeated_microseconds=leaf.microseconds(count),
     )
-    return group, form.products.grams
-
-
-def _mode(leaf: Leaf, mode: str) -> str:
-    """The mode, with what happens over mesh axes that matrices are not exchanged over."""
-    split = [f"split over {_names(leaf.split)}"] * bool(leaf.split)
-    blocks = [f"blocks over {', '.join(leaf.blocks)}"] * bool(leaf.blocks)
-    return "; ".join([*split, *blocks, mode])
-
-
-def _names(axes: Sequence[tuple[str, int]]) -> str:
-    return ", ".join(name for name, _ in axes)

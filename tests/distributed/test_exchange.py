@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from muon_jax import muon, scale_by_muon
 from muon_jax._distributed.packing import write_units
-from muon_jax._distributed.plan import Chunk
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 
 
@@ -31,14 +30,14 @@ def assert_units_are_written(owners, counts, data):
     first, block = data.draw(st.integers(0, owners - 1)), data.draw(st.sampled_from([1, 3]))
     column, size = 5 * block, 3
     count = sum(counts)
-    chunk = Chunk((), -(-count // owners), first)
-    packed = jnp.zeros((owners, (column + chunk.slots * size) // block, block))
+    slots = -(-count // owners)
+    packed = jnp.zeros((owners, (column + slots * size) // block, block))
     units = np.arange(1, 1 + count * size, dtype=np.float32).reshape(count, size)
     begin = 0
     for part in np.split(units, np.cumsum(counts)[:-1]):
-        packed = write_units(packed, chunk, column, begin, jnp.asarray(part))
+        packed = write_units(packed, first, column, begin, jnp.asarray(part))
         begin += len(part)
-    expected = np.zeros((owners, chunk.slots, size), np.float32)
+    expected = np.zeros((owners, slots, size), np.float32)
     for q, unit in enumerate(units):
         expected[(first + q) % owners, q // owners] = unit
     packed = packed.reshape(owners, -1)

@@ -1,0 +1,48 @@
+"""Units of parameters: taken from a device's shards, and put back."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from muon_jax._distributed.plan import Leaf, Part
+from muon_jax._matrices.views import MatrixAxes, from_matrices, to_matrices
+
+
+def unit_axes(leaf: Leaf) -> MatrixAxes:
+    """Returns the axes for which `to_matrices` makes `(unit, elements, 1)` of a shard."""
+    others = (axis for axis in range(len(leaf.shape)) if axis not in leaf.batch)
+    return MatrixAxes(leaf.batch, tuple(others), ())
+
+
+def take_units(
+    parts: Sequence[Part],
+    shards: Sequence[jax.Array],
+    axes_of: Callable[[Leaf], MatrixAxes] = unit_axes,
+) -> list[jax.Array]:
+    """Returns what this device has of the units of each part, as matrices of these axes."""
+    return [
+        to_matrices(shards[leaf.index], axes_of(leaf))[start:stop] for leaf, start, stop in parts
+    ]
+
+
+def by_part(parts: Sequence[Part], units: jax.Array) -> list[tuple[Leaf, jax.Array]]:
+    """Returns the units of each part, of one array of all; what follows them is padding."""
+    ends = itertools.accumulate(stop - start for _, start, stop in parts)
+    return [*zip([leaf for leaf, _, _ in parts], jnp.split(units, [*ends]), strict=False)]
+
+
+def put_units_back(
+    units: Iterable[tuple[Leaf, jax.Array]],
+    shards: Sequence[jax.Array],
+    axes_of: Callable[[Leaf], MatrixAxes] = unit_axes,
+) -> dict[int, jax.Array]:
+    """Returns arrays like the shards, by the index of their leaf, of all units in their order."""
+    found: dict[int, tuple[Leaf, list[jax.Array]]] = {}
+    for leaf, x in units:
+        found.setdefault(leaf.index, (leaf, []))[1].append(x)
+    return {
+        i: from_matrices(jnp.concatenate(each).astype(leaf.dtype), axes_of(leaf), shards[i].shape)
+        for i, (leaf, each) in found.items()
+    }
