@@ -10,30 +10,159 @@ import collections.abc
 import dataclasses
 import functools
 import inspect
+import math
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAliasType, get_args, get_origin
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
-from muon_jax._argument_kinds import CheckedSchedule, FloatDType, Number, check_static
-from muon_jax._foreign.calls import (
-    check_names,
-    check_order,
-    check_positions,
-    way_of_other_form,
-)
+from muon_jax._foreign import check_call, way_of_other_form
 from pallas_kernels import IMPLEMENTATIONS
 from pallas_kernels.arguments import (
     check_array,
     check_flag,
     check_name,
     is_integer,
+    is_real,
     shown,
+    suggestion,
 )
 
 type Check = Callable[[str, Any], None]
+
+_INT8 = "mu_dtype='int8' for momenta in 8 bits, or mu_dtype='bfloat16'"
+_FLOATS = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """One real number in an interval.
+
+    Attributes:
+        interval: such as "[0, 1)", with the number 0 and without the number 1.
+        example: a number that is mostly right, for errors.
+        is_whole: whether it is an integer.
+        is_exact: whether 16 bits are too few for it: 0.999 is 1 in bfloat16, and 1e-8 is 0 in
+            float16.
+        is_static: whether it may not be an array.
+    """
+
+    interval: str
+    example: float
+    is_whole: bool = False
+    is_exact: bool = False
+    is_static: bool = False
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raises TypeError or ValueError unless `value` is such a number."""
+        if self.is_static:
+            _check_static(name, value)
+        if callable(value):
+            raise TypeError(
+                f"{name} must be a number, got the callable {value}: to give it a schedule, wrap"
+                " the optimizer in optax.inject_hyperparams"
+            )
+        self.check(name, value, f"pass {name}={self.example}")
+
+    def check(self, what: str, value: Any, remedy: str) -> None:
+        """Raises as a call does; errors name `what` the value is, and the remedy."""
+        if not is_real(value) or np.ndim(value) > 0:
+            raise TypeError(
+                f"{what} must be one real number, got {shown(value)}: {remedy}, for example"
+            )
+        dtype = getattr(value, "dtype", int)
+        if self.is_exact and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+            raise ValueError(
+                f"{what} must have 32 bits, got {shown(value)}: 0.999 is 1 in bfloat16, and 1e-8 is"
+                " 0 in float16. optax.inject_hyperparams makes arrays in the dtype of the"
+                " parameters: pass hyperparam_dtype=jnp.float32 to it"
+            )
+        if not isinstance(value, Tracer) and not self._holds(value):
+            kind = "an integer in" if self.is_whole else "in"
+            raise ValueError(
+                f"{what} must be {kind} {self.interval}, got {value}: {remedy}, for example"
+            )
+
+    def _holds(self, value: Any) -> bool:
+        try:
+            value = float(value)
+        except OverflowError:  # an integer beyond all floats
+            value = math.inf
+        low, high = map(float, self.interval[1:-1].split(","))
+        above = low <= value if self.interval[0] == "[" else low < value
+        below = value <= high if self.interval[-1] == "]" else value < high
+        return above and below and not (self.is_whole and value % 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedSchedule:
+    """A schedule whose results are checked when it is called.
+
+    The shape and the dtype of a result are always checked, and its value where it is known: outside
+    of a trace, or where the schedule returns a number of Python.
+
+    Attributes:
+        name: the argument that has the schedule.
+        number: what a result must be.
+        schedule: maps the count of a step to the number.
+    """
+
+    name: str
+    number: Number
+    schedule: Callable[[Any], Any]
+
+    def __call__(self, count: Any) -> Any:
+        """Returns what the schedule returns, or raises as `number` does."""
+        value = self.schedule(count)
+        what = f"the number that the schedule {self.name} returns"
+        self.number.check(what, value, f"return {self.number.example}")
+        return value
+
+    def __repr__(self) -> str:
+        return repr(self.schedule)
+
+
+def _check_static(name: str, value: Any) -> None:
+    """Raises ValueError where `value` is an array, as `optax.inject_hyperparams` makes of it."""
+    if isinstance(value, jax.Array):
+        raise ValueError(
+            f"{name} must be no array, got {value}: optax.inject_hyperparams makes one of it;"
+            f" give it static_args={name.partition('[')[0]!r}"
+        )
+
+
+def _check_dtype(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a float or complex dtype, or None.
+
+    Products may have the dtype "auto". Momenta may have int8 or a `Storage`, and no fewer bits.
+    """
+    of_momenta = name == "mu_dtype"
+    _check_static(name, value)
+    is_storage = hasattr(value, "load") and hasattr(value, "save")
+    is_own = is_storage if of_momenta else isinstance(value, str) and value == "auto"
+    if value is None or is_own:
+        return
+    try:
+        dtype = jnp.dtype(value)
+    except (TypeError, ValueError, SyntaxError):
+        is_narrow = of_momenta and re.search(r"(?<!\d)[48](?!\d)", str(value))
+        names = _FLOATS if of_momenta else (*_FLOATS, "auto")
+        hint = f": pass {_INT8}" if is_narrow else suggestion(value, names)
+        raise ValueError(
+            f"{name} must be the name of a float dtype, got {shown(value)}{hint}"
+        ) from None
+    bits = jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.inexact) else 0
+    if bits >= 16 or (dtype == jnp.int8 if of_momenta else bits):
+        return
+    kinds, example = "a float dtype", f"{name}='float32', for example"
+    if of_momenta:
+        kinds, example = "a float dtype of 16 bits or more, or int8", _INT8
+    raise ValueError(f"{name} must be {kinds}, got {dtype}: pass {example}")
 
 
 def check_patterns(name: str, value: Any) -> None:
@@ -58,6 +187,12 @@ def check_pattern(name: str, value: Any) -> None:
         ) from None
 
 
+def check_axis(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is an integer."""
+    if not is_integer(value):
+        raise TypeError(f"{name} must be an integer, got {shown(value)}: pass {name}=-1, the last")
+
+
 def _check_coeffs(name: str, value: Any) -> None:
     if isinstance(value, Mapping):
         check_patterns(name, value)
@@ -75,42 +210,17 @@ def _check_sizes(name: str, value: Any) -> None:
         )
 
 
-def check_axis(name: str, value: Any) -> None:
-    """Raises TypeError unless `value` is an integer."""
-    if not is_integer(value):
-        raise TypeError(f"{name} must be an integer, got {shown(value)}: pass {name}=-1, the last")
-
-
 def _check_mask(name: str, value: Any) -> None:
     if not callable(value):
         for path, leaf in jax.tree.leaves_with_path(value):
             check_flag(f"{name}{jax.tree_util.keystr(path)}", leaf)
 
 
-def _check_mu_dtype(name: str, value: Any) -> None:
-    if not (hasattr(value, "load") and hasattr(value, "save")):  # no `Storage`
-        FloatDType(least_bits=16, or_int8=True)(name, value)
-
-
-def _check_implementation(name: str, value: Any) -> None:
-    check_name(name, value, sorted(IMPLEMENTATIONS), or_none=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """A number that is no array."""
-
-    number: Number
-
-    def __call__(self, name: str, value: Any) -> None:
-        """Raises unless `value` is such a number."""
-        check_static(name, value)
-        self.number(name, value)
-
-
 BLOCK_GAIN = Number("[0, inf)", 1.0)
 _RATE, _DECAY = Number("[0, inf)", 0.02), Number("[0, inf)", 0.1)
 _EPS, BETA = Number("[0, inf)", 1e-8, is_exact=True), Number("[0, 1)", 0.95, is_exact=True)
+_STEPS = Number("[1, 100]", 5, is_whole=True)
+_PERIOD = Number(f"[1, {2**31 - 1}]", 4, is_whole=True, is_static=True)  # as counts, int32
 # What annotations do not say, by the names that arguments have in every function.
 _DECLARED: dict[str, Check] = {
     "learning_rate": _RATE,
@@ -125,15 +235,16 @@ _DECLARED: dict[str, Check] = {
     "adam_eps_root": _EPS,
     "consistent_rms": Number("[0, inf)", 0.2),
     "ns_coeffs": _check_coeffs,
-    **dict.fromkeys(("ns_steps", "steps"), Number("[1, 100]", 5, is_whole=True)),
-    "max_group_bytes": _Static(Number("[0, inf)", 2**30, is_whole=True)),
-    "block_period": _Static(Number(f"[1, {2**31 - 1}]", 4, is_whole=True)),  # as counts, int32
+    "ns_steps": _STEPS,
+    "steps": _STEPS,
+    "max_group_bytes": Number("[0, inf)", 2**30, is_whole=True, is_static=True),
+    "block_period": _PERIOD,
     "block_gain": BLOCK_GAIN,
-    "bandwidth": _Static(Number("(0, inf)", 50e9)),
-    "latency": _Static(Number("[0, inf)", 2e-5)),
-    "dtype": FloatDType(or_auto=True),
-    "mu_dtype": _check_mu_dtype,
-    "implementation": _check_implementation,
+    "bandwidth": Number("(0, inf)", 50e9, is_static=True),
+    "latency": Number("[0, inf)", 2e-5, is_static=True),
+    "dtype": _check_dtype,
+    "mu_dtype": _check_dtype,
+    "implementation": functools.partial(check_name, names=sorted(IMPLEMENTATIONS), or_none=True),
     "x": check_array,
     "weight_decay_mask": _check_mask,
     "axis": check_axis,
@@ -150,26 +261,14 @@ def checks_arguments[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     `CheckedSchedule`, which checks what it returns.
     """
     signature = inspect.signature(function)
-    parameters = signature.parameters.values()
-    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    checks = _checks_of({p.name: p.annotation for p in parameters})
-    takes_any = len(names) < len(parameters)
-    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    called = function.__name__
+    checks = _checks_of(function)
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_order(called, args, kwargs, by_position, names)
-        if not takes_more:
-            check_positions(called, args, kwargs, by_position)
-        if not takes_any:
-            given_by_name = dict(zip(by_position, args, strict=False)) | kwargs
-            check_names(called, given_by_name, names, takes_inputs=takes_more)
+        check_call(function.__name__, signature, args, kwargs)
         given = signature.bind_partial(*args, **kwargs)
         for name, value in given.arguments.items():
-            if name in checks:
-                _check_or_translate(checks[name], name, value, names)
+            _check(checks, name, value, [*signature.parameters])
             number = _DECLARED.get(name)
             is_schedule = callable(value) and not isinstance(value, CheckedSchedule)
             if is_schedule and isinstance(number, Number):
@@ -179,31 +278,30 @@ def checks_arguments[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-def _check_or_translate(check: Check, name: str, value: Any, names: Sequence[str]) -> None:
+def check_fields(instance: Any) -> None:
+    """Raises TypeError or ValueError where a field of a dataclass is not as declared."""
+    checks = _checks_of(type(instance))
+    for name in checks:
+        _check(checks, name, getattr(instance, name), [*checks])
+
+
+def _check(checks: Mapping[str, Check], name: str, value: Any, names: Sequence[str]) -> None:
     """Checks a value. Where another optimizer would take it, the error says what to write here."""
     try:
-        check(name, value)
+        if name in checks:
+            checks[name](name, value)
     except (TypeError, ValueError) as error:
         if way := way_of_other_form(name, value, names):
             error.args = (f"{str(error).partition(', got ')[0]}, got {shown(value)}: pass {way}",)
         raise
 
 
-def check_fields(instance: Any) -> None:
-    """Raises TypeError or ValueError where a field of a dataclass is not as declared."""
-    checks = _checks_of_class(type(instance))
-    for name, check in checks.items():
-        _check_or_translate(check, name, getattr(instance, name), [*checks])
-
-
 @functools.cache
-def _checks_of_class(of_class: type) -> dict[str, Check]:
-    return _checks_of({field.name: field.type for field in dataclasses.fields(of_class)})
-
-
-def _checks_of(annotations: Mapping[str, Any]) -> dict[str, Check]:
-    found = {name: _check_of(name, annotation) for name, annotation in annotations.items()}
-    return {name: check for name, check in found.items() if check}
+def _checks_of(called: Callable[..., Any]) -> dict[str, Check]:
+    """The checks of a function's arguments, or a dataclass' fields, without those that take all."""
+    parameters = inspect.signature(called).parameters.values()
+    checks = {p.name: _check_of(p.name, p.annotation) for p in parameters}
+    return {name: check for name, check in checks.items() if check}
 
 
 def _check_of(name: str, annotation: Any) -> Check | None:

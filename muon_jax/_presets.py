@@ -9,7 +9,6 @@ from typing import Any, NoReturn, cast
 
 import optax
 
-from muon_jax._foreign.names import MOVED_PRESETS
 from muon_jax._iteration.coefficients import canonicalize
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from pallas_kernels.arguments import check_name
@@ -172,8 +171,8 @@ def arguments_of(preset: str | None) -> dict[str, Any]:
     """
     if preset is None:
         return {}
-    if isinstance(preset, str) and preset in MOVED_PRESETS:
-        raise ValueError(f"preset={preset!r} is a function now: use {MOVED_PRESETS[preset]}")
+    if isinstance(preset, str) and preset in ("nanogpt", "muonh"):  # which were presets
+        raise ValueError(f"preset={preset!r} is a function now: use muon_jax.contrib.{preset}(...)")
     check_name("preset", preset, sorted(_ARGUMENTS))
     return _ARGUMENTS[preset]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon_jax._foreign.calls import is_transformation
+from muon_jax._foreign import is_transformation
 
 type Path = tuple[Any, ...]
 

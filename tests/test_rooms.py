@@ -39,7 +39,6 @@ ORDER = {
         "tune",
     ),
     "muon_jax": (
-        "_argument_kinds",
         "_foreign",
         "_checks",
         "_table",

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from muon_jax import PRESETS, Exchange, muon, scale_by_muon
-from muon_jax._argument_kinds import CheckedSchedule
+from muon_jax._checks import CheckedSchedule
 from muon_jax.contrib import nanogpt, scale_by_normuon
 
 PARAMS = helpers.random_tree({"w": (4, 6), "b": (3,)}, 0)

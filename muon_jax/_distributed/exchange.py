@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Self, cast
 import jax
 import optax
 
-from muon_jax._argument_kinds import CheckedSchedule
-from muon_jax._checks import BLOCK_GAIN, check_fields
+from muon_jax._checks import BLOCK_GAIN, CheckedSchedule, check_fields
 from muon_jax._distributed.cost import Link
 from muon_jax._distributed.sharding import Shardings, check_axes, check_shardings
 from muon_jax._matrices.views import ScaleOfBlocks

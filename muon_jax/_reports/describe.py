@@ -25,7 +25,7 @@ from muon_jax._distributed.sharding import (
     shardings_of_leaves,
     spec_of,
 )
-from muon_jax._foreign.calls import check_names
+from muon_jax._foreign import check_names
 from muon_jax._iteration.grouping import groups
 from muon_jax._iteration.newton_schulz import Iterations, NewtonSchulz
 from muon_jax._iteration.steps import is_traced

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon_jax._argument_kinds import Number
-from muon_jax._checks import check_axis, check_fields
+from muon_jax._checks import Number, check_axis, check_fields
 from muon_jax._matrices.views import Split, axis_of
 from pallas_kernels.arguments import is_integer, is_real
 

@@ -3,8 +3,7 @@
 import math
 from typing import Annotated
 
-from muon_jax._argument_kinds import Number
-from muon_jax._checks import checks_arguments
+from muon_jax._checks import Number, checks_arguments
 
 Size = Annotated[float, Number("(0, inf)", 12)]
 TOKENS_EXPONENT = -0.32

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._argument_kinds import Number
-from muon_jax._checks import check_patterns, checks_arguments
+from muon_jax._checks import Number, check_patterns, checks_arguments
 from muon_jax._iteration.normalization import wide
 from muon_jax._matrices.views import Split
 from muon_jax._transforms.chain import skip_missing

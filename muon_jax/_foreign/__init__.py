@@ -1,1 +1,0 @@
-"""Calls in the words of other optimizers, and what to write instead."""
