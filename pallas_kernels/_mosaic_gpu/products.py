@@ -55,7 +55,7 @@ def syrkx(
 
 
 def syrk_of_stacks(stacks: Sequence[jax.Array], alpha: float | jax.Array, **options: Any) -> Arrays:
-    """Computes what the public `syrk_of_stacks` documents, with the options of `syrkx`."""
+    """Computes what `Implementation.syrk_of_stacks` documents, with the options of `syrkx`."""
 
     def together(a: Arrays, coefficients: jax.Array) -> Arrays:
         return launch_mosaic_syrkx(a, a, (), coefficients, mirrored_on_diagonal=False, **options)
@@ -84,7 +84,7 @@ def gemm(
 def gemm_of_stacks(
     a_matrix: jax.Array, stacks: Sequence[jax.Array], *, out_dtype: Any = None, **options: Any
 ) -> Arrays:
-    """Computes what the public `gemm_of_stacks` documents, with the options of `gemm`."""
+    """Computes what `Implementation.gemm_of_stacks` documents, with the options of `gemm`."""
     options["out_dtype"] = jnp.dtype(out_dtype or a_matrix.dtype)
 
     def alone(a: jax.Array, bs: Arrays) -> Arrays:
