@@ -146,22 +146,14 @@ def gemm(
     `"triton"` (NVIDIA GPUs since Ampere). A kernel's result for a matrix is the same in any stack,
     bit for bit. XLA's libraries choose among kernels by the size of the stack.
 
-    Pass None as `implementation` for the one expected to be the fastest:
-
-    - `"triton"` for 16-bit operands where it can run, all sizes are multiples of 8, k is at most
-      512 and batch·m·k·n at most 2²⁸;
-    - else `"mosaic_gpu"` where it can run, the result has 16 bits, all sizes are multiples of 64,
-      and one of two holds. With `out_dtype` as the operands': k ≥ 3072, and the tiles divide evenly
-      among the multiprocessors. With another: all results together have at least 64 tiles of
-      128×128;
-    - else `"xla"`.
-
     Args:
         a_matrix: shape `(..., m, k)`.
         b_matrix: shape `(..., k, n)` and dtype of `a_matrix`.
         out_dtype: float dtype of the product, or None for the operands'. The kernels take bfloat16,
             float16 and float32.
-        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"` or None.
+        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"`, or None for the one expected to be the
+            fastest. That is `"triton"` for small products of 16 bits, and `"mosaic_gpu"` for large
+            k or where it spares a conversion, in sizes that the measurements cover.
 
     Returns:
         The product, of shape `(..., m, n)` and dtype `out_dtype`.
@@ -369,8 +361,28 @@ def _symmetric_product(
     """The product that `syrkx` documents, with B = A for None, and its residual if wanted."""
     c_matrices, betas = _addends_and_betas(c_matrix, beta)
     check_flag("symmetrize_output", symmetrize_output)
-    _check_symmetric(a_matrix, b_matrix, c_matrices)
-    _check_coefficients(a_matrix.shape[:-2], alpha, diagonal, betas)
+    *batch, m, _ = _checked_shape(a_matrix, "(..., m, n)")
+    operands = [("b_matrix", b_matrix, [a_matrix.shape])] if b_matrix is not None else []
+    operands += [("c_matrix", c, [(*batch, m, m), (m, m)]) for c in c_matrices]
+    for name, operand, shapes in operands:
+        check_array(name, operand)
+        if operand.shape not in shapes or operand.dtype != a_matrix.dtype:
+            raise ValueError(
+                f"{name} must be {a_matrix.dtype}{list(shapes[0])} to fit a_matrix,"
+                f" {_type_of(a_matrix)}; got {_type_of(operand)}"
+            )
+    coefficients = [("alpha", alpha), ("diagonal", diagonal), *(("beta", beta) for beta in betas)]
+    for name, value in coefficients:
+        if not is_real(value):
+            raise TypeError(
+                f"{name} must be a real number, or an array of one for each matrix, got"
+                f" {shown(value)}: pass {name}=1.0, for example"
+            )
+        if jnp.shape(value) not in ((), tuple(batch)):
+            raise ValueError(
+                f"{name} must be a scalar or have the batch shape {tuple(batch)} of a_matrix, got"
+                f" shape {jnp.shape(value)}"
+            )
     return Implementation.chosen(implementation, a_matrix).syrkx(
         a_matrix,
         b_matrix,
@@ -394,38 +406,6 @@ def _module(implementation: str) -> Any:
         case _:
             from pallas_kernels import _reference as module
     return module
-
-
-def _check_symmetric(
-    a_matrix: Any, b_matrix: Any | None = None, c_matrices: Sequence[Any] = ()
-) -> None:
-    *batch, m, _ = _checked_shape(a_matrix, "(..., m, n)")
-    expected = [("b_matrix", b_matrix, [a_matrix.shape])] if b_matrix is not None else []
-    expected += [("c_matrix", c, [(*batch, m, m), (m, m)]) for c in c_matrices]
-    for name, operand, shapes in expected:
-        check_array(name, operand)
-        if operand.shape not in shapes or operand.dtype != a_matrix.dtype:
-            raise ValueError(
-                f"{name} must be {a_matrix.dtype}{list(shapes[0])} to fit a_matrix,"
-                f" {_type_of(a_matrix)}; got {_type_of(operand)}"
-            )
-
-
-def _check_coefficients(
-    batch: tuple[int, ...], alpha: Any, diagonal: Any, betas: Sequence[Any]
-) -> None:
-    named = [("alpha", alpha), ("diagonal", diagonal), *(("beta", beta) for beta in betas)]
-    for name, value in named:
-        if not is_real(value):
-            raise TypeError(
-                f"{name} must be a real number, or an array of one for each matrix, got"
-                f" {shown(value)}: pass {name}=1.0, for example"
-            )
-        if jnp.shape(value) not in ((), batch):
-            raise ValueError(
-                f"{name} must be a scalar or have the batch shape {batch} of a_matrix, got"
-                f" shape {jnp.shape(value)}"
-            )
 
 
 def _type_of(x: jax.Array) -> str:

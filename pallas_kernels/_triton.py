@@ -123,23 +123,16 @@ def syrkx(
     symmetrize_output: bool,
     **options: Any,
 ) -> Arrays:
-    """Computes what `_reference.syrkx` defines, in one launch, also under `vmap`.
-
-    Options are those of `_launch_triton_syrkx`.
-    """
+    """Computes what `_reference.syrkx` defines, with the options of `_launch_triton_syrkx`."""
     options["mirrored_on_diagonal"] = symmetrize_output and b_matrix is not None
-    kernel = functools.partial(_launch_triton_syrkx, **options)
     stacked = stack_coefficients(coefficients, a_matrix.shape[:-2])
-    return call_on_stacks(kernel, "triton", a_matrix, b_matrix, c_matrices, stacked)
+    operands = (a_matrix, b_matrix, c_matrices, stacked)
+    return call_on_stacks(_launch_triton_syrkx, "triton", *operands, **options)
 
 
 def gemm(a_matrix: jax.Array, b_matrix: jax.Array, **options: Any) -> jax.Array:
-    """A·B, of `(..., m, k)` and `(..., k, n)`, in one launch, also under `vmap`.
-
-    Options are those of `_launch_triton_gemm`.
-    """
-    kernel = functools.partial(_launch_triton_gemm, **options)
-    (out,) = call_on_stacks(kernel, "triton", a_matrix, b_matrix)
+    """A·B, with the options of `_launch_triton_gemm`."""
+    (out,) = call_on_stacks(_launch_triton_gemm, "triton", a_matrix, b_matrix, **options)
     return out
 
 

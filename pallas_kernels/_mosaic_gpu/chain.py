@@ -115,10 +115,10 @@ def syrk_chain(
     flat = [c for row in rows for c in (*row, *[0.0] * (width - len(row)))]
     fits = fits_shared_memory(first.shape[-1], structure, len(inputs))
     kernel = launch_chain if "config" in options or not fits else launch_small_chain
-    kernel = functools.partial(kernel, structure=structure, **options)
     others = [c if c.ndim == first.ndim else c.reshape(*[1] * len(batch), *c.shape) for c in others]
     stacked = stack_coefficients(tuple(flat), batch).reshape(*batch, len(links), width)
-    (out,) = call_on_stacks(kernel, "mosaic_gpu", first, tuple(others), stacked)
+    operands = (first, tuple(others), stacked)
+    (out,) = call_on_stacks(kernel, "mosaic_gpu", *operands, structure=structure, **options)
     return out
 
 
