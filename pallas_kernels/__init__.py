@@ -10,25 +10,15 @@
 
 The kernels of symmetric products compute the lower triangle only, and fuse the whole epilogue.
 `select_implementation` tells which implementation `None` stands for, and `unsupported_reason` tells
-why an implementation cannot run. Several products share launches in `syrk_chain`, `syrk_of_stacks`
-and `gemm_of_stacks`. An `Implementation` is chosen once for many products, which check nothing.
-Public, too, are the modules `arguments` and `device`, which muon_jax shares, and the command
-`python -m pallas_kernels.tune`.
+why an implementation cannot run. An `Implementation` is chosen once for many products, which check
+nothing and may share launches. Public, too, are the modules `arguments` and `device`, which
+muon_jax shares, and the command `python -m pallas_kernels.tune`.
 
 Pallas' back ends are imported when a kernel is first chosen.
 """
 
-from pallas_kernels._products import (
-    ChainLink,
-    Implementation,
-    gemm,
-    gemm_of_stacks,
-    syrk,
-    syrk_chain,
-    syrk_of_stacks,
-    syrk_with_residual,
-    syrkx,
-)
+from pallas_kernels._products import Implementation, gemm, syrk, syrk_with_residual, syrkx
+from pallas_kernels._reference import ChainLink
 from pallas_kernels._selection import (
     IMPLEMENTATIONS,
     Selection,
@@ -42,11 +32,8 @@ __all__ = [
     "Implementation",
     "Selection",
     "gemm",
-    "gemm_of_stacks",
     "select_implementation",
     "syrk",
-    "syrk_chain",
-    "syrk_of_stacks",
     "syrk_with_residual",
     "syrkx",
     "unsupported_reason",

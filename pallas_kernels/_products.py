@@ -2,19 +2,18 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._reference import ChainLink, Coefficient
 from pallas_kernels._selection import (
     IMPLEMENTATIONS,
     fastest_gemm,
     fastest_syrkx,
     gemm_unsupported_reason,
-    reasons_against,
     supported_implementations,
 )
 from pallas_kernels.arguments import (
@@ -27,7 +26,6 @@ from pallas_kernels.arguments import (
     standard_promotion,
 )
 
-type Coefficient = float | jax.Array
 type Addends = jax.Array | tuple[jax.Array, ...]
 type Coefficients = Coefficient | tuple[Coefficient, ...]
 
@@ -148,22 +146,14 @@ def gemm(
     `"triton"` (NVIDIA GPUs since Ampere). A kernel's result for a matrix is the same in any stack,
     bit for bit. XLA's libraries choose among kernels by the size of the stack.
 
-    Pass None as `implementation` for the one expected to be the fastest:
-
-    - `"triton"` for 16-bit operands where it can run, all sizes are multiples of 8, k is at most
-      512 and batch·m·k·n at most 2²⁸;
-    - else `"mosaic_gpu"` where it can run, the result has 16 bits, all sizes are multiples of 64,
-      and one of two holds. With `out_dtype` as the operands': k ≥ 3072, and the tiles divide evenly
-      among the multiprocessors. With another: all results together have at least 64 tiles of
-      128×128;
-    - else `"xla"`.
-
     Args:
         a_matrix: shape `(..., m, k)`.
         b_matrix: shape `(..., k, n)` and dtype of `a_matrix`.
         out_dtype: float dtype of the product, or None for the operands'. The kernels take bfloat16,
             float16 and float32.
-        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"` or None.
+        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"`, or None for the one expected to be the
+            fastest. That is `"triton"` for small products of 16 bits, and `"mosaic_gpu"` for large
+            k or where it spares a conversion, in sizes that the measurements cover.
 
     Returns:
         The product, of shape `(..., m, n)` and dtype `out_dtype`.
@@ -189,121 +179,12 @@ def gemm(
     return chosen.gemm(a_matrix, b_matrix, out_dtype=dtype)
 
 
-class ChainLink(NamedTuple):
-    """One product of a chain, Sⱼ = alpha·Sⱼ₋₁² + Σ beta·C + diagonal·I.
-
-    Attributes:
-        alpha, diagonal: real coefficients, each a scalar, or one for each matrix.
-        addends: pairs of beta and the number of C. Numbers count the inputs, then the results and
-            residuals in the order in which they are made.
-        residual: whether a later product reads the residual, what the rounding of Sⱼ left.
-    """
-
-    alpha: Coefficient
-    addends: tuple[tuple[Coefficient, int], ...]
-    diagonal: Coefficient
-    residual: bool = False
-
-
-@standard_promotion()
-def syrk_chain(
-    inputs: Sequence[jax.Array],
-    links: Sequence[ChainLink],
-    *,
-    symmetrize_output: bool = True,
-    implementation: str | None = None,
-) -> jax.Array:
-    """The last of a chain of symmetric products, each a square of the one before with addends.
-
-    `"mosaic_gpu"` runs the chain in one launch where that is faster. Its result is the same as that
-    of a launch for each product, bit for bit.
-
-    Args:
-        inputs: S₀, symmetric, of shape `(..., m, m)`; then other addends, of shape `(..., m, m)` or
-            `(m, m)`, and the dtype of S₀.
-        links: the products.
-        symmetrize_output, implementation: as for `syrk`.
-
-    Returns:
-        The last product, of the shape and dtype of S₀.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as `syrkx`.
-    """
-    check_flag("symmetrize_output", symmetrize_output)
-    _check_symmetric(inputs[0], None, inputs[1:])
-    for alpha, addends, diagonal, _ in links:
-        _check_coefficients(inputs[0].shape[:-2], alpha, diagonal, [beta for beta, _ in addends])
-    chosen = Implementation.chosen(implementation, inputs[0])
-    return chosen.syrk_chain(inputs, links, symmetrize_output=bool(symmetrize_output))
-
-
-def syrk_of_stacks(
-    stacks: Sequence[jax.Array], *, alpha: Coefficient = 1.0, residual: bool = False
-) -> tuple[jax.Array, ...]:
-    """alpha·A·Aᵀ of the matrices of several stacks, of one m and several n, in one launch.
-
-    `"mosaic_gpu"` runs it. Each result is that of `syrk` for its stack alone, bit for bit. Under
-    `vmap` each stack has a launch of its own.
-
-    Args:
-        stacks: shapes `(batchᵢ, m, nᵢ)`, of sizes that are multiples of 64, the largest n first;
-            all bfloat16 or all float16.
-        alpha: a coefficient, or one for each matrix.
-        residual: whether to return the residual, too, as `syrk_with_residual`.
-
-    Returns:
-        The products `(Σ batchᵢ, m, m)`, followed by their residuals if wanted.
-
-    Raises:
-        TypeError: a stack is no array.
-        ValueError: the stacks do not fit together.
-        NotImplementedError: `"mosaic_gpu"` cannot run here.
-    """
-    _check_stacks(stacks)
-    return Implementation(("mosaic_gpu",)).syrk_of_stacks(stacks, alpha=alpha, residual=residual)
-
-
-def gemm_of_stacks(
-    a_matrix: jax.Array, stacks: Sequence[jax.Array], *, out_dtype: jnp.dtype | None = None
-) -> tuple[jax.Array, ...]:
-    """A·B of a stack of A with the matrices B of several stacks, of several n, in one launch.
-
-    `"mosaic_gpu"` runs it. Each result is that of `gemm` for its stack alone, bit for bit. Under
-    `vmap` each stack has a launch of its own.
-
-    Args:
-        a_matrix: shape `(Σ batchᵢ, m, k)`, of sizes that are multiples of 64; bfloat16 or float16.
-        stacks: shapes `(batchᵢ, k, nᵢ)`, of sizes that are multiples of 64, and dtype of
-            `a_matrix`.
-        out_dtype: dtype of the results, or None for the operands'.
-
-    Returns:
-        The products `(batchᵢ, m, nᵢ)`.
-
-    Raises:
-        TypeError: an operand is no array.
-        ValueError: the operands do not fit together, or `out_dtype` is no float dtype.
-        NotImplementedError: `"mosaic_gpu"` cannot run here.
-    """
-    _check_stacks(stacks)
-    num_matrices, k = sum(map(len, stacks)), stacks[0].shape[1]
-    shape = _checked_shape(a_matrix, "(..., m, k)")
-    if (*shape[:-2], shape[-2] % 64, shape[-1]) != (num_matrices, 0, k):
-        raise ValueError(
-            f"a_matrix must be {stacks[0].dtype}[{num_matrices}, m, {k}] to fit the stacks, with m"
-            f" a multiple of 64, got {_type_of(a_matrix)}: pad it with zeros"
-        )
-    dtype = _checked_out_dtype(a_matrix.dtype if out_dtype is None else out_dtype)
-    return Implementation(("mosaic_gpu",)).gemm_of_stacks(a_matrix, stacks, out_dtype=dtype)
-
-
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """The products of matrices of one dtype, by an implementation that is chosen once.
 
-    The methods compute what the functions of the same names document, and check nothing: they are
-    for a caller that makes its operands itself, such as an iteration.
+    The methods check nothing: they are for a caller that makes its operands itself, such as an
+    iteration. `syrkx` and `gemm` compute what the functions of these names document.
 
     Attributes:
         names: the implementation that was named, or all that run here. Of several, each product has
@@ -336,10 +217,17 @@ class Implementation:
         check_supported(name, gemm_unsupported_reason(name, *operands, out_dtype=out_dtype))
         return cls((name,))
 
-    def name_for(self, a_matrix: jax.Array | jax.ShapeDtypeStruct) -> str:
-        """Returns the name of the implementation of A·Aᵀ."""
+    def name_for(
+        self,
+        a_matrix: jax.Array | jax.ShapeDtypeStruct,
+        addend: bool = False,
+        symmetrize_output: bool = True,
+    ) -> str:
+        """Returns the name of the implementation of A·Aᵀ, or of A·Aᵀ + C."""
         only, *others = self.names
-        return fastest_syrkx(a_matrix, False, True).implementation if others else only
+        if not others:
+            return only
+        return fastest_syrkx(a_matrix, addend, symmetrize_output).implementation
 
     def syrkx(
         self,
@@ -354,9 +242,7 @@ class Implementation:
         residual: bool = False,
     ) -> tuple[jax.Array, ...]:
         """Returns the product of A and B, or of A and A, and with `residual` also its residual."""
-        name, *others = self.names
-        if others:
-            name = fastest_syrkx(a_matrix, bool(c_matrices), symmetrize_output).implementation
+        name = self.name_for(a_matrix, bool(c_matrices), symmetrize_output)
         accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
         return _module(name).syrkx(
             a_matrix,
@@ -374,20 +260,26 @@ class Implementation:
         *,
         symmetrize_output: bool = True,
     ) -> jax.Array:
-        """Returns the last product of the chain."""
-        *batch, m, _ = inputs[0].shape
-        if "mosaic_gpu" in self.names and len(links) > 1 and m % 64 == 0:
+        """Returns the last of a chain of symmetric products.
+
+        `"mosaic_gpu"` runs the chain in one launch where that is faster. Its result is the same as
+        that of a launch for each product, bit for bit.
+
+        Args:
+            inputs: S₀, symmetric, of shape `(..., m, m)`; then other addends, of shape
+                `(..., m, m)` or `(m, m)`, and the dtype of S₀.
+            links: the products.
+            symmetrize_output: as for `syrk`.
+
+        Returns:
+            The last product, of the shape and dtype of S₀.
+        """
+        if "mosaic_gpu" in self.names:
             from pallas_kernels._mosaic_gpu import chain
 
-            structure = tuple((tuple(c for _, c in link.addends), link.residual) for link in links)
-            rows = [(link.alpha, link.diagonal, *(b for b, _ in link.addends)) for link in links]
-            if chain.fits_shared_memory(m, structure, len(inputs)):
-                return chain.syrk_chain(inputs, structure, rows)
-            name, *others = self.names
-            if others:
-                name = fastest_syrkx(inputs[0], True, symmetrize_output).implementation
-            if name == "mosaic_gpu" and chain.fastest_chain_config(math.prod(batch), m):
-                return chain.syrk_chain(inputs, structure, rows)
+            name = self.name_for(inputs[0], True, symmetrize_output)
+            if chain.is_faster(inputs, links, by_kernels=name == "mosaic_gpu"):
+                return chain.syrk_chain(inputs, links)
         terms, result = [*inputs], inputs[0]
         for link in links:
             result, *_ = made = self.syrkx(
@@ -414,7 +306,20 @@ class Implementation:
     def syrk_of_stacks(
         self, stacks: Sequence[jax.Array], *, alpha: Coefficient = 1.0, residual: bool = False
     ) -> tuple[jax.Array, ...]:
-        """Returns the products of all stacks, by the only name, `"mosaic_gpu"`."""
+        """Returns alpha·A·Aᵀ of the matrices of several stacks, of one m and several n.
+
+        `"mosaic_gpu"`, which must be the only name, runs all in one launch, but under `vmap` a
+        launch for each stack. Each result is that of `syrkx` for its stack alone, bit for bit.
+
+        Args:
+            stacks: shapes `(batchᵢ, m, nᵢ)`, of sizes that are multiples of 64, the largest n
+                first; all bfloat16 or all float16.
+            alpha: a coefficient, or one for each matrix.
+            residual: whether to return the residual, too, as `syrk_with_residual`.
+
+        Returns:
+            The products `(Σ batchᵢ, m, m)`, followed by their residuals if wanted.
+        """
         return _module(*self.names).syrk_of_stacks(stacks, alpha, residual=residual)
 
     def gemm_of_stacks(
@@ -424,7 +329,20 @@ class Implementation:
         *,
         out_dtype: jnp.dtype | None = None,
     ) -> tuple[jax.Array, ...]:
-        """Returns the products with all stacks, by the only name, `"mosaic_gpu"`."""
+        """Returns A·B of a stack of A with the matrices B of several stacks, of several n.
+
+        `"mosaic_gpu"` runs it as `syrk_of_stacks`.
+
+        Args:
+            a_matrix: shape `(Σ batchᵢ, m, k)`, of sizes that are multiples of 64; bfloat16 or
+                float16.
+            stacks: shapes `(batchᵢ, k, nᵢ)`, of sizes that are multiples of 64, and dtype of
+                `a_matrix`.
+            out_dtype: dtype of the results, or None for the operands'.
+
+        Returns:
+            The products `(batchᵢ, m, nᵢ)`.
+        """
         return _module(*self.names).gemm_of_stacks(a_matrix, stacks, out_dtype=out_dtype)
 
 
@@ -443,8 +361,28 @@ def _symmetric_product(
     """The product that `syrkx` documents, with B = A for None, and its residual if wanted."""
     c_matrices, betas = _addends_and_betas(c_matrix, beta)
     check_flag("symmetrize_output", symmetrize_output)
-    _check_symmetric(a_matrix, b_matrix, c_matrices)
-    _check_coefficients(a_matrix.shape[:-2], alpha, diagonal, betas)
+    *batch, m, _ = _checked_shape(a_matrix, "(..., m, n)")
+    operands = [("b_matrix", b_matrix, [a_matrix.shape])] if b_matrix is not None else []
+    operands += [("c_matrix", c, [(*batch, m, m), (m, m)]) for c in c_matrices]
+    for name, operand, shapes in operands:
+        check_array(name, operand)
+        if operand.shape not in shapes or operand.dtype != a_matrix.dtype:
+            raise ValueError(
+                f"{name} must be {a_matrix.dtype}{list(shapes[0])} to fit a_matrix,"
+                f" {_type_of(a_matrix)}; got {_type_of(operand)}"
+            )
+    coefficients = [("alpha", alpha), ("diagonal", diagonal), *(("beta", beta) for beta in betas)]
+    for name, value in coefficients:
+        if not is_real(value):
+            raise TypeError(
+                f"{name} must be a real number, or an array of one for each matrix, got"
+                f" {shown(value)}: pass {name}=1.0, for example"
+            )
+        if jnp.shape(value) not in ((), tuple(batch)):
+            raise ValueError(
+                f"{name} must be a scalar or have the batch shape {tuple(batch)} of a_matrix, got"
+                f" shape {jnp.shape(value)}"
+            )
     return Implementation.chosen(implementation, a_matrix).syrkx(
         a_matrix,
         b_matrix,
@@ -470,38 +408,6 @@ def _module(implementation: str) -> Any:
     return module
 
 
-def _check_symmetric(
-    a_matrix: Any, b_matrix: Any | None = None, c_matrices: Sequence[Any] = ()
-) -> None:
-    *batch, m, _ = _checked_shape(a_matrix, "(..., m, n)")
-    expected = [("b_matrix", b_matrix, [a_matrix.shape])] if b_matrix is not None else []
-    expected += [("c_matrix", c, [(*batch, m, m), (m, m)]) for c in c_matrices]
-    for name, operand, shapes in expected:
-        check_array(name, operand)
-        if operand.shape not in shapes or operand.dtype != a_matrix.dtype:
-            raise ValueError(
-                f"{name} must be {a_matrix.dtype}{list(shapes[0])} to fit a_matrix,"
-                f" {_type_of(a_matrix)}; got {_type_of(operand)}"
-            )
-
-
-def _check_coefficients(
-    batch: tuple[int, ...], alpha: Any, diagonal: Any, betas: Sequence[Any]
-) -> None:
-    named = [("alpha", alpha), ("diagonal", diagonal), *(("beta", beta) for beta in betas)]
-    for name, value in named:
-        if not is_real(value):
-            raise TypeError(
-                f"{name} must be a real number, or an array of one for each matrix, got"
-                f" {shown(value)}: pass {name}=1.0, for example"
-            )
-        if jnp.shape(value) not in ((), batch):
-            raise ValueError(
-                f"{name} must be a scalar or have the batch shape {batch} of a_matrix, got"
-                f" shape {jnp.shape(value)}"
-            )
-
-
 def _type_of(x: jax.Array) -> str:
     return f"{x.dtype}{list(x.shape)}"
 
@@ -513,19 +419,6 @@ def _checked_shape(a_matrix: jax.Array, wanted: str) -> tuple[int, ...]:
             f"a_matrix must have a float dtype and shape {wanted}, got {_type_of(a_matrix)}"
         )
     return a_matrix.shape
-
-
-def _check_stacks(stacks: Sequence[jax.Array]) -> None:
-    for stack in stacks:
-        check_array("each stack", stack)
-        first = stacks[0]
-        fits = stack.ndim == 3 and (stack.shape[1], stack.dtype) == (first.shape[1], first.dtype)
-        if not fits or stack.shape[1] % 64 or stack.shape[2] % 64:
-            raise ValueError(
-                "stacks must be (batch, m, n) with one m and one dtype, and m and n multiples of"
-                f" 64, got {', '.join(map(_type_of, stacks))}: pad them with zeros"
-            )
-        check_supported("mosaic_gpu", reasons_against(stack)["mosaic_gpu"])
 
 
 def _checked_out_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:

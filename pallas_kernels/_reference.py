@@ -1,7 +1,11 @@
 """The definitions in plain jnp: the specification, and the implementation `"xla"`."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+
+type Coefficient = float | jax.Array
 
 
 def syrkx(
@@ -60,3 +64,19 @@ def gemm(a_matrix: jax.Array, b_matrix: jax.Array, *, out_dtype: jnp.dtype) -> j
     is_wide = jnp.finfo(out_dtype).bits > 16
     wide = jnp.promote_types(a_matrix.dtype, jnp.float32) if is_wide else None
     return jnp.matmul(a_matrix, b_matrix, preferred_element_type=wide).astype(out_dtype)
+
+
+class ChainLink(NamedTuple):
+    """One product of a chain, Sⱼ = alpha·Sⱼ₋₁² + Σ beta·C + diagonal·I.
+
+    Attributes:
+        alpha, diagonal: real coefficients, each a scalar, or one for each matrix.
+        addends: pairs of beta and the number of C. Numbers count the inputs, then the results and
+            residuals in the order in which they are made.
+        residual: whether a later product reads the residual, what the rounding of Sⱼ left.
+    """
+
+    alpha: Coefficient
+    addends: tuple[tuple[Coefficient, int], ...]
+    diagonal: Coefficient
+    residual: bool = False

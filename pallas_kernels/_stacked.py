@@ -15,21 +15,20 @@ type Arrays = tuple[jax.Array, ...]
 type Function = Callable[..., Arrays]
 
 
-def call_on_stacks(kernel: Function, implementation: str, *operands: Any) -> Arrays:
-    """Returns the results of `kernel(*operands)`, with the batch shape of the first operand.
+def call_on_stacks(kernel: Function, implementation: str, *operands: Any, **options: Any) -> Arrays:
+    """Returns `kernel(*operands, **options)`, with the batch shape of the first operand.
 
     The kernel gets all arrays with one batch axis, of length 1 where a matrix serves for all. Under
     `vmap` the stacks become longer, in the same launch.
 
     Args:
         kernel: computes stacks.
-        implementation: its name, for the error.
+        implementation: its name, for the error when it is differentiated.
         operands: arrays, or trees of arrays. The first array has shape `(..., m, n)`. The others
             start with its batch shape, or with as many ones.
-
-    Raises:
-        NotImplementedError: when differentiated.
+        options: for the kernel.
     """
+    kernel = functools.partial(kernel, **options)
 
     def under_vmap(call: Function, size: int, in_batched: Any, *operands: Any) -> Arrays:
         first, is_batched = (jax.tree.leaves(tree)[0] for tree in (operands, in_batched))

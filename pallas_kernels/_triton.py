@@ -2,11 +2,8 @@
 
 `syrkx`: one program computes one square tile of the lower triangle and stores it twice: as it is,
 and transposed into the upper triangle. A tile on the diagonal is stored once, so no element of the
-result has two writers. The kernel makes tiles on the diagonal symmetric:
-
-- A·Aᵀ gives symmetric tiles: the elements (i, j) and (j, i) add the same products in the same
-  order.
-- A·Bᵀ does not, so the lower half of the tile is mirrored.
+result has two writers. Tiles of A·Aᵀ are symmetric: the elements (i, j) and (j, i) add the same
+products in the same order. Of A·Bᵀ, the lower half of a tile on the diagonal is mirrored.
 
 A tiny A·Aᵀ has programs for the tiles above the diagonal, too. Those tiles are mirror images for
 the same reason, and computing them takes less time than transposing.
@@ -18,11 +15,10 @@ JAX has deprecated this lowering, without a date of removal as of 0.12.0. The re
 imports this module only to dispatch, so it can be deleted whole.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,28 +30,25 @@ from pallas_kernels._stacked import Arrays, call_on_stacks, jitted, stack_coeffi
 type GmemRef = Any  # a reference to global memory
 
 
-@dataclasses.dataclass(frozen=True)
-class TritonSyrkxConfig:
-    """Shape of one program: `tile` rows and columns of the result, in steps of `tile_k`."""
+class TritonConfig(NamedTuple):
+    """Shape of one program: a tile of the result, in steps of `tile_k` columns of A."""
 
-    tile: int
+    tile_m: int
+    tile_n: int
     tile_k: int
     num_warps: int
     num_stages: int
 
-    def __post_init__(self) -> None:
-        for name in ("tile", "tile_k", "num_warps"):
-            value = getattr(self, name)
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"{name} must be a power of two, got {value}")
-        if min(self.tile, self.tile_k) < 16:
-            raise ValueError(f"tile and tile_k must be at least 16, got {self}")
+    @property
+    def params(self) -> plt.CompilerParams:
+        """What the compiler is told."""
+        return plt.CompilerParams(num_warps=self.num_warps, num_stages=self.num_stages)
 
 
 def default_triton_syrkx_config(
     shape: tuple[int, ...], dtype: jax.typing.DTypeLike
-) -> TritonSyrkxConfig:
-    """Returns the fastest tile shape for `(..., m, n)` operands.
+) -> TritonConfig:
+    """Returns the fastest shape of square tiles for `(..., m, n)` operands.
 
     Fitted to an H200, untuned elsewhere. Each of its 132 multiprocessors runs at a time 4 programs
     of tile 64, or of tile 128 two with 4 warps or one with 8. The small tile wins as long as all
@@ -66,21 +59,21 @@ def default_triton_syrkx_config(
     *batch, m, n = shape
     programs = count_programs(batch, m, tile=128)
     if jnp.dtype(dtype).itemsize == 4:
-        return TritonSyrkxConfig(tile=64, tile_k=32, num_warps=4, num_stages=3)
+        return TritonConfig(64, 64, 32, num_warps=4, num_stages=3)
     for tile in (16, 32, 64):
         if is_tiny(batch, m, tile):
             tile_k = 64 if n <= 64 else 128
             num_warps = 2 if (tile, tile_k) == (16, 64) else 4
-            return TritonSyrkxConfig(tile=tile, tile_k=tile_k, num_warps=num_warps, num_stages=4)
+            return TritonConfig(tile, tile, tile_k, num_warps=num_warps, num_stages=4)
     if m <= 256 and count_programs(batch, m, tile=32) <= 528:
-        return TritonSyrkxConfig(tile=32, tile_k=128, num_warps=4, num_stages=4)
+        return TritonConfig(32, 32, 128, num_warps=4, num_stages=4)
     if count_programs(batch, m, tile=64) <= 528 and not (n >= 4 * m and programs >= 132):
-        return TritonSyrkxConfig(tile=64, tile_k=64, num_warps=4, num_stages=3)
+        return TritonConfig(64, 64, 64, num_warps=4, num_stages=3)
     # With 8 warps, a program takes 128 KiB of shared memory.
     is_hopper = plt.get_gpu_info().compute_capability == 90
     if is_hopper and 7.5 * pl.cdiv(programs, 132) < 13.2 * pl.cdiv(programs, 264):
-        return TritonSyrkxConfig(tile=128, tile_k=64, num_warps=8, num_stages=4)
-    return TritonSyrkxConfig(tile=128, tile_k=64, num_warps=4, num_stages=3)
+        return TritonConfig(128, 128, 64, num_warps=8, num_stages=4)
+    return TritonConfig(128, 128, 64, num_warps=4, num_stages=3)
 
 
 def is_tiny(batch: Sequence[int], m: int, tile: int) -> bool:
@@ -98,38 +91,27 @@ def count_programs(batch: Sequence[int], m: int, tile: int, mirrors: bool = True
     return math.prod(batch) * (num_tiles(across) if mirrors else across**2)
 
 
-@dataclasses.dataclass(frozen=True)
-class TritonGemmConfig:
-    """Shape of one program: a `tile_m` × `tile_n` tile of the result, in steps of `tile_k`."""
-
-    tile_m: int
-    tile_n: int
-    tile_k: int
-    num_warps: int
-    num_stages: int
-
-
 # In order of their size. Measured on an H200 in 16 bits, untuned elsewhere.
 TRITON_GEMM_CONFIGS = (
-    TritonGemmConfig(32, 32, 64, num_warps=4, num_stages=4),
-    TritonGemmConfig(64, 64, 64, num_warps=4, num_stages=3),
-    TritonGemmConfig(64, 128, 64, num_warps=4, num_stages=3),
-    TritonGemmConfig(128, 128, 64, num_warps=4, num_stages=3),
+    TritonConfig(32, 32, 64, num_warps=4, num_stages=4),
+    TritonConfig(64, 64, 64, num_warps=4, num_stages=3),
+    TritonConfig(64, 128, 64, num_warps=4, num_stages=3),
+    TritonConfig(128, 128, 64, num_warps=4, num_stages=3),
 )
 
 
-def default_triton_gemm_config(batch: int, m: int, n: int, itemsize: int) -> TritonGemmConfig:
+def default_triton_gemm_config(batch: int, m: int, n: int, itemsize: int) -> TritonConfig:
     """Returns the smallest tile with which an H200 runs all programs at once, or the largest.
 
     A step has the same number of bytes for all dtypes, so that `num_stages` steps fit in shared
     memory.
     """
 
-    def fits(config: TritonGemmConfig) -> bool:
+    def fits(config: TritonConfig) -> bool:
         return batch * pl.cdiv(m, config.tile_m) * pl.cdiv(n, config.tile_n) <= 132
 
     config = next(filter(fits, TRITON_GEMM_CONFIGS), TRITON_GEMM_CONFIGS[-1])
-    return dataclasses.replace(config, tile_k=2 * config.tile_k // itemsize)
+    return config._replace(tile_k=2 * config.tile_k // itemsize)
 
 
 def syrkx(
@@ -141,23 +123,16 @@ def syrkx(
     symmetrize_output: bool,
     **options: Any,
 ) -> Arrays:
-    """Computes what `_reference.syrkx` defines, in one launch, also under `vmap`.
-
-    Options are those of `_launch_triton_syrkx`.
-    """
+    """Computes what `_reference.syrkx` defines, with the options of `_launch_triton_syrkx`."""
     options["mirrored_on_diagonal"] = symmetrize_output and b_matrix is not None
-    kernel = functools.partial(_launch_triton_syrkx, **options)
     stacked = stack_coefficients(coefficients, a_matrix.shape[:-2])
-    return call_on_stacks(kernel, "triton", a_matrix, b_matrix, c_matrices, stacked)
+    operands = (a_matrix, b_matrix, c_matrices, stacked)
+    return call_on_stacks(_launch_triton_syrkx, "triton", *operands, **options)
 
 
 def gemm(a_matrix: jax.Array, b_matrix: jax.Array, **options: Any) -> jax.Array:
-    """A·B, of `(..., m, k)` and `(..., k, n)`, in one launch, also under `vmap`.
-
-    Options are those of `_launch_triton_gemm`.
-    """
-    kernel = functools.partial(_launch_triton_gemm, **options)
-    (out,) = call_on_stacks(kernel, "triton", a_matrix, b_matrix)
+    """A·B, with the options of `_launch_triton_gemm`."""
+    (out,) = call_on_stacks(_launch_triton_gemm, "triton", a_matrix, b_matrix, **options)
     return out
 
 
@@ -170,26 +145,29 @@ def _launch_triton_syrkx(
     *,
     mirrored_on_diagonal: bool,
     residual: bool,
-    config: TritonSyrkxConfig | None = None,
+    config: TritonConfig | None = None,
     interpret: bool = False,
 ) -> Arrays:
     """Computes stacks `(batch, m, n)` with coefficients `(batch, number)`."""
     batch, m, _ = a_matrix.shape
     config = config or default_triton_syrkx_config(a_matrix.shape, a_matrix.dtype)
     is_gram = b_matrix is None and not c_matrices
-    mirrors = not (is_gram and is_tiny([batch], m, config.tile))
-    kernel = functools.partial(
-        _triton_syrkx_kernel, mirrors=mirrors, mirrored_on_diagonal=mirrored_on_diagonal
+    mirrors = not (is_gram and is_tiny([batch], m, config.tile_m))
+    body = functools.partial(
+        _triton_syrkx_kernel,
+        config=config,
+        mirrors=mirrors,
+        mirrored_on_diagonal=mirrored_on_diagonal,
     )
-    return _call(
-        kernel,
-        config,
-        count_programs([batch], m, config.tile, mirrors),
-        (_type_like(a_matrix, (batch, m, m), a_matrix.dtype),) * (1 + residual),
-        (coefficients, a_matrix, b_matrix, c_matrices),
+    kernel = pl.pallas_call(
+        body,
+        out_shape=(_type_like(a_matrix, (batch, m, m), a_matrix.dtype),) * (1 + residual),
+        grid=(count_programs([batch], m, config.tile_m, mirrors),),
+        compiler_params=config.params,
         interpret=interpret,
         name="syrkx",
     )
+    return kernel(coefficients, a_matrix, b_matrix, c_matrices)
 
 
 @jitted
@@ -198,40 +176,26 @@ def _launch_triton_gemm(
     b_matrix: jax.Array,
     *,
     out_dtype: jnp.dtype,
-    config: TritonGemmConfig | None = None,
+    config: TritonConfig | None = None,
     interpret: bool = False,
 ) -> Arrays:
     """Computes stacks `(batch, m, k)` times `(batch, k, n)`."""
     (batch, m, _), n = a_matrix.shape, b_matrix.shape[-1]
     config = config or default_triton_gemm_config(batch, m, n, a_matrix.dtype.itemsize)
-    return _call(
-        _triton_gemm_kernel,
-        config,
-        batch * pl.cdiv(m, config.tile_m) * pl.cdiv(n, config.tile_n),
-        (_type_like(a_matrix, (batch, m, n), out_dtype),),
-        (a_matrix, b_matrix),
+    kernel = pl.pallas_call(
+        functools.partial(_triton_gemm_kernel, config=config),
+        out_shape=(_type_like(a_matrix, (batch, m, n), out_dtype),),
+        grid=(batch * pl.cdiv(m, config.tile_m) * pl.cdiv(n, config.tile_n),),
+        compiler_params=config.params,
         interpret=interpret,
         name="gemm",
     )
+    return kernel(a_matrix, b_matrix)
 
 
 def _type_like(x: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
     """Returns a type that varies over a mesh as `x` does."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
-
-
-def _call(
-    kernel: Callable[..., None],
-    config: TritonSyrkxConfig | TritonGemmConfig,
-    num_programs: int,
-    out_shape: tuple[jax.ShapeDtypeStruct, ...],
-    operands: Any,
-    **options: Any,
-) -> Arrays:
-    params = plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
-    kernel = functools.partial(kernel, config=config)
-    options |= {"out_shape": out_shape, "compiler_params": params, "grid": (num_programs,)}
-    return pl.pallas_call(kernel, **options)(*operands)
 
 
 def _triton_syrkx_kernel(
@@ -240,13 +204,12 @@ def _triton_syrkx_kernel(
     b_gmem: GmemRef | None,
     c_gmems: tuple[GmemRef, ...],
     *out_gmems: GmemRef,
-    config: TritonSyrkxConfig,
+    config: TritonConfig,
     mirrors: bool,
     mirrored_on_diagonal: bool,
 ) -> None:
     """The body of the kernel: one program's tile, and its mirror image if `mirrors`."""
-    _, m, n = a_gmem.shape
-    tile, tile_k = config.tile, config.tile_k
+    m, tile = a_gmem.shape[1], config.tile_m
     program = pl.program_id(0)
     tiles_per_matrix = count_programs([], m, tile, mirrors)
     batch, index = program // tiles_per_matrix, program % tiles_per_matrix
@@ -256,15 +219,14 @@ def _triton_syrkx_kernel(
         tile_row, tile_col = index // pl.cdiv(m, tile), index % pl.cdiv(m, tile)
     row, col = tile_row * tile, tile_col * tile
 
-    def accumulate(step: jax.Array, accumulator: jax.Array) -> jax.Array:
-        depth = step * tile_k
-        a_tile = _load(a_gmem, batch, row, depth, (tile, tile_k))
-        b = a_gmem if b_gmem is None else b_gmem
-        b_tile = _load(b, batch, col, depth, (tile, tile_k))
-        return accumulator + plt.dot(a_tile, b_tile, trans_b=True)
-
-    zeros = jnp.zeros((tile, tile), jnp.float32)
-    accumulator = jax.lax.fori_loop(0, pl.cdiv(n, tile_k), accumulate, zeros)
+    b = a_gmem if b_gmem is None else b_gmem
+    accumulator = _sums(
+        config,
+        a_gmem,
+        (batch, row),
+        lambda depth: _load(b, batch, col, depth, (tile, config.tile_k)),
+        trans_b=True,
+    )
     alpha, diagonal, *betas = (
         plt.load(coefficients_gmem.at[batch, jnp.int32(i)]) for i in range(2 + len(c_gmems))
     )
@@ -274,37 +236,54 @@ def _triton_syrkx_kernel(
         total += beta * c_tile.astype(jnp.float32)
     row_ids, col_ids = (start + jnp.arange(tile) for start in (row, col))
     total += jnp.where(row_ids[:, None] == col_ids[None, :], diagonal, 0.0)
+
+    def store(out_gmem: GmemRef, out: jax.Array) -> None:
+        _store(out_gmem, batch, row, col, out)
+        is_mirrored = mirrors and tile_row != tile_col
+        pl.when(is_mirrored)(lambda: _store(out_gmem, batch, col, row, out.T))
+
     for out_gmem in out_gmems:  # the result, then what its rounding left
         out = total.astype(out_gmem.dtype)
         total -= out.astype(jnp.float32)
         if mirrored_on_diagonal:
             out = jnp.where(row_ids[:, None] >= col_ids[None, :], out, out.T)
-        _store(out_gmem, batch, row, col, out)
-        mirror = functools.partial(_store_transposed, out_gmem, batch, col, row, out)
-        pl.when(mirrors and tile_row != tile_col)(mirror)
+        store(out_gmem, out)
 
 
 def _triton_gemm_kernel(
-    a_gmem: GmemRef, b_gmem: GmemRef, out_gmem: GmemRef, *, config: TritonGemmConfig
+    a_gmem: GmemRef, b_gmem: GmemRef, out_gmem: GmemRef, *, config: TritonConfig
 ) -> None:
     """The body of the kernel: one program's tile."""
-    (_, m, k), n = a_gmem.shape, b_gmem.shape[-1]
+    m, n = a_gmem.shape[1], b_gmem.shape[-1]
     tiles_m, tiles_n = pl.cdiv(m, config.tile_m), pl.cdiv(n, config.tile_n)
     program = pl.program_id(0)
     batch, index = program // (tiles_m * tiles_n), program % (tiles_m * tiles_n)
     # Programs go down the columns of tiles. The tiles of a column share B, the wider matrix.
     row, col = index % tiles_m * config.tile_m, index // tiles_m * config.tile_n
+    b_shape = config.tile_k, config.tile_n
+    total = _sums(
+        config, a_gmem, (batch, row), lambda depth: _load(b_gmem, batch, depth, col, b_shape)
+    )
+    _store(out_gmem, batch, row, col, total.astype(out_gmem.dtype))
+
+
+def _sums(
+    config: TritonConfig,
+    a_gmem: GmemRef,
+    start: tuple[jax.Array, jax.Array],
+    load_b: Callable[[jax.Array], jax.Array],
+    *,
+    trans_b: bool = False,
+) -> jax.Array:
+    """Returns a tile of the product with the blocks `load_b(depth)`, where a strip of A starts."""
 
     def accumulate(step: jax.Array, accumulator: jax.Array) -> jax.Array:
         depth = step * config.tile_k
-        a_tile = _load(a_gmem, batch, row, depth, (config.tile_m, config.tile_k))
-        b_tile = _load(b_gmem, batch, depth, col, (config.tile_k, config.tile_n))
-        return accumulator + plt.dot(a_tile, b_tile)
+        a_tile = _load(a_gmem, *start, depth, (config.tile_m, config.tile_k))
+        return accumulator + plt.dot(a_tile, load_b(depth), trans_b=trans_b)
 
-    tile = (config.tile_m, config.tile_n)
-    steps = pl.cdiv(k, config.tile_k)
-    total = jax.lax.fori_loop(0, steps, accumulate, jnp.zeros(tile, jnp.float32))
-    _store(out_gmem, batch, row, col, total.astype(out_gmem.dtype))
+    zeros = jnp.zeros((config.tile_m, config.tile_n), jnp.float32)
+    return jax.lax.fori_loop(0, pl.cdiv(a_gmem.shape[-1], config.tile_k), accumulate, zeros)
 
 
 def _load(gmem: GmemRef, batch: jax.Array, *place: Any) -> jax.Array:
@@ -317,12 +296,6 @@ def _store(gmem: GmemRef, batch: jax.Array, row: jax.Array, col: jax.Array, out:
     """Writes the part of a block that is within bounds."""
     ref, mask = _block(gmem, batch, row, col, out.shape)
     plt.store(ref, out, mask=mask)
-
-
-def _store_transposed(
-    gmem: GmemRef, batch: jax.Array, row: jax.Array, col: jax.Array, out: jax.Array
-) -> None:
-    _store(gmem, batch, row, col, out.T)
 
 
 def _block(

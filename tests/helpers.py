@@ -20,11 +20,11 @@ from muon_jax import NewtonSchulz, _newton_schulz, contrib, muon, newton_schulz,
 from pallas_kernels import device, syrk, syrk_with_residual, syrkx
 from pallas_kernels._mosaic_gpu.config import MosaicSyrkxConfig
 from pallas_kernels._mosaic_gpu.products import syrkx as mosaic_gpu_syrkx
-from pallas_kernels._triton import TritonSyrkxConfig
+from pallas_kernels._triton import TritonConfig
 from pallas_kernels._triton import syrkx as triton_syrkx
 
 # Small enough for interpret mode to be quick, and several tiles in every direction.
-INTERPRETED = TritonSyrkxConfig(tile=32, tile_k=16, num_warps=4, num_stages=3)
+INTERPRETED = TritonConfig(32, 32, 16, num_warps=4, num_stages=3)
 INTERPRETED_MOSAIC = MosaicSyrkxConfig(tile_m=64, tile_n=64, num_stages=2)
 
 GPUS = {

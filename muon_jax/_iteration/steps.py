@@ -190,7 +190,7 @@ class Step:
     def chain(
         self, gram: jax.Array, residual: jax.Array | None = None
     ) -> tuple[list[jax.Array], list[ChainLink]]:
-        """Returns the inputs and the links for which `pallas_kernels.syrk_chain` computes h(R).
+        """Returns the inputs and the links for which `Implementation.syrk_chain` computes h(R).
 
         Args:
             gram: R, of shape `(..., m, m)`.

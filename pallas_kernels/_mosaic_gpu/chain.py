@@ -13,6 +13,7 @@ What a product is made of is data: what it reads, how many addends it has, and w
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ from pallas_kernels._mosaic_gpu.work_list import (
     lower_triangle,
     plan_chain,
 )
+from pallas_kernels._reference import ChainLink
 from pallas_kernels._stacked import Arrays, call_on_stacks, jitted, stack_coefficients
 
 SMALL, LARGE = MosaicSyrkxConfig(64, 64, 8), MosaicSyrkxConfig(128, 128, 6, in_turns=True)
@@ -79,28 +81,44 @@ def _num_tiles(m: int, config: MosaicSyrkxConfig) -> int:
     return len(lower_triangle(m, config.tile_m, config.tile_n))
 
 
-def syrk_chain(
-    inputs: Sequence[jax.Array],
-    structure: Structure,
-    coefficients: Sequence[tuple[float | jax.Array, ...]],
-    **options: Any,
-) -> jax.Array:
-    """Computes what the public `syrk_chain` documents, in one launch, also under `vmap`.
+def is_faster(inputs: Sequence[jax.Array], links: Sequence[ChainLink], *, by_kernels: bool) -> bool:
+    """Returns whether one launch is faster than one for each product.
 
-    `coefficients` are alpha, the diagonal, and a beta for each addend, for each product. Without a
-    config, programs hold the whole chain of a matrix in shared memory where it fits. Options are
-    those of `launch_chain`.
+    `by_kernels` says that each product would be by `"mosaic_gpu"`, too. A chain that stays in
+    shared memory is faster than those of any implementation.
+    """
+    *batch, m, _ = inputs[0].shape
+    if len(links) < 2 or m % ROWS:
+        return False
+    if fits_shared_memory(m, structure_of(links), len(inputs)):
+        return True
+    return by_kernels and fastest_chain_config(math.prod(batch), m) is not None
+
+
+def structure_of(links: Sequence[ChainLink]) -> Structure:
+    """Returns what of the links is no coefficient."""
+    return tuple((tuple(c for _, c in link.addends), link.residual) for link in links)
+
+
+def syrk_chain(
+    inputs: Sequence[jax.Array], links: Sequence[ChainLink], **options: Any
+) -> jax.Array:
+    """Computes what `Implementation.syrk_chain` documents, in one launch, also under `vmap`.
+
+    Without a config, programs hold the whole chain of a matrix in shared memory where it fits.
+    Options are those of `launch_chain`.
     """
     first, *others = inputs
-    batch = first.shape[:-2]
-    width = 2 + max(len(addends) for addends, _ in structure)
-    flat = [c for row in coefficients for c in (*row, *[0.0] * (width - len(row)))]
+    batch, structure = first.shape[:-2], structure_of(links)
+    width = 2 + max(len(link.addends) for link in links)
+    rows = [(link.alpha, link.diagonal, *(beta for beta, _ in link.addends)) for link in links]
+    flat = [c for row in rows for c in (*row, *[0.0] * (width - len(row)))]
     fits = fits_shared_memory(first.shape[-1], structure, len(inputs))
     kernel = launch_chain if "config" in options or not fits else launch_small_chain
-    kernel = functools.partial(kernel, structure=structure, **options)
     others = [c if c.ndim == first.ndim else c.reshape(*[1] * len(batch), *c.shape) for c in others]
-    stacked = stack_coefficients(tuple(flat), batch).reshape(*batch, len(structure), width)
-    (out,) = call_on_stacks(kernel, "mosaic_gpu", first, tuple(others), stacked)
+    stacked = stack_coefficients(tuple(flat), batch).reshape(*batch, len(links), width)
+    operands = (first, tuple(others), stacked)
+    (out,) = call_on_stacks(kernel, "mosaic_gpu", *operands, structure=structure, **options)
     return out
 
 

@@ -38,24 +38,22 @@ def syrkx(
     symmetrize_output: bool,
     **options: Any,
 ) -> Arrays:
-    """Computes what `_reference.syrkx` defines, in one launch, also under `vmap`.
+    """Computes what `_reference.syrkx` defines, with the options of `launch_mosaic_syrkx`.
 
-    Operands are padded with zeros to multiples of 64, each in a pass of its own. Options are those
-    of `launch_mosaic_syrkx`.
+    Operands are padded with zeros to multiples of 64, each in a pass of its own.
     """
     options["mirrored_on_diagonal"] = symmetrize_output and b_matrix is not None
-    kernel = functools.partial(launch_mosaic_syrkx, **options)
     # A·Aᵀ also passes A twice, so that its program is the one of A·Bᵀ.
     b_matrix = a_matrix if b_matrix is None else b_matrix
     a, b, cs = jax.tree.map(padded, (a_matrix, b_matrix, c_matrices))
     *batch, m, _ = a_matrix.shape
-    stacked = _stacked.stack_coefficients(coefficients, tuple(batch))
-    results = call_on_stacks(kernel, "mosaic_gpu", (a,), (b,), cs, stacked)
+    operands = ((a,), (b,), cs, _stacked.stack_coefficients(coefficients, tuple(batch)))
+    results = call_on_stacks(launch_mosaic_syrkx, "mosaic_gpu", *operands, **options)
     return tuple(out[..., :m, :m] for out in results)
 
 
 def syrk_of_stacks(stacks: Sequence[jax.Array], alpha: float | jax.Array, **options: Any) -> Arrays:
-    """Computes what the public `syrk_of_stacks` documents, with the options of `syrkx`."""
+    """Computes what `Implementation.syrk_of_stacks` documents, with the options of `syrkx`."""
 
     def together(a: Arrays, coefficients: jax.Array) -> Arrays:
         return launch_mosaic_syrkx(a, a, (), coefficients, mirrored_on_diagonal=False, **options)
@@ -74,17 +72,17 @@ def syrk_of_stacks(stacks: Sequence[jax.Array], alpha: float | jax.Array, **opti
 def gemm(
     a_matrix: jax.Array, b_matrix: jax.Array, *, out_dtype: Any = None, **options: Any
 ) -> jax.Array:
-    """A·B in one launch, as `syrkx`. Options are those of `launch_mosaic_gemm`."""
+    """A·B, padded as by `syrkx`, with the options of `launch_mosaic_gemm`."""
     options["out_dtype"] = jnp.dtype(out_dtype or a_matrix.dtype)
-    kernel = functools.partial(launch_mosaic_gemm, **options)
-    (out,) = call_on_stacks(kernel, "mosaic_gpu", padded(a_matrix), (padded(b_matrix),))
+    operands = padded(a_matrix), (padded(b_matrix),)
+    (out,) = call_on_stacks(launch_mosaic_gemm, "mosaic_gpu", *operands, **options)
     return out[..., : a_matrix.shape[-2], : b_matrix.shape[-1]]
 
 
 def gemm_of_stacks(
     a_matrix: jax.Array, stacks: Sequence[jax.Array], *, out_dtype: Any = None, **options: Any
 ) -> Arrays:
-    """Computes what the public `gemm_of_stacks` documents, with the options of `gemm`."""
+    """Computes what `Implementation.gemm_of_stacks` documents, with the options of `gemm`."""
     options["out_dtype"] = jnp.dtype(out_dtype or a_matrix.dtype)
 
     def alone(a: jax.Array, bs: Arrays) -> Arrays:

@@ -12,9 +12,10 @@ from muon_jax import newton_schulz
 from muon_jax._iteration import coefficients
 from muon_jax._iteration.coefficients import NAMED, SCHEDULES, resolve_schedule
 from muon_jax._iteration.steps import noise_addend
-from pallas_kernels import syrk_chain
+from pallas_kernels import Implementation
 
 SIXTEEN_BITS = ["float16", "bfloat16"]
+by_xla = Implementation(("xla",))
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
@@ -41,7 +42,7 @@ def test_entries_of_few_values_get_many(name, dtype):
     x = jnp.asarray(x / np.linalg.norm(x @ x.T) ** 0.5, dtype)
     step = dataclasses.replace(SCHEDULES[name].steps_in(dtype)[0], residual_betas=())
     many, few = (
-        len(np.unique(syrk_chain(*h.chain(x @ x.T))))
+        len(np.unique(by_xla.syrk_chain(*h.chain(x @ x.T))))
         for h in (step, dataclasses.replace(step, noisy=None))
     )
     assert few == 3 and many > 10
@@ -54,7 +55,7 @@ def test_only_the_first_step_has_noise_and_only_in_16_bits(name):
         assert first.noisy is not None and not any(step.noisy for step in others)
     step, gram = SCHEDULES[name].steps[0], jnp.eye(8) / 8
     with_noise, without = (
-        jax.make_jaxpr(lambda r, h=h: syrk_chain(*h.chain(r)))(gram)
+        jax.make_jaxpr(lambda r, h=h: by_xla.syrk_chain(*h.chain(r)))(gram)
         for h in (step, dataclasses.replace(step, noisy=None))
     )
     assert str(with_noise) == str(without)

@@ -14,10 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import muon_jax
 from muon_jax._iteration.coefficients import SCHEDULES
-from pallas_kernels import ChainLink, syrk_chain, syrk_with_residual
+from pallas_kernels import ChainLink, Implementation, syrk_with_residual
 from pallas_kernels._mosaic_gpu import chain as mosaic_gpu
-from pallas_kernels._mosaic_gpu.chain import LARGE, SMALL, ChainProgram
-from pallas_kernels._mosaic_gpu.chain import syrk_chain as mosaic_syrk_chain
+from pallas_kernels._mosaic_gpu.chain import LARGE, SMALL, ChainProgram, structure_of
 from pallas_kernels._mosaic_gpu.small_chain import fits_shared_memory
 from pallas_kernels._mosaic_gpu.work_list import deal_chains, lower_triangle, plan_chain
 
@@ -37,19 +36,14 @@ STEPS = [
 ]
 
 
+def by(name):
+    return Implementation((name,))
+
+
 def sparse(rng, shape):
     """Symmetric integers, few of them not zero, so that all of a chain is exact in float16."""
     x = rng.integers(-1, 2, shape) * (rng.random(shape) < 1 / shape[-1])
     return jnp.asarray(x + x.swapaxes(-1, -2) + 2 * np.eye(shape[-1]), jnp.float16)
-
-
-def coefficients(links):
-    values = ((link.alpha, link.diagonal, *(beta for beta, _ in link.addends)) for link in links)
-    return tuple(tuple(map(jnp.float32, row)) for row in values)
-
-
-def structure_of(links):
-    return tuple((tuple(c for _, c in link.addends), link.residual) for link in links)
 
 
 def chain_of(step, operand):
@@ -87,8 +81,8 @@ def check_exactness(rng, shape, **options):
     """Compares with XLA, also where halves are rounded, and looks for races."""
     inputs = *(sparse(rng, shape) for _ in "12"), sparse(rng, shape[1:]) + jnp.float16(1025)
     options = {"num_programs": 1, "interpret": IN_INTERPRETER} | options
-    got = mosaic_syrk_chain(inputs, structure_of(LINKS), coefficients(LINKS), **options)
-    chex.assert_trees_all_equal(got, syrk_chain(inputs, LINKS, implementation="xla"))
+    got = mosaic_gpu.syrk_chain(inputs, LINKS, **options)
+    chex.assert_trees_all_equal(got, by("xla").syrk_chain(inputs, LINKS))
     assert not helpers.found_races()
 
 
@@ -120,10 +114,9 @@ def test_both_kernels_of_chains_have_the_same_bits(step, dtype, m, monkeypatch):
     x = jax.random.normal(jax.random.key(0), (2, m, m)) / (2 * m**0.5)
     inputs, links = chain_of(step, (x @ x.mT).astype(dtype))
     run = functools.partial(
-        mosaic_syrk_chain,
+        mosaic_gpu.syrk_chain,
         inputs,
-        structure_of(links),
-        coefficients(links),
+        links,
         num_programs=1,
         interpret=IN_INTERPRETER,
     )
@@ -143,7 +136,7 @@ def test_every_chain_of_small_matrices_fits_in_shared_memory(step, dtype):
 def test_all_matrices_of_a_vmap_are_in_one_launch(m, is_small):
     step = SCHEDULES["balanced"].steps[0]
     operand = jax.ShapeDtypeStruct((3, 5, m, m), jnp.float16)
-    function = jax.vmap(lambda *r: syrk_chain(*step.chain(*r), implementation="mosaic_gpu"))
+    function = jax.vmap(lambda *r: by("mosaic_gpu").syrk_chain(*step.chain(*r)))
     with helpers.described_gpu("H200"):
         traced = jax.jit(function).trace(operand, operand)
         if is_small:  # the other kernel is lowered below
@@ -248,10 +241,9 @@ def test_an_update_of_gpt2_has_few_kernels():
 def test_on_a_gpu_one_launch_has_the_bits_of_one_for_each_product(batch, m, monkeypatch):
     step = SCHEDULES["balanced"].steps[0]
     x = jax.random.normal(jax.random.key(0), (batch, m, m)) / (2 * m**0.5)
-    options = {"symmetrize_output": False, "implementation": "mosaic_gpu"}
 
     def function(*r):
-        return syrk_chain(*step.chain(*r), **options)
+        return by("mosaic_gpu").syrk_chain(*step.chain(*r), symmetrize_output=False)
 
     r, low = syrk_with_residual(x.astype(jnp.float16))
     results = []
