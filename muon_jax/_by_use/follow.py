@@ -25,12 +25,7 @@ from muon_jax._by_use.pieces import (
     joined,
     moved,
     of_no_source,
-    placed,
-    reshaped,
     size_of,
-    sliced,
-    with_axis,
-    without,
 )
 
 type Dims = Sequence[int]
@@ -119,7 +114,7 @@ class Operand(NamedTuple):
 
     def in_output(self, piece: Piece) -> Piece:
         """Returns what the output has of a piece."""
-        return placed(piece, self.shape, self.out, self.places)
+        return piece.placed(self.shape, self.out, self.places)
 
 
 class Product(NamedTuple):
@@ -276,7 +271,7 @@ class Follower:
             own = dict(piece.steps).get(depth)
             kept = tuple(step for step in piece.steps if step[0] != depth)
             axis = own or of_no_source(equation.params["length"])
-            return with_axis(piece._replace(steps=kept), 0, axis)
+            return piece._replace(steps=kept).with_axis(0, axis)
 
         one = (x.with_pieces(map(step_of, x.pieces)) for x in xs[n:])
         outputs = self._loop(body, [*xs[:n], *one], n - carried, carried, depth)
@@ -494,7 +489,7 @@ class Follower:
                 for k, n in enumerate(op.out if len(kept) == 1 else ()):
                     if n == kept[0].size and (k in x.repeats or shape[k] == 1):
                         own = Axis(0, (Atom(kept[0].axis, 0, 1, n),))
-                        found.add(with_axis(Piece(j, axes), k, own, 1))
+                        found.add(Piece(j, axes).with_axis(k, own, 1))
         return frozenset(found)
 
     def _modulated(self, op: Operation, xs: list[Value], pieces: list[frozenset[Piece]]) -> Marks:
@@ -586,8 +581,8 @@ class Follower:
 
         def grouped(x: Value, shape: Shape, axis: int) -> Value:
             if groups > 1:
-                return x.with_pieces(reshaped(p, shape, cut(shape, axis)) for p in x.pieces)
-            return x.with_pieces(with_axis(p, axis, Axis(0, ())) for p in x.pieces)
+                return x.with_pieces(p.reshaped(shape, cut(shape, axis)) for p in x.pieces)
+            return x.with_pieces(p.with_axis(axis, Axis(0, ())) for p in x.pieces)
 
         lhs, rhs = grouped(x, shapes[0], in_lhs), grouped(kernel, shapes[1], of_out)
         if kernel.sources != rhs.sources:
@@ -599,7 +594,7 @@ class Follower:
             Operand(lhs, cut(shapes[0], in_lhs), [in_lhs + 1], [in_lhs], free, [], cuts),
             Operand(rhs, cut(shapes[1], of_out), contract, [of_out], [of_out + 1], places, cuts),
         )
-        return y.with_pieces(reshaped(p, cuts, out) for p in y.pieces)
+        return y.with_pieces(p.reshaped(cuts, out) for p in y.pieces)
 
     def _multiplied(self, *operands: Operand) -> Value:
         left, right = self._weights_among(operands)
@@ -624,7 +619,7 @@ class Follower:
                 own.contract,
             )
             rest = (own.shape, own.out, own.places, [(k, n)])
-            return own.x.with_pieces(placed(piece, *rest) for piece in own.x.pieces)
+            return own.x.with_pieces(piece.placed(*rest) for piece in own.x.pieces)
         for kind, i, *_ in pending if is_data else ():
             for j in left.x.frontier | right.x.frontier if kind == "factors" else ():
                 self._note("followed", j, i, False)
@@ -741,7 +736,7 @@ class Follower:
             if is_used and is_all and not batched and piece.source not in other.x.frontier:
                 self._note("use", leaf, "makes weights")
             lost = piece.atoms(own.contract) + piece.picks  # both are taken now
-            found.add(without(own.in_output(piece), lost))
+            found.add(own.in_output(piece).without(lost))
         return found
 
     def _note_met(self, kind: str, left: Operand, right: Operand) -> None:
@@ -871,9 +866,8 @@ def _without_steps(x: Value, depth: int) -> Value:
 
 def _fitting(x: Value, shape: Shape) -> Value:
     """The value in an array of this shape: a shard's first part stands for the shard."""
-    start, step = (0,) * len(shape), (1,) * len(shape)
     pieces = [p for p in x.pieces if len(p.axes) == len(shape)]
-    return x.with_pieces(sliced(piece, start, shape, step) for piece in pieces)
+    return x.with_pieces(piece.sliced((0,) * len(shape), shape) for piece in pieces)
 
 
 def _hidden(
