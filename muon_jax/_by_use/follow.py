@@ -321,7 +321,11 @@ class Follower:
         """
         found, use = [], f"opaque {op.name}"
         xs = [x.as_activation() if x.is_looked_up else x for x in xs]
-        y = self._mixed(xs, use) if _meet_data(xs) else _pending(xs, use)
+        if _meet_data(xs):
+            y = self._mixed(xs, use)
+        else:  # what is done with parameters counts once data meet them
+            uses = {("pending", ("use", i, use)) for x in xs if x.is_weight for i in x.sources}
+            y = Value(marks=_marks(xs) | uses)
         for out in outs:
             marks, pieces = y.marks, [y.pieces]
             for x, shape in zip(xs, op.shapes, strict=True):
@@ -355,13 +359,11 @@ class Follower:
             "is_captured": name in RELAYOUTS and xs[0].is_captured,
             "repeats": xs[0].repeats if shapes == [out] and name not in MOVES else frozenset(),
         }
-        if name == "broadcast_in_dim":
-            of = {n: k for k, n in enumerate(params["broadcast_dimensions"])}
-            repeated = (n for n in range(len(out)) if n not in of or shapes[0][of[n]] != out[n])
+        if name in ("broadcast_in_dim", "tile"):
+            dims = params.get("broadcast_dimensions", range(len(out)))
+            of = dict(zip(dims, shapes[0], strict=True))
+            repeated = (k for k, n in enumerate(out) if k not in of or of[k] == 1 < n)
             flags["repeats"] = frozenset(repeated)
-        elif name == "tile":
-            reps = enumerate(params["reps"])
-            flags["repeats"] = frozenset(k for k, n in reps if n > 1 and shapes[0][k] == 1)
         pieces = moved(op, [x.pieces for x in xs])
         weights = [k for k, x in enumerate(xs) if x.is_weight]
         if not weights:
@@ -614,11 +616,8 @@ class Follower:
             return y._replace(marks=frozenset(found) | marks)
         if self._resizes and is_product and not is_data:  # jax.image.resize
             own, other = (left, right) if left.x.is_weight else (right, left)
-            ((_, n),), (k,) = (
-                [place for place in other.places if place[0] in other.free],
-                own.contract,
-            )
-            rest = (own.shape, own.out, own.places, [(k, n)])
+            resized = [(own.contract[0], n) for k, n in other.places if k in other.free]
+            rest = (own.shape, own.out, own.places, resized)
             return own.x.with_pieces(piece.placed(*rest) for piece in own.x.pieces)
         for kind, i, *_ in pending if is_data else ():
             for j in left.x.frontier | right.x.frontier if kind == "factors" else ():
@@ -627,13 +626,10 @@ class Follower:
         if not is_product:
             self._note_modulated([left.x, right.x], "modulated", "masked")
             for own, other in ((left, right), (right, left)):
-                if (
-                    other.x.is_captured
-                    and other.contract
-                    and math.prod(other.shape[k] for k in other.free) > 1
-                ):
-                    for j in own.x.frontier:
-                        self._note("output", j, "frozen")
+                is_wide = math.prod(other.shape[k] for k in other.free) > 1
+                is_matrix = other.x.is_captured and other.contract and is_wide
+                for j in own.x.frontier if is_matrix else ():
+                    self._note("output", j, "frozen")
             found = self._beside_activation(left, right) | self._beside_activation(right, left)
             return activation([left.x, right.x], frozenset(p for p in found if p.atoms()))
         return self._product_of_weights(left, right)
@@ -641,7 +637,6 @@ class Follower:
     def _product_of_weights(self, left: Operand, right: Operand) -> Value:
         """Notes the products of a weight, or of two."""
         self._note_met("batched", left, right)
-        is_data = left.x.is_data or right.x.is_data
         found: set[Piece] = set()
         for own, other in ((left, right), (right, left)):
             if own.x.is_weight:
@@ -653,6 +648,7 @@ class Follower:
                     found.add(own.in_output(piece)._replace(source=j))
         products = frozenset(piece.source for piece in found)
         marks = frozenset(("linear", j) for j in products)
+        is_data = left.x.is_data or right.x.is_data
         return Value(frozenset(found), frontier=products, is_data=is_data, marks=marks)
 
     def _weights_among(self, operands: Sequence[Operand]) -> Sequence[Operand]:
@@ -808,12 +804,6 @@ def activation(xs: Sequence[Value], pieces: frozenset[Piece] | None = None) -> V
 
 def _meet_data(xs: Iterable[Value]) -> bool:
     return any(x.is_data or x.frontier for x in xs)
-
-
-def _pending(xs: Sequence[Value], use: str) -> Value:
-    """What is made of parameters alone: what is done with them counts if data meet it."""
-    uses = {("pending", ("use", i, use)) for x in xs if x.is_weight for i in x.sources}
-    return Value(marks=_marks(xs) | uses)
 
 
 def _is_one_hot(name: str, xs: Sequence[Value]) -> bool:
