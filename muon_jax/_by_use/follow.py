@@ -25,12 +25,7 @@ from muon_jax._by_use.pieces import (
     joined,
     moved,
     of_no_source,
-    placed,
-    reshaped,
     size_of,
-    sliced,
-    with_axis,
-    without,
 )
 
 type Dims = Sequence[int]
@@ -119,7 +114,7 @@ class Operand(NamedTuple):
 
     def in_output(self, piece: Piece) -> Piece:
         """Returns what the output has of a piece."""
-        return placed(piece, self.shape, self.out, self.places)
+        return piece.placed(self.shape, self.out, self.places)
 
 
 class Product(NamedTuple):
@@ -276,7 +271,7 @@ class Follower:
             own = dict(piece.steps).get(depth)
             kept = tuple(step for step in piece.steps if step[0] != depth)
             axis = own or of_no_source(equation.params["length"])
-            return with_axis(piece._replace(steps=kept), 0, axis)
+            return piece._replace(steps=kept).with_axis(0, axis)
 
         one = (x.with_pieces(map(step_of, x.pieces)) for x in xs[n:])
         outputs = self._loop(body, [*xs[:n], *one], n - carried, carried, depth)
@@ -326,7 +321,11 @@ class Follower:
         """
         found, use = [], f"opaque {op.name}"
         xs = [x.as_activation() if x.is_looked_up else x for x in xs]
-        y = self._mixed(xs, use) if _meet_data(xs) else _pending(xs, use)
+        if _meet_data(xs):
+            y = self._mixed(xs, use)
+        else:  # what is done with parameters counts once data meet them
+            uses = {("pending", ("use", i, use)) for x in xs if x.is_weight for i in x.sources}
+            y = Value(marks=_marks(xs) | uses)
         for out in outs:
             marks, pieces = y.marks, [y.pieces]
             for x, shape in zip(xs, op.shapes, strict=True):
@@ -360,13 +359,11 @@ class Follower:
             "is_captured": name in RELAYOUTS and xs[0].is_captured,
             "repeats": xs[0].repeats if shapes == [out] and name not in MOVES else frozenset(),
         }
-        if name == "broadcast_in_dim":
-            of = {n: k for k, n in enumerate(params["broadcast_dimensions"])}
-            repeated = (n for n in range(len(out)) if n not in of or shapes[0][of[n]] != out[n])
+        if name in ("broadcast_in_dim", "tile"):
+            dims = params.get("broadcast_dimensions", range(len(out)))
+            of = dict(zip(dims, shapes[0], strict=True))
+            repeated = (k for k, n in enumerate(out) if k not in of or of[k] == 1 < n)
             flags["repeats"] = frozenset(repeated)
-        elif name == "tile":
-            reps = enumerate(params["reps"])
-            flags["repeats"] = frozenset(k for k, n in reps if n > 1 and shapes[0][k] == 1)
         pieces = moved(op, [x.pieces for x in xs])
         weights = [k for k, x in enumerate(xs) if x.is_weight]
         if not weights:
@@ -494,7 +491,7 @@ class Follower:
                 for k, n in enumerate(op.out if len(kept) == 1 else ()):
                     if n == kept[0].size and (k in x.repeats or shape[k] == 1):
                         own = Axis(0, (Atom(kept[0].axis, 0, 1, n),))
-                        found.add(with_axis(Piece(j, axes), k, own, 1))
+                        found.add(Piece(j, axes).with_axis(k, own, 1))
         return frozenset(found)
 
     def _modulated(self, op: Operation, xs: list[Value], pieces: list[frozenset[Piece]]) -> Marks:
@@ -586,8 +583,8 @@ class Follower:
 
         def grouped(x: Value, shape: Shape, axis: int) -> Value:
             if groups > 1:
-                return x.with_pieces(reshaped(p, shape, cut(shape, axis)) for p in x.pieces)
-            return x.with_pieces(with_axis(p, axis, Axis(0, ())) for p in x.pieces)
+                return x.with_pieces(p.reshaped(shape, cut(shape, axis)) for p in x.pieces)
+            return x.with_pieces(p.with_axis(axis, Axis(0, ())) for p in x.pieces)
 
         lhs, rhs = grouped(x, shapes[0], in_lhs), grouped(kernel, shapes[1], of_out)
         if kernel.sources != rhs.sources:
@@ -599,7 +596,7 @@ class Follower:
             Operand(lhs, cut(shapes[0], in_lhs), [in_lhs + 1], [in_lhs], free, [], cuts),
             Operand(rhs, cut(shapes[1], of_out), contract, [of_out], [of_out + 1], places, cuts),
         )
-        return y.with_pieces(reshaped(p, cuts, out) for p in y.pieces)
+        return y.with_pieces(p.reshaped(cuts, out) for p in y.pieces)
 
     def _multiplied(self, *operands: Operand) -> Value:
         left, right = self._weights_among(operands)
@@ -619,12 +616,9 @@ class Follower:
             return y._replace(marks=frozenset(found) | marks)
         if self._resizes and is_product and not is_data:  # jax.image.resize
             own, other = (left, right) if left.x.is_weight else (right, left)
-            ((_, n),), (k,) = (
-                [place for place in other.places if place[0] in other.free],
-                own.contract,
-            )
-            rest = (own.shape, own.out, own.places, [(k, n)])
-            return own.x.with_pieces(placed(piece, *rest) for piece in own.x.pieces)
+            resized = [(own.contract[0], n) for k, n in other.places if k in other.free]
+            rest = (own.shape, own.out, own.places, resized)
+            return own.x.with_pieces(piece.placed(*rest) for piece in own.x.pieces)
         for kind, i, *_ in pending if is_data else ():
             for j in left.x.frontier | right.x.frontier if kind == "factors" else ():
                 self._note("followed", j, i, False)
@@ -632,13 +626,10 @@ class Follower:
         if not is_product:
             self._note_modulated([left.x, right.x], "modulated", "masked")
             for own, other in ((left, right), (right, left)):
-                if (
-                    other.x.is_captured
-                    and other.contract
-                    and math.prod(other.shape[k] for k in other.free) > 1
-                ):
-                    for j in own.x.frontier:
-                        self._note("output", j, "frozen")
+                is_wide = math.prod(other.shape[k] for k in other.free) > 1
+                is_matrix = other.x.is_captured and other.contract and is_wide
+                for j in own.x.frontier if is_matrix else ():
+                    self._note("output", j, "frozen")
             found = self._beside_activation(left, right) | self._beside_activation(right, left)
             return activation([left.x, right.x], frozenset(p for p in found if p.atoms()))
         return self._product_of_weights(left, right)
@@ -646,7 +637,6 @@ class Follower:
     def _product_of_weights(self, left: Operand, right: Operand) -> Value:
         """Notes the products of a weight, or of two."""
         self._note_met("batched", left, right)
-        is_data = left.x.is_data or right.x.is_data
         found: set[Piece] = set()
         for own, other in ((left, right), (right, left)):
             if own.x.is_weight:
@@ -658,6 +648,7 @@ class Follower:
                     found.add(own.in_output(piece)._replace(source=j))
         products = frozenset(piece.source for piece in found)
         marks = frozenset(("linear", j) for j in products)
+        is_data = left.x.is_data or right.x.is_data
         return Value(frozenset(found), frontier=products, is_data=is_data, marks=marks)
 
     def _weights_among(self, operands: Sequence[Operand]) -> Sequence[Operand]:
@@ -741,7 +732,7 @@ class Follower:
             if is_used and is_all and not batched and piece.source not in other.x.frontier:
                 self._note("use", leaf, "makes weights")
             lost = piece.atoms(own.contract) + piece.picks  # both are taken now
-            found.add(without(own.in_output(piece), lost))
+            found.add(own.in_output(piece).without(lost))
         return found
 
     def _note_met(self, kind: str, left: Operand, right: Operand) -> None:
@@ -815,12 +806,6 @@ def _meet_data(xs: Iterable[Value]) -> bool:
     return any(x.is_data or x.frontier for x in xs)
 
 
-def _pending(xs: Sequence[Value], use: str) -> Value:
-    """What is made of parameters alone: what is done with them counts if data meet it."""
-    uses = {("pending", ("use", i, use)) for x in xs if x.is_weight for i in x.sources}
-    return Value(marks=_marks(xs) | uses)
-
-
 def _is_one_hot(name: str, xs: Sequence[Value]) -> bool:
     """Whether an output has one entry at most in each row that is not zero."""
     match name:
@@ -871,9 +856,8 @@ def _without_steps(x: Value, depth: int) -> Value:
 
 def _fitting(x: Value, shape: Shape) -> Value:
     """The value in an array of this shape: a shard's first part stands for the shard."""
-    start, step = (0,) * len(shape), (1,) * len(shape)
     pieces = [p for p in x.pieces if len(p.axes) == len(shape)]
-    return x.with_pieces(sliced(piece, start, shape, step) for piece in pieces)
+    return x.with_pieces(piece.sliced((0,) * len(shape), shape) for piece in pieces)
 
 
 def _hidden(

@@ -6,7 +6,10 @@ axis 1 of a weight, `x.reshape(…, heads, dim)` turns it into two axes of atoms
 operation shows which indices of which axis it takes, whatever happened in between.
 """
 
+import itertools
 import math
+import operator
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -71,24 +74,119 @@ class Piece(NamedTuple):
     def atoms(self, dims: Iterable[int] | None = None) -> Atoms:
         """Returns the atoms of these axes that are of an axis of the source, or of the piece."""
         axes = self.axes if dims is None else [self.axes[k] for k in dims]
-        found = tuple([atom for axis in axes for atom in axis.atoms if atom.axis is not None])
+        found = _of_source(axes)
         return found + self.elsewhere() if dims is None else found
 
     def elsewhere(self) -> Atoms:
         """Returns the atoms of axes of the source that are on no axis of the box."""
-        own = (atom for _, axis in self.steps for atom in axis.atoms if atom.axis is not None)
-        return (*self.picks, *own)
-
-    def without_steps(self, depth: int) -> "Piece":
-        """Returns the piece after a loop, of whose steps it comes from one that is not known."""
-        lost = [atom for k, axis in self.steps if k == depth for atom in axis.atoms]
-        kept = tuple((k, axis) for k, axis in self.steps if k != depth)
-        return without(self._replace(steps=kept), (a for a in lost if a.axis is not None))
+        return self.picks + _of_source(axis for _, axis in self.steps)
 
     def only(self, dim: int) -> Atom | None:
         """Returns the atom of an axis that has one."""
         found = self.atoms((dim,))
         return found[0] if len(found) == 1 else None
+
+    def with_axis(self, n: int, axis: Axis, replaced: int = 0) -> "Piece":
+        """Returns the piece with one more axis before axis n, in the place of `replaced` axes."""
+        return self._replace(axes=(*self.axes[:n], axis, *self.axes[n + replaced :]))
+
+    def without(self, lost: Iterable[Atom]) -> "Piece":
+        """Returns the piece without the axes of the source of which atoms are lost."""
+        gone = {atom.axis for atom in lost if atom.axis is not None}
+        if not gone:
+            return self
+
+        def kept(axis: Axis) -> Axis:
+            own = (Atom(None, 0, 0, a.size) if a.axis in gone else a for a in axis.atoms)
+            return axis._replace(atoms=tuple(own))
+
+        return self._replace(
+            axes=tuple(map(kept, self.axes)),
+            picks=tuple(atom for atom in self.picks if atom.axis not in gone),
+            steps=tuple((depth, kept(axis)) for depth, axis in self.steps),
+        )
+
+    def without_steps(self, depth: int) -> "Piece":
+        """Returns the piece after a loop, of whose steps it comes from one that is not known."""
+        kept = tuple(step for step in self.steps if step[0] != depth)
+        lost = itertools.chain(*(axis.atoms for k, axis in self.steps if k == depth))
+        return self._replace(steps=kept).without(lost)
+
+    def placed(
+        self,
+        shape: Shape,
+        out: Shape,
+        pairs: Iterable[tuple[int, int]],
+        in_no_order: Iterable[tuple[int, int]] = (),
+    ) -> "Piece":
+        """Returns the piece with axis k of an array as axis n of the output, for each pair (k, n).
+
+        The entries of the pairs `in_no_order` have an order there that is not known. Axes of the
+        source of which atoms find no place are lost: those of an axis in no pair, and of one that
+        has another size in the output, unless its one entry is repeated.
+        """
+        piece, axes, lost = self, [*map(of_no_source, out)], {*range(len(shape))}
+        others = {(k, n) for k, n in in_no_order if out[n] > 1}
+        for k, n in (*pairs, *others):
+            if (k, n) in others:
+                axes[n] = Axis(0, mixed(piece.axes[k].atoms, out[n]))
+                piece = piece.with_axis(k, axes[n], 1)
+            elif shape[k] == out[n]:
+                axes[n] = piece.axes[k]
+            elif shape[k] == 1:
+                axes[n] = Axis(0, piece.axes[k].atoms + axes[n].atoms)
+            else:
+                continue
+            lost.discard(k)
+        return piece._replace(axes=tuple(axes)).without(piece.atoms(lost))
+
+    def sliced(
+        self, starts: Sequence[int], stops: Sequence[int], steps: Sequence[int] | None = None
+    ) -> "Piece | None":
+        """Returns what a slice has of the piece, None for nothing."""
+        axes = []
+        steps = steps or (1,) * len(self.axes)
+        for (at, atoms), start, stop, step in zip(self.axes, starts, stops, steps, strict=True):
+            low, high = max(start, at), min(stop, at + size_of(atoms))
+            low += -(low - start) % step
+            if low >= high:
+                return None
+            found = _sliced_atoms(atoms, low - at, high - at, step)
+            if found is None:
+                found = mixed(atoms, -(-(high - low) // step))
+            axes.append(Axis((low - start) // step, found))
+        return self._replace(axes=tuple(axes))
+
+    def reshaped(self, shape: Shape, new: Shape) -> "Piece | None":
+        """Returns the piece of a reshape, None where it would be no box.
+
+        Both shapes fall into runs of axes with equal products. In each run the piece may be a part
+        of the first axis. It should have the other axes whole, and is widened where it does not, as
+        if its entries were repeated.
+        """
+        if 0 in shape:
+            return None
+        (ones, new_ones), *runs = _runs_of_axes(shape, new)
+        axes = [Axis(0, ())] * len(new_ones)
+        picks = self.picks + _picked(atom for k in ones for atom in self.axes[k].atoms)
+        for (first, *others), (_, *new_others) in runs:
+            at, atoms = self.axes[first]
+            for k in others:
+                repeats, rest = divmod(shape[k], size_of(self.axes[k].atoms))
+                if rest and repeats > 1:
+                    return None
+                atoms += of_no_source(repeats).atoms + self.axes[k].atoms
+            sizes = [new[k] for k in new_others]
+            tail, begin = math.prod(sizes), at * math.prod(shape[k] for k in others)
+            found = _cut(atoms, [size_of(atoms) // tail, *sizes])
+            if begin % tail or not found:
+                return None
+            # One index of the first axis stays on it, and others are on no axis any more.
+            one, is_one = _picked(fused(atoms)), size_of(self.axes[first].atoms) == 1
+            slowest = one + found[0] if is_one else found[0]
+            axes += [Axis(begin // tail, slowest), *(Axis(0, own) for own in found[1:])]
+            picks += () if is_one else one
+        return self._replace(axes=tuple(axes), picks=picks)
 
 
 def whole(source: int, shape: Shape) -> Piece:
@@ -127,76 +225,14 @@ def fused(atoms: Iterable[Atom]) -> Atoms:
     return tuple(found)
 
 
-def without(piece: Piece, lost: Iterable[Atom]) -> Piece:
-    """Returns the piece without the axes of the source of which atoms are lost."""
-    gone = {atom.axis for atom in lost}
-    if not gone:
-        return piece
-
-    def kept(atom: Atom) -> Atom:
-        return Atom(None, 0, 0, atom.size) if atom.axis in gone else atom
-
-    return piece._replace(
-        axes=tuple(Axis(at, (*map(kept, own),)) for at, own in piece.axes),
-        picks=tuple(atom for atom in piece.picks if atom.axis not in gone),
-        steps=tuple((k, Axis(at, (*map(kept, own),))) for k, (at, own) in piece.steps),
-    )
-
-
-def placed(
-    piece: Piece,
-    shape: Shape,
-    out: Shape,
-    pairs: Iterable[tuple[int, int]],
-    in_no_order: Iterable[tuple[int, int]] = (),
-) -> Piece:
-    """Returns the piece with axis k of an array as axis n of the output, for each pair (k, n).
-
-    The entries of the pairs `in_no_order` have an order there that is not known. Axes of the source
-    of which atoms find no place are lost: those of an axis in no pair, and of one that has another
-    size in the output, unless its one entry is repeated.
-    """
-    axes, lost = [*map(of_no_source, out)], {*range(len(shape))}
-    others = {(k, n) for k, n in in_no_order if out[n] > 1}
-    for k, n in (*pairs, *others):
-        if (k, n) in others:
-            own = Axis(0, mixed(piece.axes[k].atoms, out[n]))
-            piece, axes[n] = with_axis(piece, k, own, 1), own
-        elif shape[k] == out[n]:
-            axes[n] = piece.axes[k]
-        elif shape[k] == 1:
-            axes[n] = Axis(0, piece.axes[k].atoms + axes[n].atoms)
-        else:
-            continue
-        lost.discard(k)
-    return without(piece._replace(axes=tuple(axes)), piece.atoms(lost))
-
-
-def with_axis(piece: Piece, n: int, axis: Axis, replaced: int = 0) -> Piece:
-    """Returns the piece with one more axis before axis n, in the place of as many as `replaced`."""
-    return piece._replace(axes=(*piece.axes[:n], axis, *piece.axes[n + replaced :]))
-
-
-def sliced(
-    piece: Piece, starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]
-) -> Piece | None:
-    """Returns what a slice has of the piece, None for nothing."""
-    axes = []
-    for (at, atoms), start, stop, step in zip(piece.axes, starts, stops, steps, strict=True):
-        low, high = max(start, at), min(stop, at + size_of(atoms))
-        low += -(low - start) % step
-        if low >= high:
-            return None
-        found = _sliced_atoms(atoms, low - at, high - at, step)
-        if found is None:
-            found = mixed(atoms, -(-(high - low) // step))
-        axes.append(Axis((low - start) // step, found))
-    return piece._replace(axes=tuple(axes))
+def _of_source(axes: Iterable[Axis]) -> Atoms:
+    """The atoms that are of an axis of the source."""
+    return tuple([atom for axis in axes for atom in axis.atoms if atom.axis is not None])
 
 
 def _sliced_atoms(atoms: Atoms, start: int, stop: int, step: int) -> Atoms | None:
     """The atoms of `axis[start:stop:step]`, None where that is no box of them."""
-    if not atoms or (start, stop, step) == (0, size_of(atoms), 1):
+    if not atoms:
         return atoms
     first, *rest = atoms
     inner = size_of(rest)
@@ -214,112 +250,64 @@ def _sliced_atoms(atoms: Atoms, start: int, stop: int, step: int) -> Atoms | Non
     return found and (first._replace(start=begin, size=1), *found)
 
 
-def reshaped(piece: Piece, shape: Shape, new: Shape) -> Piece | None:
-    """Returns the piece of a reshape, None where it would be no box.
-
-    Both shapes fall into runs of axes with equal products. In each run the piece may be a part of
-    the first axis that is longer than 1. It should have the other axes whole, and is widened where
-    it does not, as if its entries were repeated.
-    """
-    axes: list[Axis] = []
-    picks: Atoms = ()
-    if 0 in shape:
-        return None
-    for old_axes, new_axes in _runs_of_axes(shape, new):
-        first = next((k for k in old_axes if shape[k] > 1), None)
-        longest = next((k for k in new_axes if new[k] > 1), None)
-        atoms: list[Atom] = []
-        for k in old_axes:
-            own = piece.axes[k].atoms
-            repeats, rest = divmod(shape[k], size_of(own))
-            if first is not None and k > first and repeats > 1:
-                if rest:
-                    return None
-                atoms += of_no_source(repeats).atoms
-            atoms += own
-        own = tuple(atom for atom in fused(atoms) if atom.size == 1)
-        held = own if first is not None and size_of(piece.axes[first].atoms) == 1 else ()
-        if first is None or longest is None:
-            axes += [Axis(0, own if k == new_axes[0] else ()) for k in new_axes]
-            picks += () if new_axes else own
-            continue
-        picks += () if held else own
-        tail = math.prod(new[k] for k in new_axes if k > longest)
-        begin = piece.axes[first].at * math.prod(shape[k] for k in old_axes if k > first)
-        size = size_of(atoms)
-        if begin % tail or size % tail:
-            return None
-        found = _cut(atoms, [size // tail if k == longest else new[k] for k in new_axes])
-        if found is None:
-            return None
-        axes += [
-            Axis(begin // tail * (k == longest), (*held, *own) if k == longest else own)
-            for k, own in zip(new_axes, found, strict=True)
-        ]
-    return piece._replace(axes=tuple(axes), picks=piece.picks + picks)
+def _picked(atoms: Iterable[Atom]) -> Atoms:
+    """The atoms that are one index of a longer axis."""
+    return tuple([atom for atom in atoms if atom.size == 1 and atom.stride])
 
 
 def _cut(atoms: Iterable[Atom], sizes: Sequence[int]) -> list[Atoms] | None:
     """The axes of these sizes that one axis is reshaped to, None where an atom is cut."""
-    rest = [atom for atom in fused(atoms) if atom.size > 1]
+    rest = [atom for atom in fused(atoms)[::-1] if atom.size > 1]
     found: list[Atoms] = []
     for size in sizes:
         own: list[Atom] = []
         while size > 1:
             if not rest:
                 return None
-            atom = rest.pop(0)
-            if size % atom.size == 0:
-                own.append(atom)
-                size //= atom.size
-            elif atom.size % size == 0:
-                inner = atom.size // size
-                own.append(Atom(atom.axis, atom.start, atom.stride * inner, size))
-                rest.insert(0, Atom(atom.axis, 0, atom.stride, inner))
-                size = 1
-            else:
+            atom = rest.pop()
+            n = min(size, atom.size)
+            if size % n or atom.size % n:
                 return None
+            own.append(atom._replace(stride=atom.stride * (atom.size // n), size=n))
+            if n < atom.size:
+                rest.append(atom._replace(start=0, size=atom.size // n))
+            size //= n
         found.append(tuple(own))
     return None if rest else found
 
 
 def _runs_of_axes(shape: Shape, new: Shape) -> list[tuple[range, range]]:
-    """The shortest runs of axes of two shapes whose products are equal."""
-    found, i, j = [], 0, 0
-    while i < len(shape) or j < len(new):
-        begin, of_old, of_new = (i, j), 1, 1
-        while i == begin[0] < len(shape) or j == begin[1] < len(new) or of_old != of_new:
-            if (of_old <= of_new and i < len(shape)) or j >= len(new):
-                of_old *= shape[i]
-                i += 1
-            else:
-                of_new *= new[j]
-                j += 1
-        found.append((range(begin[0], i), range(begin[1], j)))
-    return found
+    """The shortest runs of axes of two shapes whose products are equal.
+
+    Those of the first run have size 1. Each other run begins with an axis that is longer.
+    """
+    ends_of_old, ends_of_new = (
+        {n: end for end, n in enumerate(itertools.accumulate(own, operator.mul, initial=1))}
+        for own in (shape, new)
+    )
+    ends = [(end, ends_of_new[n]) for n, end in ends_of_old.items() if n in ends_of_new]
+    runs = itertools.pairwise([(0, 0), *ends])
+    return [(range(i, k), range(j, m)) for (i, j), (k, m) in runs]
 
 
 def joined(pieces: Iterable[Piece], k: int) -> frozenset[Piece]:
     """Returns the pieces, of which those are one that have index after index side by side."""
     found: set[Piece] = set()
-    groups: dict[Piece, list[Piece]] = {}
+    groups: defaultdict[Any, list[Piece]] = defaultdict(list)
     for piece in sorted(pieces, key=lambda piece: piece.axes[k].at):
         own = Axis(0, fused(piece.axes[k].atoms))
-        rest = with_axis(piece, k, own, 1)._replace(picks=())
-        groups.setdefault(rest, []).append(piece)
+        picks = [atom._replace(start=0) for atom in piece.picks[-1:]]
+        groups[piece.with_axis(k, own, 1)._replace(picks=(*piece.picks[:-1], *picks))].append(piece)
     for rest, own in groups.items():
-        at, inner, n = own[0].axes[k].at, rest.axes[k].atoms, len(own)
-        picks = [piece.picks for piece in own]
-        first = picks[0]
-        step = picks[1][-1].start - first[-1].start if n > 1 and first and picks[1] else 0
-        runs = step and all(
-            p.axes[k].at == at + i * size_of(inner)
-            and p.picks == (*first[:-1], first[-1]._replace(start=first[-1].start + i * step))
-            for i, p in enumerate(own)
-        )
-        if runs:
-            axis = Axis(at, (Atom(first[-1].axis, first[-1].start, step, n), *inner))
-            found.add(with_axis(rest, k, axis, 1)._replace(picks=first[:-1]))
+        inner = rest.axes[k].atoms
+        last = [piece.picks[-1].start for piece in own if piece.picks]
+        ats = [piece.axes[k].at for piece in own]
+        steps = {after - start for start, after in itertools.pairwise(last)}
+        is_run = {b - a for a, b in itertools.pairwise(ats)} == {size_of(inner)}
+        if is_run and len(steps) == 1 and 0 not in steps:
+            atom = own[0].picks[-1]._replace(stride=steps.pop(), size=len(own))
+            axis = Axis(ats[0], (atom, *inner))
+            found.add(rest.with_axis(k, axis, 1)._replace(picks=rest.picks[:-1]))
         else:
             found |= {*own}
     return frozenset(found)
@@ -341,72 +329,60 @@ class Operation(NamedTuple):
 
 def moved(op: Operation, pieces: Iterable[frozenset[Piece]]) -> list[frozenset[Piece]]:
     """Returns for each operand the pieces that the output has of it."""
-    found, is_joined = [], op.name in ("concatenate", "stack")
-    begin = 0 if is_joined else op.output
+    found, begin = [], 0  # where a concatenation has the operand
     for i, (own, shape) in enumerate(zip(pieces, op.shapes, strict=False)):
         if i and op.name in ("gather", "dynamic_slice"):
             own = frozenset()  # indices
         if own and (shape != op.out or op.name in MOVES):
             own = frozenset(p for piece in own if (p := _moved(op, piece, shape, begin)))
         found.append(own)
-        if is_joined:
-            begin += shape[op.params["dimension"]] if op.name == "concatenate" else 1
+        begin += shape[op.params["dimension"]] if op.name == "concatenate" else 1
     return found
 
 
 def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | None:
-    """What the output has of a piece, None for nothing, or where it is no box.
-
-    `begin` is where a concatenation has the operand, and the number of the output otherwise.
-    """
-    name, params, _, out, *_ = op
+    """What the output has of a piece, None for nothing, or where it is no box."""
+    name, params, _, out, output, _ = op
     match name:
         case "squeeze" | "expand_dims":
-            return reshaped(piece, shape, out)
+            return piece.reshaped(shape, out)
         case "reshape":
             order = params["dimensions"] or range(len(shape))
             turned = tuple(shape[k] for k in order)
-            piece = placed(piece, shape, turned, ((k, n) for n, k in enumerate(order)))
-            return reshaped(piece, turned, out)
+            turns = ((k, n) for n, k in enumerate(order))
+            return piece.placed(shape, turned, turns).reshaped(turned, out)
         case "concatenate":
             return _shifted(piece, {params["dimension"]: begin})
         case "stack":
-            return with_axis(piece, params["axis"], Axis(begin, ()))
+            return piece.with_axis(params["axis"], Axis(begin, ()))
         case "split" | "unstack":
-            axis, sizes = params["axis"], params.get("sizes", (1,) * shape[params["axis"]])
-            starts, stops = [0] * len(shape), [*shape]
-            starts[axis] = int(sum(sizes[:begin]))
-            stops[axis] = starts[axis] + int(sizes[begin])
-            part = sliced(piece, starts, stops, (1,) * len(shape))
+            axis, (starts, stops) = params["axis"], ([0] * len(shape), [*shape])
+            sizes = params.get("sizes", (1,) * shape[axis])
+            starts[axis] = int(sum(sizes[:output]))
+            stops[axis] = starts[axis] + int(sizes[output])
+            part = piece.sliced(starts, stops)
             one = (*shape[:axis], 1, *shape[axis + 1 :])
-            return reshaped(part, one, out) if part and name == "unstack" else part
+            return part.reshaped(one, out) if part and name == "unstack" else part
         case "slice":
-            steps = params["strides"] or (1,) * len(shape)
-            return sliced(piece, params["start_indices"], params["limit_indices"], steps)
+            return piece.sliced(params["start_indices"], params["limit_indices"], params["strides"])
         case "pad" if all(min(ends) >= 0 and not ends[2] for ends in params["padding_config"]):
             return _shifted(piece, {k: low for k, (low, *_) in enumerate(params["padding_config"])})
         case "all_gather":  # the first shard stands for all
             axis, shards = params["all_gather_dimension"], params["axis_size"]
             if not params["tiled"]:
-                return with_axis(piece, axis, of_no_source(shards))
+                return piece.with_axis(axis, of_no_source(shards))
             at, atoms = piece.axes[axis].at, fused(piece.axes[axis].atoms)
             if len(atoms) != 1 or atoms[0].size != shape[axis]:
                 return None
-            return with_axis(piece, axis, Axis(at, (atoms[0]._replace(size=out[axis]),)), 1)
+            return piece.with_axis(axis, Axis(at, (atoms[0]._replace(size=out[axis]),)), 1)
+        case "tile":  # repeats and entries of each axis, which are then one
+            wide = (*itertools.chain(*zip(params["reps"], shape, strict=True)),)
+            pairs = ((k, 2 * k + 1) for k in range(len(shape)))
+            return piece.placed(shape, wide, pairs).reshaped(wide, out)
         case "transpose":
             pairs = ((k, n) for n, k in enumerate(params["permutation"]))
         case "broadcast_in_dim":
             pairs = enumerate(params["broadcast_dimensions"])
-        case "tile":
-            axes, turned = [*piece.axes], [*shape]
-            for k, count in enumerate(params["reps"]):
-                if count > 1 and shape[k] > 1:
-                    if size_of(axes[k].atoms) != shape[k]:
-                        return None
-                    axes[k] = Axis(0, (Atom(None, 0, 0, count), *axes[k].atoms))
-                    turned[k] = out[k]
-            piece, shape = piece._replace(axes=tuple(axes)), tuple(turned)
-            pairs = ((k, k) for k in range(len(out)))
         case "gather":
             numbers = params["dimension_numbers"]
             gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -420,7 +396,7 @@ def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | Non
             rest = {*batch} - {n for _, n in pairs}
             indexed = [k for k in numbers.start_index_map if k in gone]
             if op.is_fixed and len(rest) == len(indexed) == 1:
-                return placed(piece, shape, out, pairs, zip(indexed, rest, strict=True))
+                return piece.placed(shape, out, pairs, zip(indexed, rest, strict=True))
         case _ if name.startswith(REDUCTIONS) and "axes" in params:
             kept = (k for k in range(len(shape)) if k not in params["axes"])
             pairs = ((k, n) for n, k in enumerate(kept))
@@ -430,7 +406,7 @@ def _moved(op: Operation, piece: Piece, shape: Shape, begin: int) -> Piece | Non
             return None
     pairs = [*pairs]
     in_no_order = [(k, n) for k, n in pairs if op.is_fixed and out[n] < shape[k]]
-    return placed(piece, shape, out, pairs, in_no_order)
+    return piece.placed(shape, out, pairs, in_no_order)
 
 
 def _shifted(piece: Piece, by: dict[int, int]) -> Piece:

@@ -215,10 +215,9 @@ class Roles:
                 for atom in atoms
                 if atom.axis == axis and (atom.size > 1 or atom.stride)
             }
-            if (i, axis) in self._experts or not own:
-                found.append((Digit(n, "B"),))
-            elif len({*own.values()}) == 1:
-                found.append((Digit(n, next(iter(own.values()))),))
+            of_axis: set[Any] = {"B"} if (i, axis) in self._experts else {*own.values()} or {"B"}
+            if len(of_axis) == 1:
+                found.append((Digit(n, of_axis.pop()),))
             else:
                 ordered = sorted(own.items(), reverse=True)
                 found.append(tuple(Digit(size, side) for (_, size), side in ordered))
@@ -239,10 +238,8 @@ class Roles:
         labels: dict[int, list[int]] = {}
         for axis in filter(is_kept, range(len(shape))):
             key = (i, axis)
-            are_hidden = key in facts["hidden"]
-            if found := labels_of_parts(
-                self._taken[key], self._gated[key], shape[axis], are_hidden
-            ):
+            of_axis = (self._taken[key], self._gated[key], shape[axis], key in facts["hidden"])
+            if found := labels_of_parts(*of_axis):
                 labels[axis] = found
         heads: defaultdict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
         for axis, begin, *head in self._heads[i]:

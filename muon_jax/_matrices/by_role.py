@@ -124,14 +124,8 @@ def _message(found: Sequence[Route], rules: Rules, layout: Layout) -> str:
     """The message of the error for parameters without a view: which, why, and what to pass."""
     unknown = [(route, route.view) for route in found if isinstance(route.view, Unknown)]
     is_layout = any(view.is_of_layout for _, view in unknown)
-    groups = groups_of(
-        [route for route, view in unknown if view.is_of_layout == is_layout],
-        [
-            route.path
-            for route in found
-            if route.role != "unknown" and not first_match(rules, route.path)
-        ],
-    )
+    known = [r.path for r in found if r.role != "unknown" and not first_match(rules, r.path)]
+    groups = groups_of([r for r, view in unknown if view.is_of_layout == is_layout], known)
 
     def call(groups: Groups, layout: Layout) -> str:
         given = [f"layout={layout!r}"] * (layout != "in_out")
@@ -139,15 +133,11 @@ def _message(found: Sequence[Route], rules: Rules, layout: Layout) -> str:
         return f"by_role({', '.join(given)})"
 
     if is_layout:
-        order = OTHER[layout]
-        what = f"layout={layout!r} does not fit"
+        order, what = OTHER[layout], f"layout={layout!r} does not fit"
         remedy = f"{call({}, order)} if all parameters have the other order"
     else:
         order, what = layout, "by_role does not know"
-        remedy = (
-            "muon_weight_dimension_numbers=by_use(fn, params, *inputs), which reads roles off the"
-            " model"
-        )
+        remedy = "muon_weight_dimension_numbers=by_use(fn, params, *inputs), which reads the model"
     matrix = "MuonDimensionNumbers(-2, -1)" if order == "in_out" else "MuonDimensionNumbers(-1, -2)"
     return (
         f"{what} {listed(groups)}: pass {remedy}, or {call(groups, layout)}, with None for AdamW or"
@@ -225,14 +215,11 @@ def _found(name: str, shape: Shape, layers: Layers, layout: Layout) -> Found:
     if not layers.is_known:
         return Found(name, "unknown", UNKNOWN, shape, axes)
     found = look_up(name, of_one, axes, layout)._replace(is_stacked=layers.axes != ())
-    is_vector = False
+    is_vector, size = False, math.prod(found.shape)
     if isinstance(found.view, MuonDimensionNumbers):
         is_vector = 1 in [math.prod(np.take(found.shape, group, 0).flat) for group in found.view]
     elif isinstance(found.view, Unknown):  # each layer has a vector, or a kernel has one output
-        is_vector = layers.is_vector or len(shape) > 2 and math.prod(shape[:-1]) == 1
-        is_vector |= (
-            found.shape[-1:] == (1,)
-            and math.prod(found.shape) == max(found.shape)
-            and (len(found.shape) > 1)
-        )
+        has_one_output = len(found.shape) > 1 and found.shape[-1] == 1 and size == max(found.shape)
+        is_one = len(shape) > 2 and math.prod(shape[:-1]) == 1
+        is_vector = layers.is_vector or is_one or has_one_output
     return found._replace(role="vector", view=None) if is_vector else found

@@ -1,9 +1,9 @@
 """Which axes of a parameter count layers, told by the containers in its path."""
 
-import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from muon_jax._matrices.roles import CONTAINER, Layout, NamedShape, Shape, bias_beside, fits_bias
 
@@ -15,8 +15,7 @@ _POSSIBLE_STACK = re.compile(
 _SCALE_OF_NORM = re.compile(r"/scale$|norm[^/]*/(weight|w)$")
 
 
-@dataclasses.dataclass(frozen=True)
-class Layers:
+class Layers(NamedTuple):
     """What the containers in a parameter's path say about its shape.
 
     Attributes:
