@@ -174,11 +174,13 @@ def _candidates(a: jax.Array, addend: bool) -> dict[str, Callable[..., jax.Array
     if unsupported_reason("triton", a) is None:
         candidates["triton"] = functools.partial(_plus_half_addend, implementation="triton")
     if unsupported_reason("mosaic_gpu", a) is None:
-        configs = MOSAIC_SYRKX_CONFIGS
-        times = [predict_syrkx_microseconds(a.shape, config, addend=addend) for config in configs]
-        for time, config in zip(times, configs, strict=True):
-            if time <= _SLACK * min(times):
-                candidates[config.name] = functools.partial(_with_config, config)
+        predict = functools.partial(predict_syrkx_microseconds, a.shape, addend=addend)
+        slowest = _SLACK * min(map(predict, MOSAIC_SYRKX_CONFIGS))
+        candidates |= {
+            config.name: functools.partial(_with_config, config)
+            for config in MOSAIC_SYRKX_CONFIGS
+            if predict(config) <= slowest
+        }
     return candidates
 
 
@@ -187,10 +189,9 @@ def _plus_half_addend(a: jax.Array, c: jax.Array | None = None, **options: Any) 
     return syrk(a, c, beta=0 if c is None else 0.5, **options)
 
 
-def _with_config(config: MosaicSyrkxConfig, a: jax.Array, c: jax.Array | None = None) -> jax.Array:
+def _with_config(config: MosaicSyrkxConfig, a: jax.Array, *cs: jax.Array) -> jax.Array:
     """The same by the Mosaic GPU kernel with this config."""
-    one, zero, beta = jnp.float32(1), jnp.float32(0), jnp.float32(0.5)
-    cs, coefficients = ((), (one, zero)) if c is None else ((c,), (one, zero, beta))
+    coefficients = tuple(map(jnp.float32, (1, 0, *[0.5] * len(cs))))
     (out,) = syrkx(a, None, cs, coefficients, symmetrize_output=True, residual=False, config=config)
     return out
 

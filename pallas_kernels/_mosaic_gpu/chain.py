@@ -3,10 +3,10 @@
 The chains of a few matrices at a time stay in the L2 cache, and no product waits for a launch.
 
 Programs walk one list of the tiles of all products of all matrices. A counter in global memory for
-each matrix and product says how many parts of the result are stored. A tile waits until the result
-before it is complete. All earlier results are then complete, too. In the list every product comes
-before those that need it, all programs run at the same time, and each keeps to the list. So the
-first tile of the list that is not done waits for nothing, and no program waits for ever.
+each matrix and product says how many parts of the result are stored, and a tile waits until the
+result before it is complete. In the list every product comes before those that need it, all
+programs run at the same time, and each keeps to the list. So the first tile of the list that is not
+done waits for nothing, and no program waits for ever.
 
 What a product is made of is data: what it reads, how many addends it has, and where it goes.
 """

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from pallas_kernels import _tuning
-from pallas_kernels._mosaic_gpu.work_list import deal_rectangles, deal_triangles
+from pallas_kernels._mosaic_gpu.work_list import deal_triangles
 
 ROWS = 64  # rows of the blocks that are stored, and of a warpgroup's share of a tile
 TILE_K = 64  # columns of A in a step of the ring: 128 bytes, the widest swizzle
@@ -105,10 +105,6 @@ class MosaicSyrkxConfig(RingConfig):
 
 class MosaicGemmConfig(RingConfig):
     """A tile of a product that is not symmetric, whose blocks are stored once."""
-
-    def deal(self, m: int, stacks: tuple[tuple[int, int], ...], num_programs: int) -> np.ndarray:
-        """Returns the work list of `deal_rectangles`."""
-        return deal_rectangles(m, stacks, self.tile_m, self.tile_n, num_programs=num_programs)
 
 
 # The tuner measures these. Rings are as long as fits beside the staging buffers: two for each

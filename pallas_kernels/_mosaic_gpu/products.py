@@ -26,6 +26,7 @@ from pallas_kernels._mosaic_gpu import config as configs
 from pallas_kernels._mosaic_gpu import ring
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K
 from pallas_kernels._mosaic_gpu.ring import Ref, Tile, ids
+from pallas_kernels._mosaic_gpu.work_list import deal_rectangles
 from pallas_kernels._stacked import Arrays, call_on_stacks, padded
 
 
@@ -142,16 +143,16 @@ def launch_mosaic_gemm(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Arrays:
     """Computes a stack `(batch, m, k)` times stacks `(batchᵢ, k, nᵢ)`, of multiples of 64."""
-    batch, m, _ = a.shape
+    (batch, m, _), stacks = a.shape, tuple((len(b), b.shape[-1]) for b in bs)
     if config is None:
-        mean_n = sum(len(b) * b.shape[-1] for b in bs) // batch
+        mean_n = sum(number * n for number, n in stacks) // batch
         config = configs.default_mosaic_gemm_config(a.shape, mean_n, num_programs)
     return ring.launch_ring(
         functools.partial(GemmProgram),
         {"a": a, "bs": bs},
-        tuple(jax.ShapeDtypeStruct((len(b), m, b.shape[-1]), out_dtype) for b in bs),
+        tuple(jax.ShapeDtypeStruct((number, m, n), out_dtype) for number, n in stacks),
         config=config,
-        tiles=config.deal(m, tuple((len(b), b.shape[-1]) for b in bs), num_programs),
+        tiles=deal_rectangles(m, stacks, config.tile_m, config.tile_n, num_programs=num_programs),
         b_block=(TILE_K, config.tile_n),
         buffers={"buffers": (ROWS, 2 * config.block_n // out_dtype.itemsize)},
         interpret=interpret,

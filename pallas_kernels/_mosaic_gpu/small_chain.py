@@ -1,11 +1,9 @@
 """Chains of symmetric products of small matrices in one launch, with all terms in shared memory.
 
 A team of warpgroups runs the chain of one matrix after another. Each warpgroup has one block of
-64 × 64 elements of the lower triangle of every result. It multiplies two strips of the factor, adds
-its block of each addend, and stores the result's block, off the diagonal also transposed. Then it
-waits for the others of its team. So every matrix is read once and written once.
-
-S₀ of the next matrix comes while the chain of this one runs. It has two places in turn for that.
+64 × 64 elements of the lower triangle of every result, and stores it, off the diagonal also
+transposed. Then it waits for the others of its team. S₀ of the next matrix comes while the chain of
+this one runs, and has two places in turn for that.
 
 Sums are those of `ring` and `chain`, in the same order. What a product is made of is data,
 as there. It is read one product in advance.
