@@ -61,7 +61,7 @@ class Leaf:
     parameter_shape: tuple[int, ...]
     dtype: np.dtype
     view: View
-    iteration: int = 0
+    iteration: int
     forms: tuple[Form, ...] = ()
     sharded_form: Form | str = "no form was chosen"
     varying: frozenset[str] = frozenset()

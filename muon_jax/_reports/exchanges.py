@@ -62,9 +62,6 @@ class Exchanges:
         sums: the number of sums of Gram matrices. The sum for one matrix is an all-reduce. The sums
             for several matrices are a reduce-scatter, and an all-gather in teams of devices that
             share a matrix; one more all-gather brings the results to all devices.
-        compute_microseconds: a model's time of the iterations, on an H200.
-        exchange_microseconds: a model's time of all that is sent. Most exchanges overlap with the
-            iterations; sums do not.
         gathers: the number of all-gathers of updates, of which replicas make a share each.
         links: by mesh axis the bytes that each device sends over it, and the µs of a model.
         is_measured: whether the model has the measured bandwidth and latency of NVLink on all axes.
@@ -76,13 +73,21 @@ class Exchanges:
     groups: tuple[SharedMatrices, ...]
     buckets: int
     sums: int
-    compute_microseconds: float
-    exchange_microseconds: float
     gathers: int = 0
     links: Mapping[str, Sent] = dataclasses.field(default_factory=dict)
     is_measured: bool = True
     block_period: int = 1
     are_shardings_from_init: bool = False
+
+    @property
+    def compute_microseconds(self) -> float:
+        """A model's time of the iterations, on an H200."""
+        return sum(group.microseconds for group in self.groups)
+
+    @property
+    def exchange_microseconds(self) -> float:
+        """A model's time of all that is sent. Most exchanges overlap with iterations, sums not."""
+        return sum(sent.microseconds for sent in self.links.values())
 
     @property
     def imbalance(self) -> float:
@@ -104,17 +109,10 @@ class Exchanges:
         rows = []
         for group in self.groups:
             shapes = ("×".join(map(str, shape[shape[0] == 1 :])) for shape in group.matrices)
-            numbers = (group.count, group.owners, group.each)
-            rows.append(
-                [
-                    " + ".join(shapes),
-                    group.coefficients,
-                    group.mode,
-                    *map(str, numbers),
-                    f"{group.padding:.0%}",
-                ]
-                + [f"{group.megabytes:.1f}", group.dtype, f"{group.microseconds:.0f}"]
-            )
+            numbers = map(str, (group.count, group.owners, group.each))
+            row = [" + ".join(shapes), group.coefficients, group.mode, *numbers]
+            row += [f"{group.padding:.0%}", f"{group.megabytes:.1f}", group.dtype]
+            rows.append([*row, f"{group.microseconds:.0f}"])
         sums = f" and {self.sums} sums of Gram matrices" * (self.sums > 0)
         gathers = f" and {self.gathers} all-gather{'s' * (self.gathers > 1)} of updates"
         gathers *= self.gathers > 0
@@ -165,8 +163,6 @@ def exchanges_of(plan: Plan, names: Sequence[str], links: Links) -> Exchanges:
         groups=tuple(groups),
         buckets=len(plan.buckets),
         sums=sum(sharded_form_of(chunk.leaf).products.grams for chunk in plan.grams),
-        compute_microseconds=sum(group.microseconds for group in groups),
-        exchange_microseconds=sum(sent.microseconds for sent in by_axis.values()),
         gathers=len(gathered_together(plan.shares)),
         links=by_axis,
         is_measured=not links,
