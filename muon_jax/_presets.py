@@ -246,14 +246,7 @@ def with_defaults[**P, R](
 def _call[R](
     function: Callable[..., R], given: Mapping[str, Any], defaults: Mapping[str, Any], origin: str
 ) -> R:
-    """Calls `function` with what is given, or else the defaults, which errors name.
-
-    Args:
-        function: makes an optimizer.
-        given: arguments of the call.
-        defaults: arguments that the call may have left out.
-        origin: who sets the defaults.
-    """
+    """Calls `function` with what is given, or else the defaults; errors name their origin."""
     parameters = inspect.signature(function).parameters
     set_here = {k: v for k, v in defaults.items() if k not in given}
     rms, shape_scale = set_here.get("consistent_rms"), given.get("shape_scale")
@@ -298,16 +291,11 @@ def _with_coeffs(of_preset: NewtonSchulz, coeffs: Any) -> Any:
 
 
 def _naming_origin[**P, R](
-    origin: str,
-    undone: Mapping[str, tuple[str, str]],
-    function: Callable[P, R],
+    origin: str, undone: Mapping[str, tuple[str, str]], function: Callable[P, R]
 ) -> Callable[P, R]:
     """Returns `function` with errors that say which of the arguments they name `origin` has set.
 
-    Args:
-        origin: such as a preset.
-        undone: for each argument that it sets, the value, and what to pass to undo that.
-        function: `muon`, or `init` or `update` of the optimizer.
+    For each argument, `undone` has the value, and what to pass to undo that.
     """
 
     @functools.wraps(function)

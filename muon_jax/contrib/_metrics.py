@@ -194,23 +194,9 @@ def _measure_matrices(
     placement_keys: Sequence[Hashable],
     *trees: optax.Updates,
 ) -> dict[str, jax.Array]:
-    """The metrics by name of the trees of gradients, updates and momenta."""
-    values = {}
-    for shape, groups in _group_by_shape(views, shardings, placement_keys, *trees).items():
-        of_shape = _measure_stacks([_Matched(*map(stack, zip(*g, strict=True))) for g in groups])
-        values |= {f"{shape}/{name}": value for name, value in of_shape.items()}
-    return {name: value.astype(jnp.float32) for name, value in values.items()}
+    """The metrics by name of the trees of gradients, updates and momenta.
 
-
-def _group_by_shape(
-    views: Views,
-    shardings: Shardings,
-    placement_keys: Sequence[Hashable],
-    *trees: optax.Updates,
-) -> dict[str, list[list[_Matched]]]:
-    """The matrices of all leaves by `"16x40"`, their shape; of each, the groups that can stack.
-
-    Matrices of a group have the same placement, layout of axes and shape of their array.
+    Matrices can stack where they have the same placement, layout of axes and shape of their array.
     """
     parameters = parameters_of(views, trees[0], shardings)
     flat = [matrices_of_tree(parameters, tree)[0] for tree in trees]
@@ -220,7 +206,12 @@ def _group_by_shape(
             first = matched.gradients
             rows, cols = map(first.size, first.axes[1:])
             shapes[f"{rows}x{cols}"][placement, first.axes, first.array.shape].append(matched)
-    return {shape: [*groups.values()] for shape, groups in shapes.items()}
+    found: dict[str, jax.Array] = {}
+    for shape, groups in shapes.items():
+        stacks = [_Matched(*map(stack, zip(*group, strict=True))) for group in groups.values()]
+        for name, value in _measure_stacks(stacks).items():
+            found[f"{shape}/{name}"] = value.astype(jnp.float32)
+    return found
 
 
 def _measure_stacks(stacks: Sequence[_Matched]) -> dict[str, jax.Array]:
@@ -238,24 +229,22 @@ def _measure_stacks(stacks: Sequence[_Matched]) -> dict[str, jax.Array]:
 
 
 def _nodes_of_type[T](state: optax.OptState, node_type: type[T]) -> list[T]:
-    def is_node(node: Any) -> bool:
-        return isinstance(node, node_type)
-
-    nodes = jax.tree.leaves(state, is_leaf=is_node)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, node_type))
     return [node for node in nodes if isinstance(node, node_type)]
 
 
 def _masked_like(mu: optax.Updates, tree: optax.Updates) -> optax.Updates:
     """`tree` with a masked node wherever `mu` has one.
 
-    `mu` has masked nodes in the places of parameters that other optimizers update, and of
-    parameters that this update skips.
+    Other optimizers update those parameters, or this update skips them.
     """
-
-    def is_masked(node: Any) -> bool:
-        return isinstance(node, optax.MaskedNode)
-
-    return jax.tree.map(lambda m, x: m if is_masked(m) else x, mu, tree, is_leaf=is_masked)
+    masked = optax.MaskedNode
+    return jax.tree.map(
+        lambda m, x: m if isinstance(m, masked) else x,
+        mu,
+        tree,
+        is_leaf=lambda m: isinstance(m, masked),
+    )
 
 
 def _check_meshes(leaves: Sequence[jax.Array]) -> None:

@@ -185,11 +185,9 @@ class Int8(Storage):
         """Raises ValueError if a large momentum is an array, or in the form of version 0.2.0."""
 
         def check(path: Any, m: Any, of_whole: Any) -> None:
-            if _is_quantized(m):
-                found = None if m.columns is not None else "the 8 bits of version 0.2.0"
-            else:
-                found = None if tile_axes(of_whole.shape) is None else m.dtype
-            if found is not None:
+            is_old = _is_quantized(m) and m.columns is None
+            if is_old or not (_is_quantized(m) or tile_axes(of_whole.shape) is None):
+                found = "the 8 bits of version 0.2.0" if is_old else m.dtype
                 raise ValueError(
                     "mu_dtype='int8' needs a state with momenta in 8 bits, got the momentum of the"
                     f" parameter {jax.tree_util.keystr(path)} in {found}: pass"
@@ -327,13 +325,7 @@ def boxed_momenta(mu: Any) -> Any:
 
 
 def checked_tile_axes(path: Any, m: jax.Array, of_whole: Any, view: Any = None) -> TileAxes | None:
-    """Returns the axes that tiles of a momentum cut, None where it stays an array.
-
-    Args:
-        path: of the parameter.
-        m: the momentum.
-        of_whole: the shape of the array of which `m` has a shard.
-        view: of the parameter.
+    """Returns the axes that tiles of `m` cut, a shard of `of_whole`; None if it stays an array.
 
     Raises:
         ValueError: the type of `m` says that an axis has shards that cut a block.
@@ -370,10 +362,9 @@ def _axes_of(m: Quantized) -> TileAxes:
 
 def _has_fields(node: Any) -> bool:
     """Whether a node is a mapping with the fields of a `Quantized`."""
-    is_mapping = isinstance(node, Mapping) and {"codes", "scales"} <= {*node} <= {
-        *Quantized._fields
-    }
-    return is_mapping and getattr(node["codes"], "dtype", None) == jnp.int8
+    if not (isinstance(node, Mapping) and {"codes", "scales"} <= {*node} <= {*Quantized._fields}):
+        return False
+    return getattr(node["codes"], "dtype", None) == jnp.int8
 
 
 def _stands_for_momentum(node: Any) -> bool:
