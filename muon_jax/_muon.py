@@ -57,7 +57,7 @@ from muon_jax._transforms.chain import (
 )
 from muon_jax._transforms.momentum import Momentum, Rounding, Storage, storage_of
 from muon_jax._trees import check_mu_dtype, check_params
-from pallas_kernels.arguments import standard_promotion
+from pallas_kernels.device import standard_promotion
 
 
 @checks_arguments

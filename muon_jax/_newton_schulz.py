@@ -11,7 +11,7 @@ from muon_jax._iteration.form import Method, ProductsDType
 from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._iteration.operand import WholeMatrices, is_tall
-from pallas_kernels.arguments import standard_promotion
+from pallas_kernels.device import standard_promotion
 
 
 @checks_arguments

@@ -48,7 +48,7 @@ from muon_jax._trees import (
     has_masked,
     path_name,
 )
-from pallas_kernels.arguments import standard_promotion
+from pallas_kernels.device import standard_promotion
 
 # Coefficients for each regular expression of paths, or a function of a path and a shape.
 type _OfOnePath = NSCoeffs | NewtonSchulz
@@ -229,10 +229,12 @@ def orthogonalization(
         u, mu = storage.update_leaves(update_leaf, state.mu, updates, keys, are_read_again=True)
         every = u if whole is None or whole is updates else whole
         init_shardings.keep(every)
-        known = exchange.with_(shardings=init_shardings.fill(every, shardings))
+        filled = init_shardings.fill(every, shardings)
+        known = exchange if filled is shardings else exchange.with_(shardings=filled)
+        step = exchange.step(state.count) if exchange.block_period is not None else None
         shapes_of_whole = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in of_muon)
         iterations = iterations_of(jax.tree.structure(u).unflatten(shapes_of_whole))
-        orthogonal = map_matrices(iterations, of_muon, u, known, exchange.step(state.count))
+        orthogonal = map_matrices(iterations, of_muon, u, known, step)
         if given.adaptive:
             dual_norms = inner_products(u, orthogonal, of_muon)
             orthogonal = jax.tree.map(jnp.multiply, dual_norms, orthogonal)

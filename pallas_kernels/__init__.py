@@ -17,14 +17,15 @@ muon_jax shares, and the command `python -m pallas_kernels.tune`.
 Pallas' back ends are imported when a kernel is first chosen.
 """
 
-from pallas_kernels._products import Implementation, gemm, syrk, syrk_with_residual, syrkx
-from pallas_kernels._reference import ChainLink
-from pallas_kernels._selection import (
+from pallas_kernels._implementation import (
     IMPLEMENTATIONS,
+    Implementation,
     Selection,
     select_implementation,
     unsupported_reason,
 )
+from pallas_kernels._products import gemm, syrk, syrk_with_residual, syrkx
+from pallas_kernels._reference import ChainLink
 
 __all__ = [
     "IMPLEMENTATIONS",

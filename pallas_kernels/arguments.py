@@ -1,9 +1,7 @@
-"""What both packages do with arguments: checks, and JAX's standard promotion of dtypes."""
+"""Checks of arguments, for both packages."""
 
-import contextlib
 import difflib
-import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -79,24 +77,3 @@ def check_supported(implementation: str, reason: str | None) -> None:
             f"implementation={implementation!r} cannot run: {reason}. Pass implementation=None to"
             f" have one chosen that can."
         )
-
-
-def standard_promotion[**P, R]() -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Returns a decorator of functions in which dtypes promote as they do in JAX by default.
-
-    It matters under `jax_numpy_dtype_promotion="strict"`, where JAX refuses a float32 sum of
-    bfloat16 numbers. Where promotion is standard, nothing is set: JAX compiles a program once more
-    for every setting. cloudpickle can pickle the decorated function, which it cannot where a
-    context manager decorates.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-            is_standard = jax.config.jax_numpy_dtype_promotion == "standard"
-            with contextlib.nullcontext() if is_standard else jax.numpy_dtype_promotion("standard"):
-                return function(*args, **kwargs)
-
-        return wrapper
-
-    return decorate

@@ -1,8 +1,11 @@
-"""The device that functions are traced for: the abstract mesh's, where one is set, or the default.
+"""The device that functions are traced for, and JAX's settings: what programs depend on.
+
+The device is the abstract mesh's, where one is set, or the default.
 
 The answers depend on the context, so what is kept of them is `memoized` by the context, too.
 """
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable
@@ -61,3 +64,24 @@ def memoized[R](function: Callable[..., R]) -> Callable[..., R]:
         return kept((current(), jax.config.jax_default_matmul_precision), *described)
 
     return wrapper
+
+
+def standard_promotion[**P, R]() -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns a decorator of functions in which dtypes promote as they do in JAX by default.
+
+    It matters under `jax_numpy_dtype_promotion="strict"`, where JAX refuses a float32 sum of
+    bfloat16 numbers. Where promotion is standard, nothing is set: JAX compiles a program once more
+    for every setting. cloudpickle can pickle the decorated function, which it cannot where a
+    context manager decorates.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            is_standard = jax.config.jax_numpy_dtype_promotion == "standard"
+            with contextlib.nullcontext() if is_standard else jax.numpy_dtype_promotion("standard"):
+                return function(*args, **kwargs)
+
+        return wrapper
+
+    return decorate

@@ -33,7 +33,7 @@ ORDER = {
         "_lowered",
         "_triton",
         "_mosaic_gpu",
-        "_selection",
+        "_implementation",
         "_products",
         "__init__",
         "tune",

@@ -27,7 +27,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pallas_kernels
 from muon_jax._distributed.sharding import axes_of_entry
-from pallas_kernels.arguments import standard_promotion
+from pallas_kernels.device import standard_promotion
 
 _PACKAGES = (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent)
 # A function of shards, and of the arrays of an iteration, that runs a plan.

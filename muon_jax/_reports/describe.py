@@ -40,7 +40,8 @@ from muon_jax._table import table
 from muon_jax._transforms.momentum import Memory, Storage, storage_of
 from muon_jax._trees import check_params, errors_naming
 from pallas_kernels import select_implementation, unsupported_reason
-from pallas_kernels.arguments import check_supported, standard_promotion
+from pallas_kernels.arguments import check_supported
+from pallas_kernels.device import standard_promotion
 
 
 @dataclasses.dataclass(frozen=True)

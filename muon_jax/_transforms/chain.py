@@ -29,7 +29,8 @@ from muon_jax._trees import (
     is_box,
     is_missing,
 )
-from pallas_kernels.arguments import check_flag, standard_promotion
+from pallas_kernels.arguments import check_flag
+from pallas_kernels.device import standard_promotion
 
 # The fields of a state that are trees like the parameters.
 _ARRAYS = Storage()

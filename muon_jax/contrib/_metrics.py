@@ -35,7 +35,8 @@ from muon_jax.contrib._spectra import (
     unreached_share,
 )
 from muon_jax.contrib._trees import is_placeholder
-from pallas_kernels.arguments import shown, standard_promotion
+from pallas_kernels.arguments import shown
+from pallas_kernels.device import standard_promotion
 
 
 class MetricsState(NamedTuple):

@@ -21,7 +21,7 @@ from muon_jax._transforms.chain import skip_missing
 from muon_jax._trees import check_params, is_box
 from muon_jax.contrib._reductions import Matrices, matrices_of_tree
 from muon_jax.contrib._trees import in_box_of, with_arrays
-from pallas_kernels.arguments import standard_promotion
+from pallas_kernels.device import standard_promotion
 
 type Averaged = Literal["fan_in", "shorter"]
 

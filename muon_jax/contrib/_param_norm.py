@@ -19,7 +19,7 @@ from muon_jax._iteration.normalization import over, wide
 from muon_jax._matrices.views import ShapeScale, Views, check_views
 from muon_jax._transforms.chain import skip_missing
 from muon_jax.contrib._reductions import Matrices, matrices_of_tree
-from pallas_kernels.arguments import standard_promotion
+from pallas_kernels.device import standard_promotion
 
 
 @checks_arguments

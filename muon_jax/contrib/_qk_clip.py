@@ -14,7 +14,7 @@ from muon_jax._matrices.views import Split
 from muon_jax._transforms.chain import skip_missing
 from muon_jax._trees import check_each_decides, errors_naming, first_match, path_name, unboxed
 from muon_jax.contrib._attention_heads import KeyHeads, QueryHeads, head_factors
-from pallas_kernels.arguments import standard_promotion
+from pallas_kernels.device import standard_promotion
 
 
 @checks_arguments

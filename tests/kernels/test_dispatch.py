@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels import (
     IMPLEMENTATIONS,
     Implementation,
-    _selection,
+    _implementation,
     _tuning,
     select_implementation,
     syrk,
@@ -97,8 +97,8 @@ def test_measured_times_decide_where_there_are_any(monkeypatch):
 
 
 def test_an_implementation_is_asked_once_for_each_shape_dtype_and_device(monkeypatch):
-    asked, answer = [], _selection._REASONS["triton"]
-    monkeypatch.setitem(_selection._REASONS, "triton", lambda a: asked.append(a) or answer(a))
+    asked, answer = [], _implementation._REASONS["triton"]
+    monkeypatch.setitem(_implementation._REASONS, "triton", lambda a: asked.append(a) or answer(a))
     operands = [operand((7, 1234, 56)), operand((7, 1234, 56), jnp.float32), operand((1234, 56))]
     for _ in range(2):
         for gpu in helpers.GPUS:

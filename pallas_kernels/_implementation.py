@@ -1,19 +1,22 @@
-"""Which implementation runs: why one cannot, and which one `None` stands for.
+"""Which implementation runs: why one cannot, which one `None` stands for, and its products.
 
 Answers are memoized, because a traced update asks dozens of times about the same few shapes.
 Nothing here imports a back end of Pallas unless the device may need it.
 """
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _tuning, device
 from pallas_kernels._mosaic_gpu.config import mosaic_syrkx_beats_xla, predict_gemm_efficiency
-from pallas_kernels.arguments import check_flag, check_name, check_operand
+from pallas_kernels._reference import ChainLink, Coefficient
+from pallas_kernels.arguments import check_flag, check_name, check_operand, check_supported
 from pallas_kernels.device import memoized
 
 type Operand = jax.Array | jax.ShapeDtypeStruct
@@ -215,3 +218,183 @@ def fastest_gemm(a: Operand, b: Operand, out_dtype: jnp.dtype) -> str:
     #     has more ways to divide                  5.2 µs and 3.3 (512²)
     efficiency = predict_gemm_efficiency((batch, m, k), n, device.current().num_multiprocessors)
     return "mosaic_gpu" if k >= 3072 and efficiency >= 0.9 else "xla"
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """The products of matrices of one dtype, by an implementation that is chosen once.
+
+    The methods check nothing: they are for a caller that makes its operands itself, such as an
+    iteration. `syrkx` and `gemm` compute what the functions of these names document.
+
+    Attributes:
+        names: the implementation that was named, or all that run here. Of several, each product has
+            the one that is expected to be the fastest.
+    """
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def chosen(
+        cls,
+        name: str | None,
+        *operands: jax.Array | jax.ShapeDtypeStruct,
+        out_dtype: jnp.dtype | None = None,
+    ) -> Self:
+        """Returns the implementation of that name, or the choice among all that run here.
+
+        Args:
+            name: `"xla"`, `"triton"`, `"mosaic_gpu"` or None.
+            operands: one of the operands, or anything with its `shape` and `dtype`; or several.
+            out_dtype: the widest dtype of a result, or None for the operands'.
+
+        Raises:
+            ValueError: there is no such implementation.
+            NotImplementedError: the named implementation cannot run here.
+        """
+        if name is None:
+            return cls(supported_implementations(operands[0]))
+        check_name("implementation", name, sorted(IMPLEMENTATIONS))
+        check_supported(name, gemm_unsupported_reason(name, *operands, out_dtype=out_dtype))
+        return cls((name,))
+
+    def name_for(
+        self,
+        a_matrix: jax.Array | jax.ShapeDtypeStruct,
+        addend: bool = False,
+        symmetrize_output: bool = True,
+    ) -> str:
+        """Returns the name of the implementation of A·Aᵀ, or of A·Aᵀ + C."""
+        only, *others = self.names
+        if not others:
+            return only
+        return fastest_syrkx(a_matrix, addend, symmetrize_output).implementation
+
+    def syrkx(
+        self,
+        a_matrix: jax.Array,
+        b_matrix: jax.Array | None = None,
+        c_matrices: tuple[jax.Array, ...] = (),
+        *,
+        alpha: Coefficient = 1,
+        betas: Sequence[Coefficient] = (),
+        diagonal: Coefficient = 0,
+        symmetrize_output: bool = True,
+        residual: bool = False,
+    ) -> tuple[jax.Array, ...]:
+        """Returns the product of A and B, or of A and A, and with `residual` also its residual."""
+        name = self.name_for(a_matrix, bool(c_matrices), symmetrize_output)
+        accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
+        return _module(name).syrkx(
+            a_matrix,
+            b_matrix,
+            tuple(jnp.expand_dims(c, range(a_matrix.ndim - c.ndim)) for c in c_matrices),
+            tuple(jnp.asarray(value, accumulator) for value in (alpha, diagonal, *betas)),
+            symmetrize_output=symmetrize_output,
+            residual=residual,
+        )
+
+    def syrk_chain(
+        self,
+        inputs: Sequence[jax.Array],
+        links: Sequence[ChainLink],
+        *,
+        symmetrize_output: bool = True,
+    ) -> jax.Array:
+        """Returns the last of a chain of symmetric products.
+
+        `"mosaic_gpu"` runs the chain in one launch where that is faster. Its result is the same as
+        that of a launch for each product, bit for bit.
+
+        Args:
+            inputs: S₀, symmetric, of shape `(..., m, m)`; then other addends, of shape
+                `(..., m, m)` or `(m, m)`, and the dtype of S₀.
+            links: the products.
+            symmetrize_output: as for `syrk`.
+
+        Returns:
+            The last product, of the shape and dtype of S₀.
+        """
+        if "mosaic_gpu" in self.names:
+            from pallas_kernels._mosaic_gpu import chain
+
+            name = self.name_for(inputs[0], True, symmetrize_output)
+            if chain.is_faster(inputs, links, by_kernels=name == "mosaic_gpu"):
+                return chain.syrk_chain(inputs, links)
+        terms, result = [*inputs], inputs[0]
+        for link in links:
+            result, *_ = made = self.syrkx(
+                result,
+                c_matrices=tuple(terms[c] for _, c in link.addends),
+                alpha=link.alpha,
+                betas=[beta for beta, _ in link.addends],
+                diagonal=link.diagonal,
+                symmetrize_output=symmetrize_output,
+                residual=link.residual,
+            )
+            terms += made
+        return result
+
+    def gemm(
+        self, a_matrix: jax.Array, b_matrix: jax.Array, *, out_dtype: jnp.dtype | None = None
+    ) -> jax.Array:
+        """Returns A·B."""
+        out_dtype = out_dtype or a_matrix.dtype
+        name, *others = self.names
+        name = fastest_gemm(a_matrix, b_matrix, out_dtype) if others else name
+        return _module(name).gemm(a_matrix, b_matrix, out_dtype=out_dtype)
+
+    def syrk_of_stacks(
+        self, stacks: Sequence[jax.Array], *, alpha: Coefficient = 1.0, residual: bool = False
+    ) -> tuple[jax.Array, ...]:
+        """Returns alpha·A·Aᵀ of the matrices of several stacks, of one m and several n.
+
+        `"mosaic_gpu"`, which must be the only name, runs all in one launch, but under `vmap` a
+        launch for each stack. Each result is that of `syrkx` for its stack alone, bit for bit.
+
+        Args:
+            stacks: shapes `(batchᵢ, m, nᵢ)`, of sizes that are multiples of 64, the largest n
+                first; all bfloat16 or all float16.
+            alpha: a coefficient, or one for each matrix.
+            residual: whether to return the residual, too, as `syrk_with_residual`.
+
+        Returns:
+            The products `(Σ batchᵢ, m, m)`, followed by their residuals if wanted.
+        """
+        return _module(*self.names).syrk_of_stacks(stacks, alpha, residual=residual)
+
+    def gemm_of_stacks(
+        self,
+        a_matrix: jax.Array,
+        stacks: Sequence[jax.Array],
+        *,
+        out_dtype: jnp.dtype | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """Returns A·B of a stack of A with the matrices B of several stacks, of several n.
+
+        `"mosaic_gpu"` runs it as `syrk_of_stacks`.
+
+        Args:
+            a_matrix: shape `(Σ batchᵢ, m, k)`, of sizes that are multiples of 64; bfloat16 or
+                float16.
+            stacks: shapes `(batchᵢ, k, nᵢ)`, of sizes that are multiples of 64, and dtype of
+                `a_matrix`.
+            out_dtype: dtype of the results, or None for the operands'.
+
+        Returns:
+            The products `(batchᵢ, m, nᵢ)`.
+        """
+        return _module(*self.names).gemm_of_stacks(a_matrix, stacks, out_dtype=out_dtype)
+
+
+@functools.cache
+def _module(implementation: str) -> Any:
+    """Returns the module of an implementation, whose import takes a third of a second."""
+    match implementation:
+        case "triton":
+            from pallas_kernels import _triton as module
+        case "mosaic_gpu":
+            from pallas_kernels._mosaic_gpu import products as module
+        case _:
+            from pallas_kernels import _reference as module
+    return module
