@@ -254,7 +254,7 @@ class Implementation:
         """
         if name is None:
             return cls(supported_implementations(operands[0]))
-        check_name("implementation", name, sorted(IMPLEMENTATIONS))
+        check_name("implementation", name, sorted(IMPLEMENTATIONS), or_none=True)
         check_supported(name, gemm_unsupported_reason(name, *operands, out_dtype=out_dtype))
         return cls((name,))
 

@@ -254,6 +254,13 @@ POOLS = {
 }
 
 
+@pytest.mark.parametrize(
+    "optimizer", [muon_jax.muon, muon_jax.scale_by_muon, muon_jax.contrib.normuon]
+)
+def test_every_argument_is_tried(optimizer):
+    assert inspect.signature(optimizer).parameters.keys() <= ARGUMENTS.keys()
+
+
 @st.composite
 def calls(draw):
     """A call, its arguments, and the names of those that are wrong."""

@@ -226,6 +226,7 @@ def test_members_of_an_ensemble_skip_together():
         np.testing.assert_allclose(updates[name][1], update, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_none_stands_for_a_subtree():
     params = {"trunk": {"x": jnp.ones((4, 6)), "y": {"z": jnp.ones(3)}}, "head": jnp.eye(4, 6)}
     for optimizer in (muon(0.1, weight_decay=0.1), with_metrics(muon(0.1, weight_decay=0.1))):
@@ -346,6 +347,7 @@ def test_within_wrappers_of_optax(wrap):
     assert np.any(updates["a"])
 
 
+@pytest.mark.slow
 def test_train_state_of_flax():
     class Model(nn.Module):
         @nn.compact

@@ -34,8 +34,8 @@ def map_by_shape(
     """Returns the results of `function` for all stacks, called once for each group.
 
     Args:
-        function: maps stacks of equal matrices, each matrix by itself. Where they share launches,
-            it maps matrices of one m and several n, those of the largest n first.
+        function: maps stacks of matrices of one shape, each matrix by itself. Where they share
+            launches, it maps matrices of one m and several n, those of the largest n first.
         stacks: shapes `(batch, rows, cols)`. A matrix and one of the transposed shape are equal.
         max_group_bytes: the largest size of a group in bytes; None for `GRAM_BYTES` of Gram
             matrices and `MATRIX_BYTES`. A larger stack is a group of its own.

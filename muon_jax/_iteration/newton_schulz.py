@@ -204,8 +204,8 @@ class NewtonSchulz:
         """Returns the polar factors of all stacks, in that form.
 
         Args:
-            stacks: shapes `(batch, m, n)` or `(batch, n, m)`, of one dtype. Equal matrices become
-                one stack in the dtype of the products.
+            stacks: shapes `(batch, m, n)` or `(batch, n, m)`, of one dtype. Those of one shape
+                become one stack in the dtype of the products.
             form: of their matrices.
             operand: the matrices, whole.
         """

@@ -343,7 +343,7 @@ class Reshape(NamedTuple):
 
 
 class Part(NamedTuple):
-    """An array of equal matrices within a parameter.
+    """An array of matrices of one shape within a parameter.
 
     Attributes:
         ops: lead from the parameter to the array.

@@ -17,7 +17,7 @@ _COLUMNS = "matrices coefficients mode count owners each padding MB dtype µs".s
 
 @dataclasses.dataclass(frozen=True)
 class SharedMatrices:
-    """Equal matrices with the same owners.
+    """Matrices of one shape with the same owners.
 
     Attributes:
         matrices: shapes `(batch, m, n)` of what moves together, mostly one matrix.

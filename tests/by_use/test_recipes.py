@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import equinox as eqx
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,13 +30,14 @@ MUON = {
     "What raises": {"out", "head"},
     "A matrix for each head": {"q", "k", "v", "o"},
 }
+QUICK = ("Flax linen", "Haiku", "What raises", "A matrix for each head")
 
 
 def test_all_recipes_are_here():
     assert {name: 1 for name in MUON} == {n: len(blocks) for n, blocks in RECIPES.items() if blocks}
 
 
-@pytest.mark.parametrize("name", MUON)
+@pytest.mark.parametrize("name", helpers.mostly_slow([*MUON], QUICK))
 def test_muon_gets_the_hidden_matrices(name, capsys):
     ((code, printed),) = RECIPES[name]
     made = {}

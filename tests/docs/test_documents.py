@@ -22,7 +22,8 @@ from benchmarks._records.training_statistics import (
     pooled_noise,
     read_study,
 )
-from muon_jax import PRESETS
+from muon_jax import PRESETS, contrib
+from muon_jax._iteration.coefficients import NAMED, SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -111,6 +112,17 @@ def test_errors_of_the_reference_are_raised():
     said += [f"{pattern.removesuffix('.+')}(?:{'|'.join(said)})" for pattern in wrapping]
     for error in errors:
         assert any(re.fullmatch(pattern, error) for pattern in said), error
+
+
+def test_every_set_of_coefficients_is_on_its_page():
+    text = (DOCS / "coefficients.md").read_text()
+    assert [name for name in {**NAMED, **SCHEDULES} if f'`"{name}"`' not in text] == []
+
+
+def test_the_readme_counts_the_published_muons():
+    """Those of `preset=`, and the two of contrib that are optimizers of their own."""
+    assert len(PRESETS) + len([contrib.nanogpt, contrib.muonh]) == 15
+    assert "fifteen [published Muons]" in (DOCS.parent / "README.md").read_text()
 
 
 def test_presets_are_those_of_the_table():

@@ -54,6 +54,7 @@ def restored(directory, target):
         return checkpointer.restore(directory, args=arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pure", [True, False], ids=["pure dict", "state"])
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run_of_optax_goes_on_under_nnx(run, pure, tmp_path):

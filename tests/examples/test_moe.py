@@ -77,6 +77,7 @@ def test_no_byte_depends_on_a_later_one(model):
     assert 0.9 < balance < EXPERTS
 
 
+@pytest.mark.slow
 def test_an_expert_takes_no_more_than_its_capacity():
     layer = moe.MixtureOfExperts(EXPERTS, WIDTH, nnx.Rngs(0))
     layer.router.kernel[...] = np.tile(100 * np.eye(EXPERTS)[0], (WIDTH, 1))  # all to the first

@@ -35,6 +35,7 @@ def updates(grads, **kwargs):
 
 # Libraries for GPUs sum a product otherwise in a stack than alone; float32 keeps that in the last
 # digits.
+@pytest.mark.slow
 def test_each_gets_its_own_update():
     apart = updates(gradients(), ns_coeffs=NewtonSchulz(max_group_bytes=0, dtype="float32"))
     for name, update in updates(gradients(), ns_coeffs=NewtonSchulz(dtype="float32")).items():

@@ -198,6 +198,7 @@ def test_metrics_are_those_of_a_state_on_the_device():
     assert_equal_bits(*found)
 
 
+@pytest.mark.slow
 def test_converted_states_stay_on_the_host():
     def converted(state):
         state = convert_momentum(state, source="ema", target="heavy_ball", beta=0.9)
