@@ -130,11 +130,11 @@ def tasks():
     yield "describe", lambda params: str(describe(params)), (params,)
 
 
-# Few kinds of optimizers; the slow test takes all.
+# Few kinds of optimizers; the nightly test takes all.
 QUICK = ("muon, schedules", "muon, by_role", "muon, int8 on the host")
 
 
-@pytest.mark.parametrize("quick", helpers.mostly_slow([True, False], [True]))
+@pytest.mark.parametrize("quick", helpers.mostly_nightly([True, False], [True]))
 def test_functions_go_to_a_fresh_process_and_give_the_same_bits(tmp_path, quick):
     expected = {}
     for i, (name, function, arguments) in enumerate(tasks()):

@@ -53,8 +53,10 @@ def two_updates(transform, grads):
 @pytest.mark.parametrize("layout", helpers.mostly_slow(LAYOUTS, ["DDP", "HSDP", "EP and DP"]))
 @pytest.mark.parametrize(
     "arguments",
-    helpers.mostly_slow(
-        [{}, {"mu_dtype": "int8"}, {"preset": "muonh", "adamh": None}, {"preset": "nanogpt"}], [{}]
+    helpers.mostly_nightly(
+        [{}, {"mu_dtype": "int8"}, {"preset": "muonh", "adamh": None}, {"preset": "nanogpt"}],
+        [{}],
+        [{"mu_dtype": "int8"}],
     ),
     ids=str,
 )

@@ -140,7 +140,7 @@ class Layer(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "rules", helpers.mostly_slow([[("embed", "x")], [("mlp", "x")]], [[("mlp", "x")]]), ids=str
+    "rules", helpers.mostly_nightly([[("embed", "x")], [("mlp", "x")]], [[("mlp", "x")]]), ids=str
 )
 @pytest.mark.parametrize(
     "name", helpers.mostly_slow(["int8", "nanogpt", "muonh", "injected"], ["int8"])
