@@ -136,12 +136,11 @@ def _check_static(name: str, value: Any) -> None:
         )
 
 
-def _check_dtype(name: str, value: Any) -> None:
+def _check_dtype(name: str, value: Any, *, of_momenta: bool = False) -> None:
     """Raises ValueError unless `value` is a float or complex dtype, or None.
 
     Products may have the dtype "auto". Momenta may have int8 or a `Storage`, and no fewer bits.
     """
-    of_momenta = name == "mu_dtype"
     _check_static(name, value)
     is_storage = hasattr(value, "load") and hasattr(value, "save")
     is_own = is_storage if of_momenta else isinstance(value, str) and value == "auto"
@@ -243,7 +242,7 @@ _DECLARED: dict[str, Check] = {
     "bandwidth": Number("(0, inf)", 50e9, is_static=True),
     "latency": Number("[0, inf)", 2e-5, is_static=True),
     "dtype": _check_dtype,
-    "mu_dtype": _check_dtype,
+    "mu_dtype": functools.partial(_check_dtype, of_momenta=True),
     "implementation": functools.partial(check_name, names=sorted(IMPLEMENTATIONS), or_none=True),
     "x": check_array,
     "weight_decay_mask": _check_mask,

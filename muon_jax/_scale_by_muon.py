@@ -173,7 +173,7 @@ def orthogonalization(
     views, beta, eps = given.weight_dimension_numbers, given.beta, given.eps
     check_views(views)
     exchange = exchange_of(given.shardings)
-    shardings = exchange.shardings
+    shardings, has_block_steps = exchange.shardings, exchange.has_block_steps
     iterations_of = iterations_by_path(
         given.ns_coeffs,
         steps=given.ns_steps,
@@ -231,7 +231,7 @@ def orthogonalization(
         init_shardings.keep(every)
         filled = init_shardings.fill(every, shardings)
         known = exchange if filled is shardings else exchange.with_(shardings=filled)
-        step = exchange.step(state.count) if exchange.block_period is not None else None
+        step = exchange.step(state.count) if has_block_steps else None
         shapes_of_whole = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in of_muon)
         iterations = iterations_of(jax.tree.structure(u).unflatten(shapes_of_whole))
         orthogonal = map_matrices(iterations, of_muon, u, known, step)

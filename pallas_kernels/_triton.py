@@ -41,7 +41,7 @@ class TritonConfig(NamedTuple):
 
     @property
     def params(self) -> plt.CompilerParams:
-        """What the compiler is told."""
+        """The options of the compiler."""
         return plt.CompilerParams(num_warps=self.num_warps, num_stages=self.num_stages)
 
 

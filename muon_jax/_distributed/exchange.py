@@ -162,7 +162,7 @@ class Exchange:
         """Raises ValueError where this argument of the optimizer could not sum over all axes."""
         found = [word for word in map(self.sharded, self._along) if word in ("gram", "block")]
         words = [f"{word!r}" for word in found]
-        words += [f"block_period={self.block_period}"] * (self.block_period not in (None, 1))
+        words += [f"block_period={self.block_period}"] * self.has_block_steps
         if words:
             raise ValueError(
                 f"{argument} sums over all mesh axes that shard a matrix, and {words[0]} of"
@@ -180,12 +180,15 @@ class Exchange:
         words = {word for k in self._along for word in (self.sharded(k), self.replicas(k))}
         return not words <= {None, "exchange", "faster", "repeat"}
 
-    def step(self, count: jax.Array) -> BlockStep | None:
-        """Returns what step `count` = 0, 1, … is; None where all steps are of whole matrices."""
-        if self.block_period in (None, 1):
-            return None
+    @property
+    def has_block_steps(self) -> bool:
+        """Whether some steps are of blocks, by a period."""
+        return self.block_period not in (None, 1)
+
+    def step(self, count: jax.Array) -> BlockStep:
+        """Returns what step `count` = 0, 1, … of a period is."""
         gain = self.block_gain(count) if callable(self.block_gain) else self.block_gain
-        return BlockStep(count % int(self.block_period) != 0, gain)
+        return BlockStep(count % int(self.block_period or 1) != 0, gain)
 
 
 def exchange_of(shardings: Any) -> Exchange:

@@ -62,6 +62,8 @@ def make_plan(
     is_modeled = any(size > 1 and exchange.replicas(k) == "faster" for k, size in mesh.items())
     words = ("repeat", "split") if is_modeled else ("repeat",)
     plans = [_plan(units, specs, mesh, exchange, word, iterations) for word in words]
+    if not is_modeled:
+        return plans[0]
     return min(plans, key=lambda plan: microseconds_of(plan, exchange.links))
 
 

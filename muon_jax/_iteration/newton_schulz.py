@@ -264,10 +264,8 @@ class NewtonSchulz:
         pairs = [(name == "eps" or isinstance(x, jax.Array), x) for name, x in named]
         static = tuple((leaf, not leaf and x) for leaf, x in pairs)
         schedule = self.__dict__.get("schedule")  # resolved once, where it is known
-        return [x for leaf, x in pairs if leaf], (
-            static,
-            None if schedule is None or schedule.traced else schedule,
-        )
+        known = None if schedule is None or schedule.traced else schedule
+        return [x for leaf, x in pairs if leaf], (static, known)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: Sequence[Any]) -> Self:

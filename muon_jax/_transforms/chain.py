@@ -79,7 +79,7 @@ def skip_missing(
             with arrays in the places of skipped ones, too.
         field: that the state must have; None for any state.
         storage: of the momenta in the state.
-        has_momenta: whether the state has a momentum `mu` for each parameter, which tells its shape
+        has_momenta: whether the state has a momentum `mu` for each parameter, which has its shape
             where a call has no parameters.
 
     Raises:
