@@ -11,7 +11,7 @@ import optax
 
 from muon_jax._checks import checks_arguments
 from muon_jax._distributed.exchange import Exchange, exchange_of
-from muon_jax._distributed.map_matrices import map_matrices
+from muon_jax._distributed.map_matrices import map_matrices, map_momenta
 from muon_jax._distributed.sharding import (
     InitShardings,
     Parameter,
@@ -27,14 +27,13 @@ from muon_jax._iteration.normalization import EpsMode, Preconditioning
 from muon_jax._matrices.views import Views, check_views
 from muon_jax._transforms.chain import skip_missing
 from muon_jax._transforms.momentum import (
+    Accumulation,
     Momentum,
     MuonState,
     Rounding,
     Storage,
-    accumulation,
     random_keys,
     storage_of,
-    widen,
 )
 from muon_jax._trees import (
     check_each_decides,
@@ -215,26 +214,37 @@ def orthogonalization(
         storage.memory.check(state)
         storage.check(state.mu, updates, shardings, rounding)
         count = jnp.asarray(optax.safe_increment(state.count))
-        accumulate = accumulation(given.momentum, beta, count, given.nesterov)
+        accumulate = Accumulation.of_step(
+            given.momentum, beta, count, nesterov=given.nesterov, rounding=rounding
+        )
 
-        def update_leaf(m: Any, g: jax.Array, key: jax.Array | None) -> tuple[Any, Any]:
-            u, new = accumulate(*widen(g, storage.load(m), rounding))
+        def update_leaf(m: Any, g: jax.Array, key: jax.Array | None = None) -> tuple[Any, Any]:
+            u, new = accumulate(g, storage.load(m))
             return u, storage.save(new, m, key)
 
         if of_muon is None:
             of_muon = parameters_of(views, updates, shardings, whole)
-        keys: list[Any] = [None] * len(of_muon)
-        if rounding == "stochastic":
-            keys = random_keys(of_muon, count)
-        u, mu = storage.update_leaves(update_leaf, state.mu, updates, keys, are_read_again=True)
-        every = u if whole is None or whole is updates else whole
-        init_shardings.keep(every)
-        filled = init_shardings.fill(every, shardings)
-        known = exchange if filled is shardings else exchange.with_(shardings=filled)
-        step = exchange.step(state.count) if has_block_steps else None
         shapes_of_whole = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in of_muon)
-        iterations = iterations_of(jax.tree.structure(u).unflatten(shapes_of_whole))
-        orthogonal = map_matrices(iterations, of_muon, u, known, step)
+        iterations = iterations_of(jax.tree.structure(updates).unflatten(shapes_of_whole))
+        made = None
+        if storage.is_plain and rounding == "nearest" and not given.adaptive:
+            weights = accumulate.weights
+            made = map_momenta(
+                iterations, of_muon, state.mu, updates, weights, update_leaf, shardings
+            )
+        if made:
+            u, (orthogonal, mu) = updates, made
+        else:
+            keys: list[Any] = [None] * len(of_muon)
+            if rounding == "stochastic":
+                keys = random_keys(of_muon, count)
+            u, mu = storage.update_leaves(update_leaf, state.mu, updates, keys, are_read_again=True)
+            every = u if whole is None or whole is updates else whole
+            init_shardings.keep(every)
+            filled = init_shardings.fill(every, shardings)
+            known = exchange if filled is shardings else exchange.with_(shardings=filled)
+            step = exchange.step(state.count) if has_block_steps else None
+            orthogonal = map_matrices(iterations, of_muon, u, known, step)
         if given.adaptive:
             dual_norms = inner_products(u, orthogonal, of_muon)
             orthogonal = jax.tree.map(jnp.multiply, dual_norms, orthogonal)

@@ -386,15 +386,52 @@ class Implementation:
         """
         return _module(*self.names).gemm_of_stacks(a_matrix, stacks, out_dtype=out_dtype)
 
+    def accumulates(self, *operands: Operand, dtype: jnp.dtype) -> bool:
+        """Returns whether `accumulate` runs, for gradients and momenta to X of that dtype."""
+        types = *operands, jax.ShapeDtypeStruct((1, 1), dtype)
+        is_kernel = {*self.names} != {"xla"} and dtype.itemsize == 2
+        return is_kernel and all(reasons_against(x)["triton"] is None for x in types)
+
+    def accumulate(
+        self,
+        gradients: Sequence[jax.Array],
+        momenta: Sequence[jax.Array],
+        weights: jax.Array,
+        transposed: Sequence[bool],
+        shape: tuple[int, int],
+        dtype: jnp.dtype,
+        exponent: int,
+    ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+        """Returns the new momenta, the stack of X and its scales, in one pass over memory.
+
+        With weights w, M <- w₀M + w₁G and X = 2ᵏ(w₂M + w₃G).
+
+        Args:
+            gradients: G, shapes `(batch, rows, cols)`.
+            momenta: M, of these shapes.
+            weights: w, shape `(4,)`.
+            transposed: for each array whether X has its matrices transposed.
+            shape: `(m, n)` of X, at least that of the matrices. The rest is zero.
+            dtype: of X.
+            exponent: the largest entry of each X is in [2⁻ᵉ / 4, 2⁻ᵉ].
+
+        Returns:
+            The new M; X, of shape `(Σ batch, m, n)`; and 2ᵏ of each matrix.
+        """
+        layout = _module("momentum").Layout(tuple(transposed), shape, dtype, exponent)
+        return _module("momentum").accumulate(gradients, momenta, weights, layout)
+
 
 @functools.cache
-def _module(implementation: str) -> Any:
-    """Returns the module of an implementation, whose import takes a third of a second."""
-    match implementation:
+def _module(name: str) -> Any:
+    """Returns the module of kernels, whose import takes a third of a second."""
+    match name:
         case "triton":
             from pallas_kernels import _triton as module
         case "mosaic_gpu":
             from pallas_kernels._mosaic_gpu import products as module
+        case "momentum":
+            from pallas_kernels import _momentum as module
         case _:
             from pallas_kernels import _reference as module
     return module

@@ -32,6 +32,7 @@ ORDER = {
         "_reference",
         "_lowered",
         "_triton",
+        "_momentum",
         "_mosaic_gpu",
         "_implementation",
         "_products",

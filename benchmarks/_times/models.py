@@ -1,5 +1,7 @@
 """Models for whole updates: the shapes of their parameters, by name."""
 
+import itertools
+
 from optax.contrib import MuonDimensionNumbers
 
 type Shapes = dict[str, tuple[int, ...]]
@@ -52,6 +54,31 @@ MODELS: dict[str, Shapes] = {
         "up": (128, 2048, 768),
         "down": (128, 768, 2048),
     },
+    # The network of examples/cifar10.ipynb, 2.0M in all.
+    "cifar10": {
+        "whitening_bias": (24,),
+        "head/kernel": (256, 10),
+        **{
+            f"group_{i}/{name}": shape
+            for i, (given, channels) in enumerate([(24, 64), (64, 256), (256, 256)])
+            for name, shape in {
+                "conv_0": (3, 3, given, channels),
+                "norm_0": (channels,),
+                "conv_1": (3, 3, channels, channels),
+                "norm_1": (channels,),
+            }.items()
+        },
+    },
+    # Brax's networks of PPO for the environment "ant", 0.3M in all.
+    "brax-ppo": {
+        f"{network}/hidden_{i}/{name}": shape
+        for network, sizes in {
+            "policy": (27, 32, 32, 32, 32, 16),
+            "value": (27, 256, 256, 256, 256, 256, 1),
+        }.items()
+        for i, (rows, cols) in enumerate(itertools.pairwise(sizes))
+        for name, shape in {"kernel": (rows, cols), "bias": (cols,)}.items()
+    },
     # Every kind of parameter, 3.1M in all.
     QUICK_MODEL: {
         "embedding": (4096, 256),
@@ -70,10 +97,11 @@ MODELS: dict[str, Shapes] = {
 
 
 def dimension_numbers(shapes: Shapes) -> dict[str, MuonDimensionNumbers | None]:
-    """Returns the last two axes of each parameter, and None (AdamW) for embeddings and vectors."""
-    return {
-        name: None
-        if len(shape) == 1 or name.startswith("embedding")
-        else MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-        for name, shape in shapes.items()
-    }
+    """Returns the matrices of each parameter; None, AdamW, for embeddings, heads and vectors."""
+
+    def numbers(name: str, shape: tuple[int, ...]) -> MuonDimensionNumbers | None:
+        if len(shape) == 1 or name.startswith(("embedding", "head")) or 1 in shape:
+            return None
+        return MuonDimensionNumbers((0, 1, 2) if len(shape) == 4 else -2, -1)
+
+    return {name: numbers(name, shape) for name, shape in shapes.items()}

@@ -1,6 +1,7 @@
 """Measures `syrk`, `newton_schulz` and `muon` beside others on one device; checks every result."""
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from benchmarks._times.correctness import (
     relative_error,
 )
 from benchmarks._times.inputs import standard_normal, symmetric
+from benchmarks._times.models import Shapes, dimension_numbers
 from benchmarks._times.rivals import (
     OWN_COEFFICIENTS,
     newton_schulz_in_jnp,
@@ -26,13 +28,17 @@ from benchmarks._times.rivals import (
 from benchmarks._times.timing import (
     DEFAULT_TURNS,
     JaxProgram,
+    StepProgram,
     Timeable,
     Turns,
+    on_gpu,
+    rates,
     time_interleaved,
 )
-from benchmarks._times.updates import COMPARED, random_gradients, update_and_arguments
+from benchmarks._times.updates import COMPARED, IN_16_BITS, random_gradients, step_and_arguments
 from muon_jax import NewtonSchulz, newton_schulz
 from muon_jax._iteration.coefficients import SCHEDULES
+from muon_jax._matrices.views import parts_of
 from pallas_kernels import select_implementation, syrk
 
 # The coefficients that `newton_schulz` is timed with beside its defaults, by default.
@@ -156,12 +162,13 @@ def measure_newton_schulz(
 
 
 def measure_muon(model: str, dtype: str, turns: Turns = DEFAULT_TURNS) -> dict[str, Any]:
-    """Times one update of all parameters of a model: gradients and state in, updates and state out.
+    """Times what a train step does once it has the gradients of all parameters of a model.
 
-    The state is not donated, because the same arguments are timed again and again.
+    The update and `optax.apply_updates` are one program. Parameters and state are donated.
 
     optax has no dtype of the iteration: it iterates in that of the gradients, `dtype`. Its
-    `mu_dtype` stores the momentum alone. So bfloat16 compares both in half precision.
+    `mu_dtype` stores the momentum alone. `"optax, 16 bits"` is optax under
+    `jax.default_matmul_precision("BF16_BF16_F32")`.
 
     Args:
         model: a name of `MODELS`.
@@ -169,38 +176,50 @@ def measure_muon(model: str, dtype: str, turns: Turns = DEFAULT_TURNS) -> dict[s
         turns: as for `time_interleaved`.
 
     Returns:
-        The times of optax's and our update, and by optimizer
-        `temp_bytes`, the memory that an update needs beside its arguments and results;
+        The times of optax's and our steps, and by optimizer
+        `temp_bytes`, the memory that a step needs beside its arguments and results;
         `loops`, the number of loops in the program;
-        `launches`, the number of kernels that ran, None without a GPU.
+        `launches`, the number of kernels that ran, None without a GPU;
+        `over_floor`, on a GPU, the time on the device over that of the least work.
 
     Raises:
         ArithmeticError: an update of ours differs by more than `MUON_TOLERANCE` from that of optax,
             or with other coefficients from the one computed in float32.
     """
     gradients = random_gradients(model, dtype)
-    parameters = jax.tree.map(jnp.zeros_like, gradients)
     programs, compile_seconds = {}, {}
     for name, make in COMPARED.items():
-        start = time.perf_counter()
-        programs[name] = _compile_update(make, gradients, parameters)
-        compile_seconds[name] = round(time.perf_counter() - start, 2)
+        precisions = {name: None}
+        if name == "optax" and dtype == "float32":
+            precisions |= {IN_16_BITS: "BF16_BF16_F32"}
+        for label, precision in precisions.items():
+            start = time.perf_counter()
+            with jax.default_matmul_precision(precision):
+                programs[label] = _compile_step(make, gradients)
+            compile_seconds[label] = round(time.perf_counter() - start, 2)
     in_float32 = NewtonSchulz("balanced", dtype="float32", method="standard")
     exact = functools.partial(COMPARED["balanced"], ns_coeffs=in_float32)
     references = {
+        IN_16_BITS: ("that in float32", programs["optax"]),
         "None": ("that of optax", programs["optax"]),
-        "balanced": ("that computed in float32", _compile_update(exact, gradients, parameters)),
+        "balanced": ("that computed in float32", _compile_step(exact, gradients)),
     }
+    first = {}  # parameters after one step from zero: the updates
     errors = {}
     for name, (description, reference) in references.items():
-        updates, expected = (program.result()[0] for program in (programs[name], reference))
+        if name not in programs:
+            continue
+        for program in (programs[name], reference):
+            if id(program) not in first:
+                first[id(program)] = jax.tree.map(jnp.copy, program.result()[0])
+        pair = first[id(programs[name])], first[id(reference)]
         case = f"muon {model}, {name}"
-        errors[name] = largest_error(updates, expected, case, description, MUON_TOLERANCE)
-        del updates, expected
+        errors[name] = largest_error(*pair, case, description, MUON_TOLERANCE)
+    del first, references
     compiled = {name: program.compiled for name, program in programs.items()}
-    return {
+    measured = {
         "model": model,
-        "parameters": sum(parameter.size for parameter in parameters.values()),
+        "parameters": sum(gradient.size for gradient in gradients.values()),
         "errors": errors,
         "compile_seconds": compile_seconds,
         "temp_bytes": {k: c.memory_analysis().temp_size_in_bytes for k, c in compiled.items()},
@@ -208,16 +227,44 @@ def measure_muon(model: str, dtype: str, turns: Turns = DEFAULT_TURNS) -> dict[s
         "launches": {name: program.launches() for name, program in programs.items()},
         "microseconds": time_interleaved(programs, turns),
     }
+    if on_gpu():
+        shapes = {name: x.shape for name, x in gradients.items()}
+        times = {name: by["device"][1] for name, by in measured["microseconds"].items()}
+        coeffs = {"None": "standard", "balanced": "balanced"}
+        measured["over_floor"] = {
+            name: round(times[name] / floor_of_step(shapes, dtype, NewtonSchulz(own)), 3)
+            for name, own in coeffs.items()
+        }
+    return measured
 
 
-def _compile_update(
-    make: Callable[..., optax.GradientTransformation],
-    gradients: dict[str, jax.Array],
-    parameters: dict[str, jax.Array],
-) -> JaxProgram:
-    """The update of an optimizer that takes optax's arguments, compiled."""
-    update, arguments = update_and_arguments(make, gradients, parameters)
-    return JaxProgram.compile(update, *arguments)
+def _compile_step(
+    make: Callable[..., optax.GradientTransformation], gradients: dict[str, jax.Array]
+) -> StepProgram:
+    """The step of an optimizer that takes optax's arguments, compiled."""
+    step, arguments = step_and_arguments(make, gradients, jax.tree.map(jnp.zeros_like, gradients))
+    return StepProgram(jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile(), arguments)
+
+
+def floor_of_step(shapes: Shapes, dtype: str, iteration: NewtonSchulz) -> float:
+    """Returns the µs of the least work of a step, at the `rates` of this device.
+
+    - The FLOPs of the products, in 16 bits. Half of a symmetric product counts.
+    - The bytes of gradients, momenta, moments and parameters, each read, and written but for
+      gradients, once.
+    """
+    flops, elements = 0, 0
+    for name, numbers in dimension_numbers(shapes).items():
+        size = math.prod(shapes[name])
+        if numbers is None:
+            elements += 7 * size
+            continue
+        elements += 5 * size
+        *_, (batch, rows, cols) = (part.stack for part in parts_of(numbers, shapes[name]))
+        m, n = sorted((rows, cols))
+        flops += batch * m**3 * iteration.form((m, n), dtype).products.units(n / m)
+    of_products, of_copies = rates()
+    return 1e6 * (flops / of_products + elements * jnp.dtype(dtype).itemsize / of_copies)
 
 
 def _check_and_time(

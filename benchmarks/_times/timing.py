@@ -1,12 +1,14 @@
 """Interleaved timing of programs: by the wall clock, and by the time that they take on the GPU."""
 
 import dataclasses
+import functools
 import random
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
@@ -49,7 +51,7 @@ class Timeable(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class JaxProgram:
     """A compiled function with its arguments.
 
@@ -87,21 +89,68 @@ class JaxProgram:
         """Returns how many kernels a run launches, None without a GPU."""
         if not on_gpu():
             return None
-        measured = profiler.Cupti(finalize=False).measure(self.compiled, aggregate=False)
-        _, kernels = measured(*self.arguments)
+        _, kernels = profiler.Cupti(finalize=False).measure(_Wrapped(self), aggregate=False)()
         assert isinstance(kernels, list)
         return len(kernels)
 
     def _device(self, calls: int) -> float:
         # CUPTI stays attached to the process after the first use, because detaching takes long.
         cupti = profiler.Cupti(finalize=False)
-        _, milliseconds = cupti.measure(self.compiled, iterations=calls)(*self.arguments)
+        _, milliseconds = cupti.measure(_Wrapped(self), iterations=calls)()
         if milliseconds is None:
             raise RuntimeError(
                 "CUPTI recorded no kernel, and the device clock needs its records: detach any other"
                 " profiler, such as Nsight Systems, and run the benchmark again"
             )
         return float(np.mean(milliseconds)) * 1e-3
+
+
+@dataclasses.dataclass
+class StepProgram(JaxProgram):
+    """What a train step does once it has gradients; each run goes on where the last one ended.
+
+    The arguments are parameters and state, which are donated, and gradients.
+    """
+
+    def result(self) -> Any:
+        """Runs once and returns the new parameters and state, valid until the next run."""
+        *_, gradients = self.arguments
+        carried = self.compiled(*self.arguments)
+        self.arguments = (*carried, gradients)
+        return carried
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wrapped:
+    """Runs a program to its end. It looks like `jax.stages.Wrapped`, or CUPTI's wrapper jits it."""
+
+    program: JaxProgram
+
+    def __call__(self) -> None:
+        jax.block_until_ready(self.program.result())
+
+    def trace(self) -> NoReturn:
+        raise NotImplementedError
+
+    lower = trace
+
+
+@functools.cache
+def rates() -> tuple[float, float]:
+    """Returns the FLOP/s of an 8192³ product `x @ y` in bfloat16, and the bytes/s of a copy.
+
+    Both by the device clock, a program alone.
+    """
+    x = jnp.ones((8192, 8192), jnp.bfloat16)
+    words = jnp.zeros(2**28, jnp.float32)
+    flops, moved = 2 * 8192**3, 2 * words.nbytes
+    programs = {
+        "product": (flops, JaxProgram.compile(jnp.matmul, x, x)),
+        "copy": (moved, JaxProgram.compile(lambda x: x + 1, words)),
+    }
+    times = time_interleaved({name: program for name, (_, program) in programs.items()})
+    per_second = [work / times[name]["device"][1] * 1e6 for name, (work, _) in programs.items()]
+    return per_second[0], per_second[1]
 
 
 def time_interleaved(

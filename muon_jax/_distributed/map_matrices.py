@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +15,15 @@ from muon_jax._distributed.plan import Leaf
 from muon_jax._distributed.planning import leaves_of, make_plan
 from muon_jax._distributed.run import run_either
 from muon_jax._distributed.sharding import (
-    Mesh,
     Parameter,
     Placed,
+    Shardings,
+    are_whole,
     asks_how_to_partition,
     axes_of_spec,
     by_device,
     locate,
+    may_be_sharded,
     meshes_of,
     parameters_of,
     platform_of,
@@ -30,9 +32,9 @@ from muon_jax._distributed.sharding import (
     traced_for,
 )
 from muon_jax._distributed.stacked import run_stacked
-from muon_jax._iteration.newton_schulz import Iterations, map_by_iteration
-from muon_jax._iteration.steps import is_traced
-from muon_jax._matrices.views import from_stacks, stacked_view, to_stacks
+from muon_jax._iteration.newton_schulz import Iterations, NewtonSchulz, map_by_iteration
+from muon_jax._iteration.operand import Accumulated
+from muon_jax._matrices.views import View, from_stacks, parts_of, stacked_view, to_stacks
 from muon_jax._trees import is_function
 
 
@@ -98,6 +100,74 @@ def map_matrices(
     return treedef.unflatten(results[i] for i in range(len(leaves)))
 
 
+def map_momenta(
+    iterations: Iterations,
+    parameters: Sequence[Parameter],
+    momenta: Any,
+    gradients: Any,
+    weights: jax.Array,
+    update: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+    shardings: Shardings,
+) -> tuple[Any, Any] | None:
+    """Returns the trees of polar factors and of new momenta, of which a kernel makes some at least.
+
+    It returns None where such a kernel has nothing to do, or where matrices may be sharded.
+
+    Args:
+        iterations: of the trees.
+        parameters: the leaves of the trees.
+        momenta: the arrays.
+        gradients: arrays of these shapes.
+        weights: w, with which the kernel computes what `update` does, see `Accumulated`.
+        update: maps a momentum and its gradient to what is orthogonalized and the new momentum.
+        shardings: as for `scale_by_muon`.
+    """
+    leaves, treedef = jax.tree.flatten(gradients)
+    if not leaves or not are_whole(leaves) or locate(gradients, shardings).kind is not None:
+        return None
+    views = [parameter.view for parameter in parameters]
+    arrays = [*zip(views, treedef.flatten_up_to(momenta), leaves, strict=True)]
+    pending = [
+        _accumulated(view, iterations.distinct[number], m, g, weights)
+        for number, (view, m, g) in zip(iterations.of_leaves, arrays, strict=True)
+    ]
+    if not any(pending):
+        return None
+    stacks, news = [], []
+    for stack, (view, m, g) in zip(pending, arrays, strict=True):
+        if stack is None:
+            u, new = update(m, g)
+            stacks.append(to_stacks(u, view))
+            news.append(new)
+        else:
+            stacks.append([stack])
+            news.append(None)
+    done = iter(map_by_iteration(iterations.distinct, iterations.of_leaves, stacks))
+    results = []
+    for new, (view, m, _) in zip(news, arrays, strict=True):
+        if new is None:
+            results.append([x.reshape(m.shape) for x in next(done)])
+        else:
+            results.append([from_stacks(done, view, m.shape), new])
+    orthogonal, new = zip(*results, strict=True)
+    return treedef.unflatten(orthogonal), treedef.unflatten(new)
+
+
+def _accumulated(
+    view: View, iteration: NewtonSchulz, m: jax.Array, g: jax.Array, weights: jax.Array
+) -> Accumulated | None:
+    """The matrices of m and g as a kernel takes them, or None where none does."""
+    part, *others = parts_of(view, g.shape)
+    batch, reduction, output = part.axes
+    in_order = (*range(len(part.shape)),)
+    is_swapped = batch + reduction + output != in_order
+    if others or part.cut or (is_swapped and batch + output + reduction != in_order):
+        return None
+    shape = (part.stack[0], *(part.stack[:0:-1] if is_swapped else part.stack[1:]))
+    stack = Accumulated(g.reshape(shape), m.reshape(shape), weights, is_swapped)
+    return stack if iteration.accumulates(stack) else None
+
+
 def _map_leaves(
     iterations: Iterations,
     parameters: Sequence[Parameter],
@@ -113,7 +183,7 @@ def _map_leaves(
             _check_needs_no_sharding(place, exchange, step)
     if place.kind == AxisType.Auto:  # before the compiler asks, which buries what is raised there
         exchange.check_names(place.mesh.shape)
-    if place.kind is None and _may_be_sharded(place.mesh, leaves):
+    if place.kind is None and may_be_sharded(place.mesh, leaves):
         place = place._replace(kind=AxisType.Auto)
     if place.kind is None:
         return _map_unsharded(iterations, parameters, leaves)
@@ -130,15 +200,6 @@ def _map_leaves(
     else:
         done = sharded.on_automatic_axes()
     return [*(dict(enumerate(leaves)) | dict(zip(full, done, strict=True))).values()]
-
-
-def _may_be_sharded(mesh: Mesh, leaves: Sequence[jax.Array]) -> bool:
-    """Whether the compiler may know of a mesh that nothing tells of while the update is traced.
-
-    `jit(in_shardings=…)`, `jit(out_shardings=…)` and a legacy `with mesh:` tell the compiler alone.
-    """
-    may_know = mesh.empty and is_traced(leaves) and jax.device_count() > 1
-    return may_know and asks_how_to_partition(mesh)
 
 
 def _stated_alone(place: Placed, exchange: Exchange) -> Placed:

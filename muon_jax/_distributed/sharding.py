@@ -293,6 +293,26 @@ def traced_for(arrays: Sequence[jax.Array]) -> contextlib.AbstractContextManager
     return jax.sharding.use_abstract_mesh(mesh)
 
 
+def may_be_sharded(mesh: Mesh, leaves: Sequence[jax.Array]) -> bool:
+    """Whether the compiler may know of a mesh that nothing tells of while the update is traced.
+
+    `jit(in_shardings=…)`, `jit(out_shardings=…)` and a legacy `with mesh:` tell the compiler alone.
+    """
+    may_know = mesh.empty and is_traced(leaves) and jax.device_count() > 1
+    return may_know and asks_how_to_partition(mesh)
+
+
+def are_whole(arrays: Sequence[jax.Array]) -> bool:
+    """Returns whether arrays are known to be whole on one device, and no type says so.
+
+    Pallas does not lower every operation where types say how arrays are sharded.
+    """
+    mesh = mesh_of(arrays)
+    is_typed = AxisType.Explicit in mesh.axis_types
+    is_one = len(meshes_of(arrays)) < 2 and math.prod(mesh.shape.values()) == 1
+    return is_one and not is_typed and not may_be_sharded(mesh, arrays)
+
+
 def are_from_init(mesh: Mesh) -> bool:
     """Returns whether `InitShardings` decides how arrays of the mesh are taken to be sharded."""
     return {*mesh.axis_types} == {AxisType.Auto} and not asks_how_to_partition(mesh)

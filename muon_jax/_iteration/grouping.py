@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon_jax._iteration.operand import is_tall
+from muon_jax._iteration.operand import Accumulated, is_tall
 
 # The default bounds of a group: the bytes of its Gram matrices and the bytes of its matrices. A
 # group of this size fills a device many times over; a larger group needs more memory and is no
@@ -26,17 +26,18 @@ JOINED_BYTES = 2**26
 
 
 def map_by_shape(
-    function: Callable[[list[jax.Array]], Sequence[jax.Array]],
-    stacks: Sequence[jax.Array],
+    function: Callable[[list[Any]], Sequence[Any]],
+    stacks: Sequence[Any],
     max_group_bytes: int | None,
-    shares_launches: Callable[[jax.Array], bool] = lambda _: False,
-) -> list[jax.Array]:
+    shares_launches: Callable[[Any], bool] = lambda _: False,
+) -> list[Any]:
     """Returns the results of `function` for all stacks, called once for each group.
 
     Args:
         function: maps stacks of matrices of one shape, each matrix by itself. Where they share
             launches, it maps matrices of one m and several n, those of the largest n first.
-        stacks: shapes `(batch, rows, cols)`. A matrix and one of the transposed shape are equal.
+        stacks: arrays of shapes `(batch, rows, cols)`, or `Accumulated`. A matrix and one of the
+            transposed shape are equal.
         max_group_bytes: the largest size of a group in bytes; None for `GRAM_BYTES` of Gram
             matrices and `MATRIX_BYTES`. A larger stack is a group of its own.
         shares_launches: whether such matrices share launches with others of one m and any n.
@@ -44,7 +45,7 @@ def map_by_shape(
     found = groups(stacks, max_group_bytes)
     if len(found) > 1:
         found = _sharing_launches(found, stacks, max_group_bytes, shares_launches)
-    results: dict[int, jax.Array] = {}
+    results: dict[int, Any] = {}
     for group in found:
         results |= zip(group, function([stacks[i] for i in group]), strict=True)
     return [results[i] for i in range(len(stacks))]
@@ -55,8 +56,8 @@ class _Kind(NamedTuple):
 
     Attributes:
         m, n: their sizes, m ≤ n.
-        others: the name of their dtype, and the mesh axes along which a shard_map knows that their
-            values differ. Values that do not differ stay apart.
+        others: the name of their dtype, whether they are `Accumulated`, and the mesh axes along
+            which a shard_map knows that their values differ. Values that do not differ stay apart.
     """
 
     m: int
@@ -65,7 +66,7 @@ class _Kind(NamedTuple):
 
 
 def groups(
-    stacks: Sequence[jax.Array | jax.ShapeDtypeStruct], max_group_bytes: int | None
+    stacks: Sequence[jax.Array | jax.ShapeDtypeStruct | Accumulated], max_group_bytes: int | None
 ) -> list[list[int]]:
     """Returns the indices of the stacks of each group, those of tall matrices first.
 
@@ -94,9 +95,9 @@ def groups(
 
 def _sharing_launches(
     found: Sequence[list[int]],
-    stacks: Sequence[jax.Array],
+    stacks: Sequence[Any],
     max_group_bytes: int | None,
-    shares_launches: Callable[[jax.Array], bool],
+    shares_launches: Callable[[Any], bool],
 ) -> list[list[int]]:
     """Returns the groups, those joined that share launches.
 
@@ -134,9 +135,11 @@ def _bytes_of(kind: _Kind) -> int:
     return kind.m * (kind.m + kind.n) * jnp.dtype(kind.others[0]).itemsize
 
 
-def _kind_of(stack: jax.Array | jax.ShapeDtypeStruct) -> _Kind:
-    varying = jax.typeof(stack).manual_axis_type.varying
+def _kind_of(stack: jax.Array | jax.ShapeDtypeStruct | Accumulated) -> _Kind:
     m, n = sorted(stack.shape[1:])
+    if isinstance(stack, Accumulated):
+        return _Kind(m, n, (stack.dtype.name, "accumulated"))
+    varying = jax.typeof(stack).manual_axis_type.varying
     return _Kind(m, n, (stack.dtype.name, *sorted(varying)))
 
 

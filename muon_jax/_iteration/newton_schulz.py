@@ -43,9 +43,13 @@ from muon_jax._iteration.normalization import (
     largest_entries,
 )
 from muon_jax._iteration.operand import (
+    Accumulated,
     WholeMatrices,
     WholeStacks,
+    accumulate,
+    cut_at,
     cut_padding,
+    in_rows,
     is_tall,
     join,
     pad_for_kernels,
@@ -173,12 +177,13 @@ class NewtonSchulz:
         """Returns the form of sharded matrices, or why there is none."""
         return gram_form(self._wanted, jnp.dtype(in_dtype))
 
-    def map(self, stacks: Sequence[jax.Array]) -> list[jax.Array]:
+    def map(self, stacks: Sequence[Any]) -> list[Any]:
         """Returns the polar factors of an optimizer's matrices, group by group.
 
         Args:
             stacks: shapes `(batch, m, n)`, for any m and n. Those without elements stay as they
-                are.
+                are. For an `Accumulated` the result is a pair: the polar factors, as its arrays
+                lie in memory, and the new momenta.
         """
         full = [x for x in stacks if x.size]
         results = iter(
@@ -191,30 +196,42 @@ class NewtonSchulz:
         )
         return [next(results) if x.size else x for x in stacks]
 
-    def shares_launches(self, stack: jax.Array) -> bool:
+    def accumulates(self, stack: Accumulated) -> bool:
+        """Returns whether a kernel computes that stack where it is read."""
+        m, n = sorted(stack.shape[1:])
+        if not jnp.issubdtype(stack.dtype, jnp.floating) or not stack.size:
+            return False
+        form = self.form((m, n), stack.dtype)
+        operands = stack.gradients, stack.momenta
+        return form.chosen((m, n)).accumulates(*operands, dtype=form.dtype)
+
+    def shares_launches(self, stack: jax.Array | Accumulated) -> bool:
         """Returns whether matrices of one m and several n run in the same launches."""
         m, n = sorted(stack.shape[-2:])
         form = self.form((m, n), stack.dtype)
         is_shared = self.schedule.is_composed or form.method == "gram"
         return is_shared and form.implementation == "mosaic_gpu" and self.preconditioning != "aol"
 
-    def run(
-        self, stacks: Sequence[jax.Array], form: Form, operand: WholeMatrices
-    ) -> list[jax.Array]:
-        """Returns the polar factors of all stacks, in that form.
+    def run(self, stacks: Sequence[Any], form: Form, operand: WholeMatrices) -> list[Any]:
+        """Returns what `map` does of all stacks, in that form.
 
         Args:
-            stacks: shapes `(batch, m, n)` or `(batch, n, m)`, of one dtype. Those of one shape
-                become one stack in the dtype of the products.
+            stacks: shapes `(batch, m, n)` or `(batch, n, m)`, of one dtype; arrays, or all of them
+                `Accumulated`. Those of one shape become one stack in the dtype of the products.
             form: of their matrices.
             operand: the matrices, whole.
         """
         parts = [[*part] for _, part in itertools.groupby(stacks, lambda x: max(x.shape[-2:]))]
         ns = [max(part[0].shape[-2:]) for part in parts]
-        joined, scales = [], []
+        joined, scales, momenta = [], [], []
         for part, n in zip(parts, ns, strict=True):
-            scaled, scale = scale_down(part, largest_entries(part), n, form.dtype, operand)
-            joined.append(join(scaled))
+            if isinstance(part[0], Accumulated):
+                new, x, scale = accumulate(part, n, form.dtype, operand)
+                momenta += new
+            else:
+                scaled, scale = scale_down(part, largest_entries(part), n, form.dtype, operand)
+                x = join(scaled)
+            joined.append(x)
             scales.append(scale)
         if len(parts) == 1:
             results = [self.iterate(joined[0], form, scales[0], gram_gain(ns[0]), operand)]
@@ -222,6 +239,9 @@ class NewtonSchulz:
             gains = [jnp.full_like(x, gram_gain(n)) for x, n in zip(scales, ns, strict=True)]
             scale, gain = map(jnp.concatenate, (scales, gains))
             results = self.iterate(joined, form, scale, gain, operand)
+        if momenta:
+            made = (_as_given(*pair, operand) for pair in zip(results, parts, strict=True))
+            return [*zip(itertools.chain(*made), momenta, strict=True)]
         return [
             (transposed_back(x) if is_tall(given) else x).astype(given.dtype)
             for result, part in zip(results, parts, strict=True)
@@ -281,12 +301,32 @@ class NewtonSchulz:
 
 # Jitted, so that groups of equal shapes are traced and lowered once.
 @jax.jit
-def orthogonalize(iteration: NewtonSchulz, stacks: list[jax.Array]) -> list[jax.Array]:
-    """Returns the polar factors of matrices that share launches, in the order of their stacks."""
+def orthogonalize(iteration: NewtonSchulz, stacks: list[Any]) -> list[Any]:
+    """Returns what `NewtonSchulz.map` does of matrices that share launches."""
     (m, n), *others = {tuple(sorted(x.shape[-2:])) for x in stacks}
     form = iteration.form((m, n), stacks[0].dtype)
     operand = WholeStacks if others else WholeMatrices
     return iteration.run(stacks, form, operand(implementation=form.chosen((m, n))))
+
+
+def _as_given(
+    result: jax.Array, stacks: Sequence[Accumulated], operand: WholeMatrices
+) -> list[jax.Array]:
+    """Returns the parts of a result that belong to the stacks, as their arrays lie in memory.
+
+    Neighbours are transposed together, in 16 bits. Where XLA transposes in the pass that adds to a
+    parameter, it does not write that parameter in place.
+    """
+    runs = [[*run] for _, run in itertools.groupby(stacks, lambda x: x.is_transposed)]
+    sizes = tuple(sum(map(len, run)) for run in runs)
+    m, n = sorted(stacks[0].shape[1:])
+    found = []
+    for x, run in zip(cut_at(result, sizes) if len(runs) > 1 else [result], runs, strict=True):
+        x = cut_padding(x, m, n, operand)
+        x = in_rows(x.mT) if run[0].is_transposed else x
+        own = split(x, [given.gradients for given in run])
+        found += [part.astype(given.dtype) for part, given in zip(own, run, strict=True)]
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,9 +351,9 @@ class Iterations:
 def map_by_iteration(
     iterations: Sequence[NewtonSchulz],
     numbers: Sequence[int],
-    stacks: Sequence[Sequence[jax.Array]],
-) -> list[jax.Array]:
-    """Returns the polar factors of all stacks, one after the other.
+    stacks: Sequence[Sequence[Any]],
+) -> list[Any]:
+    """Returns what `NewtonSchulz.map` does of all stacks, one after the other.
 
     Args:
         iterations: the iterations.
@@ -321,7 +361,7 @@ def map_by_iteration(
         stacks: as for `NewtonSchulz.map`.
     """
     flat = [(n, x) for n, each in zip(numbers, stacks, strict=True) for x in each]
-    results: dict[int, jax.Array] = {}
+    results: dict[int, Any] = {}
     for number, iteration in enumerate(iterations):
         own = [i for i, (of_stack, _) in enumerate(flat) if of_stack == number]
         results |= zip(own, iteration.map([flat[i][1] for i in own]), strict=True)

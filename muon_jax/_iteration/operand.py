@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -150,9 +150,79 @@ class WholeStacks(WholeMatrices):
         return [*self.implementation.gemm_of_stacks(q, x, out_dtype=out_dtype)]
 
 
-def is_tall(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Accumulated:
+    """A stack of momenta that is computed where it is read: U = w₂M + w₃G, M <- w₀M + w₁G.
+
+    Attributes:
+        gradients: G, shape `(batch, rows, cols)`.
+        momenta: M, of this shape, before the update.
+        weights: w, shape `(4,)`.
+        is_swapped: whether the matrices are the transposes of those of G and M.
+    """
+
+    gradients: jax.Array
+    momenta: jax.Array
+    weights: jax.Array
+    is_swapped: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of the stack of U."""
+        batch, rows, cols = self.gradients.shape
+        return (batch, cols, rows) if self.is_swapped else (batch, rows, cols)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype that results have."""
+        return jnp.promote_types(self.gradients.dtype, self.momenta.dtype)
+
+    @property
+    def size(self) -> int:
+        """The number of entries."""
+        return self.gradients.size
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether a wide matrix is the transpose of one of G."""
+        return is_tall(self) != self.is_swapped
+
+    def __len__(self) -> int:
+        return len(self.gradients)
+
+
+def is_tall(x: jax.Array | jax.ShapeDtypeStruct | Accumulated) -> bool:
     """Returns whether the matrices `(..., m, n)` of a stack have more rows than columns."""
     return x.shape[-2] > x.shape[-1]
+
+
+def accumulate(
+    stacks: Sequence[Accumulated], n: int, dtype: jnp.dtype, operand: WholeMatrices
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """Returns the new momenta, and what `join` and `scale_down` return of U, with padding.
+
+    Args:
+        stacks: of matrices of one shape, or of the transposed shape.
+        n: the larger size of the matrices.
+        dtype: of the products.
+        operand: the matrices.
+    """
+    first = jax.ShapeDtypeStruct((1, *sorted(stacks[0].shape[1:])), dtype)
+    return operand.implementation.accumulate(
+        [x.gradients for x in stacks],
+        [x.momenta for x in stacks],
+        stacks[0].weights,
+        [x.is_transposed for x in stacks],
+        padded_sizes(first, operand),
+        dtype,
+        exponent_of(n),
+    )
+
+
+def exponent_of(n: int) -> int:
+    """Returns e, for which entries of X of at most 2⁻ᵉ are at most n^-¼."""
+    return -(-ceil_log2(n) // 4)
 
 
 def scale_down(
@@ -179,7 +249,7 @@ def scale_down(
     """
     narrow = min(dtype, stacks[0].dtype, key=lambda dtype: jnp.finfo(dtype).nmant)
     rounded = functools.partial(_rounded, dtype=narrow)
-    first, second = powers_of_two(rounded(largest), -(-ceil_log2(n) // 4))
+    first, second = powers_of_two(rounded(largest), exponent_of(n))
     # Each stack is scaled by itself, for XLA to scale it in the pass that computes it.
     factors = split_apart([f[..., None, None] for f in (first, second)], stacks)
 
@@ -275,9 +345,12 @@ def transposed(x: jax.Array) -> jax.Array:
 
     Without the constraint GPUs transpose everything that X is computed from.
     """
-    if _device.current().platform == "gpu":
-        return with_layout_constraint(x, Layout(tuple(range(x.ndim)))).mT
-    return transposed_back(x)
+    return in_rows(x).mT if _device.current().platform == "gpu" else transposed_back(x)
+
+
+def in_rows(x: jax.Array) -> jax.Array:
+    """Returns X, which GPUs keep in memory row by row."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def transposed_back(x: jax.Array) -> jax.Array:
@@ -321,7 +394,7 @@ def pad_for_kernels(x: jax.Array, operand: WholeMatrices) -> jax.Array:
     XLA pads in the pass that scales x. The columns are padded in eights, for XLA to load several
     elements at a time.
     """
-    m, n = _round_up(x, 64 if _implementation(x, x.dtype, operand) == "mosaic_gpu" else 8)
+    m, n = padded_sizes(x, operand)
     if _is_packed(x, x.dtype, operand):
         return pad_packed(x, m - x.shape[-2], n - x.shape[-1])
     width = math.gcd(x.shape[-1], 8)
@@ -329,6 +402,11 @@ def pad_for_kernels(x: jax.Array, operand: WholeMatrices) -> jax.Array:
     rows, cols = (0, m - x.shape[-3]), (0, n // width - x.shape[-2])
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 3) + [rows, cols, (0, 0)])
     return x.reshape(*x.shape[:-2], n)
+
+
+def padded_sizes(x: jax.Array | jax.ShapeDtypeStruct, operand: WholeMatrices) -> tuple[int, int]:
+    """Returns the sizes that matrices have with the padding that products in their dtype need."""
+    return _round_up(x, 64 if _implementation(x, x.dtype, operand) == "mosaic_gpu" else 8)
 
 
 def cut_padding(x: jax.Array, rows: int, cols: int, operand: WholeMatrices) -> jax.Array:
@@ -343,12 +421,15 @@ def _is_packed(x: jax.Array, dtype: jnp.dtype, operand: WholeMatrices) -> bool:
     return operand.out_dtype is not None and _implementation(x, dtype, operand) != "xla"
 
 
-def _implementation(x: jax.Array, dtype: jnp.dtype, operand: WholeMatrices) -> str:
+def _implementation(
+    x: jax.Array | jax.ShapeDtypeStruct, dtype: jnp.dtype, operand: WholeMatrices
+) -> str:
     """The implementation of the products of X in `dtype`, once X is padded."""
     padded = jax.ShapeDtypeStruct((*x.shape[:-2], *_round_up(x, 64)), dtype)
     return operand.implementation.name_for(padded)
 
 
-def _round_up(x: jax.Array, multiple: int) -> Iterable[int]:
+def _round_up(x: jax.Array | jax.ShapeDtypeStruct, multiple: int) -> tuple[int, int]:
     """The sizes of the matrices, rounded up to a multiple."""
-    return tuple(size + -size % multiple for size in x.shape[-2:])
+    m, n = x.shape[-2:]
+    return m + -m % multiple, n + -n % multiple

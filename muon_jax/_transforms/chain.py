@@ -6,6 +6,7 @@
 - `chain_with_weight_decay`: the learning rate, and the weight decay in its place of the chain.
 """
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax._checks import checks_arguments
-from muon_jax._distributed.sharding import Parameter, Shardings, parameters_of
+from muon_jax._distributed.sharding import Parameter, Shardings, are_whole, parameters_of
+from muon_jax._iteration.operand import cut_at
 from muon_jax._matrices.views import ShapeScale, Views, shape_factor
 from muon_jax._transforms.momentum import Storage
 from muon_jax._trees import (
@@ -30,7 +32,7 @@ from muon_jax._trees import (
     is_missing,
 )
 from pallas_kernels.arguments import check_flag
-from pallas_kernels.device import standard_promotion
+from pallas_kernels.device import current, standard_promotion
 
 # The fields of a state that are trees like the parameters.
 _ARRAYS = Storage()
@@ -281,15 +283,52 @@ def scale_by_adam(
             return u, (optax.tree.cast(mu, storage.dtype), nu.astype(moments[1].dtype))
 
         moments = jax.tree.map(lambda *both: both, state.mu, state.nu)
-        updates, moments = storage.update_leaves(
-            update_leaf, moments, updates, are_read_again=False
-        )
-        treedef = jax.tree.structure(updates)
+        leaves, treedef = jax.tree.flatten(updates)
+        if leaves and storage.is_plain and current().platform == "gpu" and are_whole(leaves):
+            both = _in_stacks(
+                update_leaf, [*zip(treedef.flatten_up_to(moments), leaves, strict=True)]
+            )
+            updates, moments = (treedef.unflatten(x) for x in zip(*both, strict=True))
+        else:
+            updates, moments = storage.update_leaves(
+                update_leaf, moments, updates, are_read_again=False
+            )
         both = zip(*treedef.flatten_up_to(moments), strict=True)
         mu, nu = map(treedef.unflatten, both) if treedef.num_leaves else (state.mu, state.nu)
         return updates, state._replace(count=count, mu=mu, nu=nu)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+# Arrays of more entries take longer than a launch.
+_SMALL = 2**16
+
+
+def _in_stacks(update: Callable[..., Any], leaves: Sequence[tuple[Any, jax.Array]]) -> list[Any]:
+    """Returns `update`, which works on each element, of all leaves, small equal ones together.
+
+    GPUs take longer to launch a kernel than to update a bias. XLA merges what reads the parts of a
+    stack, too, such as `optax.apply_updates`.
+
+    Args:
+        update: maps moments and a gradient to a tree of arrays of their shape.
+        leaves: trees of arrays of one shape.
+    """
+    results: dict[int, Any] = {}
+    alike = collections.defaultdict[Any, list[int]](list)
+    for i, leaf in enumerate(leaves):
+        arrays = jax.tree.leaves(leaf)
+        alike[arrays[0].shape, *(x.dtype for x in arrays)].append(i)
+    for members in alike.values():
+        if len(members) == 1 or leaves[members[0]][1].size > _SMALL:
+            results |= {i: update(*leaves[i]) for i in members}
+            continue
+        stacks = jax.tree.map(lambda *arrays: jnp.stack(arrays), *(leaves[i] for i in members))
+        made, treedef = jax.tree.flatten(jax.lax.optimization_barrier(update(*stacks)))
+        cut = [cut_at(x, (1,) * len(members)) for x in made]
+        for i, parts in zip(members, zip(*cut, strict=True), strict=True):
+            results[i] = treedef.unflatten(x[0] for x in parts)
+    return [results[i] for i in range(len(leaves))]
 
 
 def _divide(x: jax.Array, weight: jax.Array) -> jax.Array:

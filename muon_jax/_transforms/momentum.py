@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -84,33 +84,64 @@ class MuonState(NamedTuple):
     mu: optax.Updates
 
 
-def accumulation(
-    momentum: Momentum, beta: float | jax.Array, count: jax.Array, nesterov: bool
-) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Returns the function from g and m, in one dtype, to u and the new m.
+class Accumulation(NamedTuple):
+    """What becomes of a gradient g and its momentum m: the new m, and u, to be orthogonalized.
 
-    What depends on the step alone is computed once, for all parameters.
-
-    Args:
-        momentum: the form, see `scale_by_muon`.
-        beta: β.
-        count: the number t = 1, 2, … of this step.
-        nesterov: whether u, which is to be orthogonalized, looks one step ahead.
+    Attributes:
+        to_m: the weights of m and g in the new m.
+        to_u: the weights of the new m and g in u; None where u is the new m.
+        correction: what u is divided by where `to_u` is None. None without bias correction.
+        rounding: of the new m.
     """
-    weight = 1.0 if momentum == "heavy_ball" else 1 - beta
-    correction = 1 - beta**count
-    weight_of_mu = beta / (1 - beta ** jnp.asarray(optax.safe_increment(count)))
-    weight_of_gradient = (1 - beta) / correction  # at most 1: it cannot overflow
 
-    def accumulate(g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-        m = beta * m + weight * g
+    to_m: tuple[Any, Any]
+    to_u: tuple[Any, Any] | None
+    correction: jax.Array | None
+    rounding: Rounding
+
+    @classmethod
+    def of_step(
+        cls,
+        momentum: Momentum,
+        beta: float | jax.Array,
+        count: jax.Array,
+        *,
+        nesterov: bool,
+        rounding: Rounding,
+    ) -> Self:
+        """Returns the accumulation of a step; what depends on the step is computed once.
+
+        Args:
+            momentum: the form, see `scale_by_muon`.
+            beta: β.
+            count: the number t = 1, 2, … of this step.
+            nesterov: whether u looks one step ahead.
+            rounding: of the new m.
+        """
+        to_m = (beta, 1.0 if momentum == "heavy_ball" else 1 - beta)
         if momentum != "bias_corrected":
-            return (beta * m + weight * g if nesterov else m), m
-        if not nesterov:
-            return m / correction.astype(m.dtype), m
-        return weight_of_mu.astype(m.dtype) * m + weight_of_gradient.astype(g.dtype) * g, m
+            return cls(to_m, to_m if nesterov else None, None, rounding)
+        correction = 1 - beta**count
+        of_m = beta / (1 - beta ** jnp.asarray(optax.safe_increment(count)))
+        of_g = (1 - beta) / correction  # at most 1: it cannot overflow
+        return cls(to_m, (of_m, of_g) if nesterov else None, correction, rounding)
 
-    return accumulate
+    @property
+    def weights(self) -> jax.Array:
+        """The weights w of m <- w₀m + w₁g and u = w₂m + w₃g, shape `(4,)`, in float32."""
+        over = 1.0 if self.correction is None else 1 / self.correction
+        weights = (*self.to_m, *(self.to_u or (over, 0.0)))
+        return jnp.stack([jnp.asarray(x, jnp.float32) for x in weights])
+
+    def __call__(self, g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns u and the new m, in the dtype that both are computed in."""
+        g, m = widen(g, m, self.rounding)
+        m = self.to_m[0] * m + self.to_m[1] * g
+        if self.correction is None:
+            return (self.to_u[0] * m + self.to_u[1] * g if self.to_u else m), m
+        if not self.to_u:
+            return m / self.correction.astype(m.dtype), m
+        return self.to_u[0].astype(m.dtype) * m + self.to_u[1].astype(g.dtype) * g, m
 
 
 # Values of `mu_dtype` that a module serves, which is imported when one asks for them.
@@ -175,6 +206,11 @@ class Storage:
     dtype: jax.typing.DTypeLike | None = None
     memory: Memory = Memory()
     rounding: ClassVar[Rounding] = "nearest"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether momenta are arrays on the device."""
+        return type(self) is Storage and type(self.memory) is Memory
 
     @property
     def computed_dtype(self) -> jax.typing.DTypeLike | None:

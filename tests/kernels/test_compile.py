@@ -344,3 +344,47 @@ def test_of_matrices_in_pieces_gram_matrices_are_sent(count, each_round):
     sent = re.findall(rf"= (?:\(.*, )?(\w+)\[([\d,]*)\]\S* ({names})(?:-start)?\(", entry)
     assert sent == [("f32", str(count), "all-reduce"), *each_round, *each_round, *each_round]
     assert entry.count('custom_call_target="mosaic_gpu') == 17
+
+
+STEP = """
+import optax
+from muon_jax import muon
+
+def kernels(layers):
+    shapes = {"embedding": (1000, 256)}
+    for i in range(layers):
+        shapes |= {f"{i}/qkv": (256, 768), f"{i}/out": (256, 256), f"{i}/up": (256, 1024)}
+        shapes |= {f"{i}/down": (1024, 256), f"{i}/bias": (1024,), f"{i}/norm": (256,)}
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def typed(tree):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+    params = typed({k: jax.ShapeDtypeStruct(shape, "float32") for k, shape in shapes.items()})
+    numbers = {k: None if "embed" in k or len(v) == 1 else (0, 1) for k, v in shapes.items()}
+    numbers = {k: v and MuonDimensionNumbers(*v) for k, v in numbers.items()}
+    optimizer = muon(0.02, ns_coeffs="balanced", muon_weight_dimension_numbers=numbers)
+
+    def step(params, state, gradients):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(mesh):
+        state = typed(jax.eval_shape(optimizer.init, params))
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params)
+        text = lowered.compile().as_text()
+    entry = text[text.index("ENTRY"):]
+    assert " copy(" not in entry, "a parameter or a momentum is copied"
+    return sum(entry.count(f" {kind}(") for kind in ("fusion", "custom-call"))
+
+print(kernels(2), kernels(6))
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_step_launches_as_many_kernels_for_any_number_of_layers():
+    few, many = map(int, output_of(STEP, "NVIDIA H200").split()[-2:])
+    assert few == many < 60
