@@ -165,7 +165,7 @@ def test_momenta_that_are_not_finite_do_not_reach_a_skipped_parameter(make, valu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_params", helpers.mostly_slow([True, False], [False]))
+@pytest.mark.parametrize("with_params", helpers.mostly_nightly([True, False], [False]))
 def test_momenta_in_8_bits_stay_bit_for_bit(with_params):
     shapes = {"a": (64, 128), "frozen": (64, 128), "small": (8, 16)}
     params = helpers.random_tree(shapes, 0, jnp.bfloat16)

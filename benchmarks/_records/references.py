@@ -8,8 +8,9 @@ ERRORS_OF = {
     " same input in float64: five standard steps, or for packages with other coefficients theirs."
     " Polar errors say how far a result is from the polar factor.",
     "muon": "‖update - reference‖/‖reference‖ (Frobenius norm), the largest over the parameters."
-    " The reference of `muon` with defaults is optax's update, which iterates in the dtype of the"
-    " gradients; that of `balanced` is the same update with products in float32.",
+    " The reference of `muon` with defaults, and of optax with products in 16 bits, is optax's"
+    " update, which iterates in the dtype of the gradients; that of `balanced` is the same update"
+    " with products in float32.",
     "sharded": "‖update - reference‖/‖reference‖ (Frobenius norm), the largest over the parameters."
     " The reference is the update of the same optimizer, in the same precision, on one device. So"
     " an error of 0 means that sharding changed no bit; it says nothing about rounding.",

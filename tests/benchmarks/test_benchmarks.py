@@ -28,7 +28,7 @@ from benchmarks._times import (
     timing,
 )
 from benchmarks._times.shapes import SETS, shapes
-from benchmarks._times.updates import COMPARED
+from benchmarks._times.updates import COMPARED, IN_16_BITS
 from muon_jax import muon, newton_schulz
 
 TINY = {"embedding": (32, 8), "layer/w": (8, 24), "layer/b": (24,), "experts": (3, 24, 8)}
@@ -61,7 +61,7 @@ def measure(tmp_path):
     ("benchmark", "variants"),
     [
         ("syrk", ["jnp", "xla", "None", "None, symmetrize_output=False", "jnp + C", "None + C"]),
-        ("muon", ["optax", "None", "balanced"]),
+        ("muon", ["optax", IN_16_BITS, "None", "balanced"]),
         pytest.param(
             "newton_schulz",
             ["jnp", "None", "optax f32", "optax bf16", "balanced", "polar_express"],
@@ -402,7 +402,7 @@ def test_both_optimizers_take_the_models(name):
 
 
 def test_the_headline_shows_the_results(tmp_path, capsys):
-    names = ("newton_schulz_h100", "muon_h100", "accuracy_cpu")
+    names = ("newton_schulz_h100", "muon_h200", "accuracy_cpu")
     paths = [str(Path(benchmarks.__file__).parent / "results" / f"{name}.json") for name in names]
     png = tmp_path / "headline.png"
     benchmarks.main(["report", *paths, "--headline", "--png", str(png)])
@@ -416,7 +416,7 @@ def test_the_headline_shows_the_results(tmp_path, capsys):
         times = report["measurements"][0]["microseconds"]
         return pytest.approx(times[baseline][clock][1] / times[name][clock][1])
 
-    assert updates.patches[1].get_width() == speedup(reports[1], "optax", "balanced", "device")
+    assert updates.patches[1].get_width() == speedup(reports[1], IN_16_BITS, "balanced", "device")
     widths = [bar.get_width() for bar in iteration.patches]
     assert len(widths) == 5 * len(reports[0]["measurements"])
     graphs = "torch.compile, CUDA graphs"  # faster at 4096×4096 than without

@@ -54,9 +54,7 @@ def two_updates(transform, grads):
 @pytest.mark.parametrize(
     "arguments",
     helpers.mostly_nightly(
-        [{}, {"mu_dtype": "int8"}, {"preset": "muonh", "adamh": None}, {"preset": "nanogpt"}],
-        [{}],
-        [{"mu_dtype": "int8"}],
+        [{}, {"mu_dtype": "int8"}, {"preset": "muonh", "adamh": None}, {"preset": "nanogpt"}], [{}]
     ),
     ids=str,
 )

@@ -105,7 +105,7 @@ def test_killed_at_random_times_it_goes_on_bit_for_bit(kills, tmp_path):
 
 # Orbax closes the event loop of a failed restoration while reads go on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@helpers.slow
+@helpers.nightly
 def test_a_checkpoint_that_is_cut_off_is_refused_or_whole(tmp_path):
     """Where the cut-off file was not needed, what is restored has all bits."""
     config = {"steps": 2}
