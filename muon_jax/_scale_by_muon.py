@@ -47,7 +47,7 @@ from muon_jax._trees import (
     has_masked,
     path_name,
 )
-from pallas_kernels.device import standard_promotion
+from pallas_kernels.device import current, standard_promotion
 
 # Coefficients for each regular expression of paths, or a function of a path and a shape.
 type _OfOnePath = NSCoeffs | NewtonSchulz
@@ -226,8 +226,8 @@ def orthogonalization(
             of_muon = parameters_of(views, updates, shardings, whole)
         shapes_of_whole = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in of_muon)
         iterations = iterations_of(jax.tree.structure(updates).unflatten(shapes_of_whole))
-        made = None
-        if storage.is_plain and rounding == "nearest" and not given.adaptive:
+        made, is_nearest = None, rounding == "nearest"
+        if current().platform == "gpu" and storage.is_plain and is_nearest and not given.adaptive:
             weights = accumulate.weights
             made = map_momenta(
                 iterations, of_muon, state.mu, updates, weights, update_leaf, shardings

@@ -284,7 +284,8 @@ def scale_by_adam(
 
         moments = jax.tree.map(lambda *both: both, state.mu, state.nu)
         leaves, treedef = jax.tree.flatten(updates)
-        if leaves and storage.is_plain and current().platform == "gpu" and are_whole(leaves):
+        is_gpu = leaves and current().platform == "gpu"
+        if is_gpu and storage.is_plain and are_whole(leaves):
             both = _in_stacks(
                 update_leaf, [*zip(treedef.flatten_up_to(moments), leaves, strict=True)]
             )

@@ -20,15 +20,6 @@ from muon_jax._matrices.views import Views
 type Rounding = Literal["nearest", "stochastic"]
 
 
-def widen(gradient: jax.Array, m: jax.Array, rounding: Rounding) -> tuple[jax.Array, jax.Array]:
-    """Returns both in the dtype that the momentum is computed in.
-
-    The dtype is the wider of both, or float32 before stochastic rounding.
-    """
-    wide = jnp.promote_types(gradient.dtype, m.dtype) if rounding == "nearest" else jnp.float32
-    return gradient.astype(wide), m.astype(wide)
-
-
 def cast_like(x: jax.Array, like: jax.Array, key: jax.Array | None) -> jax.Array:
     """Returns `x`, rounded to the dtype of `like`.
 
@@ -134,8 +125,13 @@ class Accumulation(NamedTuple):
         return jnp.stack([jnp.asarray(x, jnp.float32) for x in weights])
 
     def __call__(self, g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns u and the new m, in the dtype that both are computed in."""
-        g, m = widen(g, m, self.rounding)
+        """Returns u and the new m, in the dtype that both are computed in.
+
+        It is the wider of their dtypes, or float32 before stochastic rounding.
+        """
+        is_nearest = self.rounding == "nearest"
+        dtype = jnp.promote_types(g.dtype, m.dtype) if is_nearest else jnp.float32
+        g, m = g.astype(dtype), m.astype(dtype)
         m = self.to_m[0] * m + self.to_m[1] * g
         if self.correction is None:
             return (self.to_u[0] * m + self.to_u[1] * g if self.to_u else m), m

@@ -13,6 +13,7 @@ from muon_jax import (
     MuonDimensionNumbers,
     NewtonSchulz,
     Split,
+    _scale_by_muon,
     muon,
     scale_by_muon,
 )
@@ -25,6 +26,7 @@ WEIGHTS = np.array([0.9, 0.5, 0.7, 0.25], np.float32)
 # On GPUs the kernels run.
 INTERPRET = jax.default_backend() != "gpu"
 interpreted = functools.partial(accumulate, interpret=INTERPRET)
+GPU = Device("gpu", "", 0, "")
 
 
 def arrays(shapes, dtype, seed, scale=1.0):
@@ -179,6 +181,7 @@ def by_interpreted_kernels(monkeypatch):
 
     monkeypatch.setattr(_momentum, "accumulate", run)
     monkeypatch.setattr(NewtonSchulz, "accumulates", accumulates)
+    monkeypatch.setattr(_scale_by_muon, "current", lambda: GPU)
     return calls
 
 
@@ -187,9 +190,9 @@ def updates_of(optimizer, gradients, params, steps=3):
     with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))):
         state = optimizer.init(params)
         update = jax.jit(optimizer.update)
-        for _ in range(steps):
-            updates, state = update(gradients, state, params)
-    return updates, state
+        for _ in range(steps - 1):
+            _, state = update(gradients, state, params)
+        return update(gradients, state, params)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +296,7 @@ def test_small_equal_leaves_of_adamw_share_launches(monkeypatch):
     optimizer = muon(0.02, adam_weight_decay=0.1, muon_weight_dimension_numbers=numbers)
     params = helpers.random_tree(shapes, 1)
     expected = updates_of(optimizer, gradients, params)
-    monkeypatch.setattr(chain, "current", lambda: Device("gpu", "", 0, ""))
+    monkeypatch.setattr(chain, "current", lambda: GPU)
     with on_gpu():
         state = jax.eval_shape(optimizer.init, params)
         text = str(jax.make_jaxpr(optimizer.update)(gradients, state, params))
