@@ -386,11 +386,18 @@ class Implementation:
         """
         return _module(*self.names).gemm_of_stacks(a_matrix, stacks, out_dtype=out_dtype)
 
-    def accumulates(self, *operands: Operand, dtype: jnp.dtype) -> bool:
-        """Returns whether `accumulate` runs, for gradients and momenta to X of that dtype."""
-        types = *operands, jax.ShapeDtypeStruct((1, 1), dtype)
-        is_kernel = {*self.names} != {"xla"} and dtype.itemsize == 2
-        return is_kernel and all(reasons_against(x)["triton"] is None for x in types)
+    def accumulates(self, gradient: Operand, momentum: Operand, dtype: jnp.dtype) -> bool:
+        """Returns whether `accumulate` runs, to X of that dtype.
+
+        Where it computes X once more it has the rounded new momentum. So that of bfloat16 is for a
+        gradient or X of bfloat16 alone, and float16, where it may vanish, for none.
+        """
+        dtypes = gradient.dtype, momentum.dtype, dtype
+        is_kept = momentum.dtype == jnp.float32 or (
+            momentum.dtype == jnp.bfloat16 and dtypes.count(jnp.bfloat16) > 1
+        )
+        is_kernel = {*self.names} != {"xla"} and dtype.itemsize == 2 and is_kept
+        return is_kernel and all(reasons_against(x)["triton"] is None for x in (gradient, momentum))
 
     def accumulate(
         self,

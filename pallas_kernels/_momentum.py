@@ -66,7 +66,8 @@ def accumulate(
 
     Args:
         gradients: shapes `(batch, rows, cols)`, floats of 16 or 32 bits.
-        momenta: of these shapes, each in any such dtype. They are donated.
+        momenta: of these shapes, each in any such dtype. They are written in place. What is
+            computed once more is computed from the rounded new momenta.
         weights: w, shape `(4,)`.
         layout: of the matrices.
         interpret: whether to interpret the kernels.
@@ -84,7 +85,7 @@ def accumulate(
         axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
         return jax.vmap(defined, axes, axis_size=size)(*operands)
 
-    call = with_rules(by_kernels, "None", under_vmap)
+    call = with_rules(by_kernels, "triton", under_vmap)
     *new, stack, scale = call(weights.astype(jnp.float32), *gradients, *momenta)
     return new, stack, scale
 
@@ -266,7 +267,8 @@ def _sample_kernel(
     block, matrix, (height, width) = pl.program_id(0), pl.program_id(1), SAMPLE
     _, rows, cols = gradients[0].shape
     at = (block % pl.cdiv(rows, height) * height, block % pl.cdiv(cols, width) * width)
-    g, m = _loaded(*_array_of(matrix, gradients), gradients, momenta, at, SAMPLE)
+    place_of_matrix = _array_of(matrix, gradients)
+    g, m = _loaded(*place_of_matrix, gradients, momenta, at, SAMPLE, (rows, cols))
     _, u = _accumulated(_read(weights), g, m)
     plt.atomic_max(found, (jnp.int32(0), matrix + plt.load(place.at[jnp.int32(0)])), _bits(u))
 
@@ -290,10 +292,11 @@ def _pass_kernel(
     which, own = _array_of(matrix, gradients)
     row, col = block // tiles * TILE, block % tiles * TILE
     at = (col, row) if transposed else (row, col)
-    g, m = _loaded(which, own, gradients, momenta, at, (TILE, TILE))
+    visited = stack.shape[:0:-1] if transposed else stack.shape[1:]
+    g, m = _loaded(which, own, gradients, momenta, at, (TILE, TILE), visited)
     m, u = _accumulated(_read(weights), g, m)
     for i, ref in enumerate(new):
-        pl.when(which == i)(functools.partial(_store, ref, own, at, m))
+        pl.when(which == i)(functools.partial(_store, ref, own, at, visited, m))
     of_stack = matrix + plt.load(place.at[jnp.int32(0)])
     plt.atomic_max(found, (jnp.int32(1), of_stack), _bits(u))
     factors, _ = _factors(plt.load(sampled.at[jnp.int32(0), of_stack]), None, exponent)
@@ -316,19 +319,21 @@ def _redo_kernel(
     matrix, row = pl.program_id(1), pl.program_id(0) * REDONE
     which, own = _array_of(matrix, gradients)
     of_stack = matrix + plt.load(place.at[jnp.int32(0)])
+    visited = stack.shape[:0:-1] if transposed else stack.shape[1:]
     sampled, largest = (plt.load(found.at[jnp.int32(i), of_stack]) for i in range(2))
     factors, is_wrong = _factors(sampled, largest, exponent)
 
     def of_block(index: jax.Array, _: Any) -> None:
         col = index * REDONE
         at = (col, row) if transposed else (row, col)
-        g, m = _loaded(which, own, gradients, momenta, at, (REDONE, REDONE))
+        g, m = _loaded(which, own, gradients, momenta, at, (REDONE, REDONE), visited)
         _, u = _accumulated(_read(weights), g, m, again=True)
         _store_scaled(stack, of_stack, factors, (row, col), u, transposed)
 
     @pl.when(is_wrong)
     def _() -> None:
-        jax.lax.fori_loop(0, pl.cdiv(stack.shape[2], REDONE), of_block, None)
+        blocks = jnp.int32(pl.cdiv(stack.shape[2], REDONE))
+        jax.lax.fori_loop(jnp.int32(0), blocks, of_block, None)
 
 
 def _read(weights: Any) -> list[jax.Array]:
@@ -353,15 +358,16 @@ def _loaded(
     momenta: Any,
     at: tuple[jax.Array, jax.Array],
     shape: tuple[int, int],
+    visited: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """A block of a gradient and of its momentum.
+    """A block of a gradient and of its momentum, zero beyond them.
 
     The branches load and do nothing else: a kernel with all in each branch takes two to three times
     as long to compile.
     """
 
     def load(ref: Any) -> jax.Array:
-        block, mask = _block(ref, own, at, shape)
+        block, mask = _block(ref, own, at, shape, visited)
         return plt.load(block, mask=mask, other=None if mask is None else 0.0)
 
     pairs = zip(gradients, momenta, strict=True)
@@ -378,11 +384,17 @@ def _store_scaled(
 ) -> None:
     """Writes a block of X."""
     x = u * factors[0] * factors[1]
-    _store(stack, matrix, at, x.T if transposed else x)
+    _store(stack, matrix, at, stack.shape[1:], x.T if transposed else x)
 
 
-def _store(ref: Any, matrix: jax.Array, at: tuple[jax.Array, jax.Array], x: jax.Array) -> None:
-    block, mask = _block(ref, matrix, at, x.shape)
+def _store(
+    ref: Any,
+    matrix: jax.Array,
+    at: tuple[jax.Array, jax.Array],
+    visited: tuple[int, ...],
+    x: jax.Array,
+) -> None:
+    block, mask = _block(ref, matrix, at, x.shape, visited)
     plt.store(block, x.astype(ref.dtype), mask=mask)
 
 
@@ -392,12 +404,24 @@ def _bits(u: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
 
 
 def _block(
-    ref: Any, matrix: jax.Array, at: tuple[jax.Array, jax.Array], shape: tuple[int, ...]
+    ref: Any,
+    matrix: jax.Array,
+    at: tuple[jax.Array, jax.Array],
+    shape: tuple[int, ...],
+    visited: tuple[int, ...],
 ) -> tuple[Any, jax.Array | None]:
-    """A block of a matrix, and where it is within bounds; None where every block is."""
+    """A block of a matrix, and where it is within bounds; None where every block is.
+
+    Args:
+        ref: a stack.
+        matrix: an index of it.
+        at: the first row and column.
+        shape: of the block.
+        visited: the sizes that all blocks cover, those of the matrix or more.
+    """
     (_, m, n), (row, col), (rows, cols) = ref.shape, at, shape
     block = ref.at[matrix, pl.ds(row, rows), pl.ds(col, cols)]
-    if m % rows == 0 and n % cols == 0:
+    if (m, n) == (*visited,) and m % rows == 0 and n % cols == 0:
         return block, None
     row_ids, col_ids = row + jnp.arange(rows), col + jnp.arange(cols)
     return block, (row_ids < m)[:, None] & (col_ids < n)[None, :]

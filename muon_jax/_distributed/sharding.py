@@ -303,14 +303,14 @@ def may_be_sharded(mesh: Mesh, leaves: Sequence[jax.Array]) -> bool:
 
 
 def are_whole(arrays: Sequence[jax.Array]) -> bool:
-    """Returns whether arrays are known to be whole on one device, and no type says so.
+    """Returns whether arrays are traced, and known to be whole on one device.
 
-    Pallas does not lower every operation where types say how arrays are sharded.
+    In a shard_map, or where types say how arrays are sharded, they may differ in more than shape.
     """
     mesh = mesh_of(arrays)
-    is_typed = AxisType.Explicit in mesh.axis_types
+    is_plain = {*mesh.axis_types} <= {AxisType.Auto} and is_traced(arrays)
     is_one = len(meshes_of(arrays)) < 2 and math.prod(mesh.shape.values()) == 1
-    return is_one and not is_typed and not may_be_sharded(mesh, arrays)
+    return is_plain and is_one and not may_be_sharded(mesh, arrays)
 
 
 def are_from_init(mesh: Mesh) -> bool:

@@ -202,8 +202,8 @@ class NewtonSchulz:
         if not jnp.issubdtype(stack.dtype, jnp.floating) or not stack.size:
             return False
         form = self.form((m, n), stack.dtype)
-        operands = stack.gradients, stack.momenta
-        return form.chosen((m, n)).accumulates(*operands, dtype=form.dtype)
+        chosen = form.chosen((m, n))
+        return chosen.accumulates(stack.gradients, stack.momenta, form.dtype)
 
     def shares_launches(self, stack: jax.Array | Accumulated) -> bool:
         """Returns whether matrices of one m and several n run in the same launches."""

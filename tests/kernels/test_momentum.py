@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from muon_jax import (
     MuonDimensionNumbers,
@@ -103,8 +103,9 @@ def test_it_is_the_formula_in_place(shapes, transposed, shape, dtypes):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_what_the_sample_misses_is_computed_again(transposed):
-    shape = (2, 200, 100) if transposed else (2, 100, 200)
+@pytest.mark.parametrize("sizes", [(100, 200), (96, 160)])  # blocks of 32 end where the latter do
+def test_what_the_sample_misses_is_computed_again(sizes, transposed):
+    shape = (2, *(sizes[::-1] if transposed else sizes))
     gradients, momenta = arrays([shape] * 3, "float32", 0), arrays([shape] * 3, "float32", 1)
     # Blocks of the sample are on the diagonal; this entry is in none of them.
     gradients[0] = gradients[0].at[1, -1, 0].set(1e6)
@@ -287,6 +288,48 @@ def test_it_lowers_for_gpus(name, dtype):
         traced = jax.jit(optimizer.update).trace(params, state)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert all(f"momentum_{kind}" in text for kind in ("sample", "pass", "redo"))
+
+
+@pytest.mark.parametrize(
+    ("of_gradients", "of_momenta", "coeffs", "kernels"),
+    [
+        ("float32", "float32", "balanced", 1),
+        ("float32", "bfloat16", "balanced", 0),
+        ("float32", "bfloat16", "standard", 1),  # whose X is bfloat16
+        ("bfloat16", "bfloat16", "balanced", 1),
+        ("float16", "float16", "balanced", 0),
+    ],
+)
+def test_what_is_computed_again_loses_nothing(of_gradients, of_momenta, coeffs, kernels):
+    gradients = {"a": jax.ShapeDtypeStruct((256, 256), of_gradients)}
+    optimizer = scale_by_muon(coeffs, mu_dtype=of_momenta)
+    with on_gpu():
+        state = jax.eval_shape(optimizer.init, gradients)
+        text = str(jax.make_jaxpr(optimizer.update)(gradients, state))
+    assert text.count("name=momentum_redo") == kernels
+
+
+def test_leaves_of_adamw_that_differ_in_more_than_shape_stay_apart(monkeypatch):
+    monkeypatch.setattr(chain, "current", lambda: GPU)
+    params = helpers.random_tree({"a": (8,), "b": (8,)}, 0)
+    optimizer = muon(0.02, muon_weight_dimension_numbers=dict.fromkeys(params))
+    expected = optimizer.update(params, optimizer.init(params), params)[0]
+    # Of one device each, outside jit.
+    devices = jax.devices()[:2]
+    apart = {k: jax.device_put(x, d) for (k, x), d in zip(params.items(), devices, strict=True)}
+    updates, _ = optimizer.update(apart, optimizer.init(apart), apart)
+    assert [x.device for x in updates.values()] == devices
+    # In a shard_map over one device, which knows that b does not vary.
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    specs = {"a": PartitionSpec("x"), "b": PartitionSpec()}
+
+    def update(params):
+        return optimizer.update(params, optimizer.init(params), params)[0]
+
+    in_map = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(specs,), out_specs=specs))(params)
+    for found in (updates, in_map):
+        for name, x in expected.items():
+            np.testing.assert_allclose(found[name], x, rtol=1e-6)
 
 
 def test_small_equal_leaves_of_adamw_share_launches(monkeypatch):
