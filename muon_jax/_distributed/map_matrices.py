@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_jax._distributed.automatic import Planned, run_when_partitioned, with_rules
@@ -111,7 +112,8 @@ def map_momenta(
 ) -> tuple[Any, Any] | None:
     """Returns the trees of polar factors and of new momenta, of which a kernel makes some at least.
 
-    It returns None where such a kernel has nothing to do, or where matrices may be sharded.
+    It returns None where such a kernel has nothing to do, or where matrices may be sharded. Of a
+    shape it takes all matrices or none, so that groups are the same as without it.
 
     Args:
         iterations: of the trees.
@@ -130,6 +132,16 @@ def map_momenta(
     pending = [
         _accumulated(view, iterations.distinct[number], m, g, weights)
         for number, (view, m, g) in zip(iterations.of_leaves, arrays, strict=True)
+    ]
+    of_others = {
+        _shape_and_dtype(part.stack, jnp.promote_types(m.dtype, g.dtype))
+        for stack, (view, m, g) in zip(pending, arrays, strict=True)
+        if stack is None
+        for part in parts_of(view, g.shape)
+    }
+    pending = [
+        None if stack is None or _shape_and_dtype(stack.shape, stack.dtype) in of_others else stack
+        for stack in pending
     ]
     if not any(pending):
         return None
@@ -151,6 +163,11 @@ def map_momenta(
             results.append([from_stacks(done, view, m.shape), new])
     orthogonal, new = zip(*results, strict=True)
     return treedef.unflatten(orthogonal), treedef.unflatten(new)
+
+
+def _shape_and_dtype(stack: tuple[int, ...], dtype: jnp.dtype) -> tuple[Any, ...]:
+    """What the matrices of a stack `(batch, rows, cols)` have in common with those of a group."""
+    return (*sorted(stack[1:]), dtype)
 
 
 def _accumulated(

@@ -158,13 +158,13 @@ SHAPES = {
     "by_columns": (96, 40),
     "convolution": (2, 2, 10, 96),
     "heads": (40, 4, 24),
-    "qkv": (40, 120),
+    "qkv": (48, 144),
 }
 VIEWS = dict.fromkeys(SHAPES, NUMBERS) | {
     "by_columns": MuonDimensionNumbers(1, 0),
     "convolution": MuonDimensionNumbers((0, 1, 2), 3),
     "heads": MuonDimensionNumbers(0, (1, 2)),
-    "qkv": Split(-1, (40, 40, 40)),
+    "qkv": Split(-1, (48, 48, 48)),
 }
 
 
@@ -217,7 +217,7 @@ def test_an_update_is_that_of_xla(arguments, by_interpreted_kernels):
     optimizer = scale_by_muon(weight_dimension_numbers=VIEWS, eps=1e-7, **arguments)
     updates, state = updates_of(optimizer, gradients, gradients)
     taken = {g.shape for call in by_interpreted_kernels for g in call[0]}
-    assert (1, 40, 120) not in taken and {(1, 96, 40), (3, 40, 96), (1, 40, 96)} <= taken
+    assert (1, 48, 144) not in taken and {(1, 96, 40), (3, 40, 96), (1, 40, 96)} <= taken
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NewtonSchulz, "accumulates", lambda *_: False)
         expected, expected_state = updates_of(optimizer, gradients, gradients)
@@ -244,6 +244,18 @@ def test_what_the_kernel_does_not_do_is_xla_s(arguments, by_interpreted_kernels)
     gradients = helpers.random_tree({"wide": (40, 96)}, 0)
     updates_of(scale_by_muon(**arguments), gradients, gradients, steps=1)
     assert not by_interpreted_kernels
+
+
+def test_matrices_of_a_shape_are_one_group_with_or_without_the_kernel(by_interpreted_kernels):
+    shapes = {"qkv": (40, 120), "out": (40, 40), "up": (40, 96), "down": (96, 40)}
+    views = dict.fromkeys(shapes, NUMBERS) | {"qkv": Split(-1, (40, 40, 40))}
+    gradients = helpers.random_tree(shapes, 0)
+    optimizer = scale_by_muon(weight_dimension_numbers=views)
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))):
+        text = str(jax.make_jaxpr(optimizer.update)(gradients, optimizer.init(gradients)))
+    assert text.count("name=orthogonalize") == 2
+    taken = {g.shape for call in by_interpreted_kernels for g in call[0]}
+    assert taken == {(1, 40, 96), (1, 96, 40)}
 
 
 def on_gpu(name="H200"):
