@@ -55,13 +55,7 @@ def test_intervals_that_are_none(low, high):
 
 each_design = pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        pytest.param(
-            *design,
-            marks=pytest.mark.slow if design == ("fast", "bfloat16") else pytest.mark.nightly,
-        )
-        for design in DESIGNS
-    ],
+    [pytest.param(*design, marks=pytest.mark.nightly) for design in DESIGNS],
 )
 
 
