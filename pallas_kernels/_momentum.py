@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._stacked import Arrays, jitted, with_rules
+from pallas_kernels._triton import load, store
 
 # Bits of float32: as integers, those of NaN are the largest of these.
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
@@ -177,8 +178,8 @@ def _factors(
         is_wrong = ((exact > k) | (exact < k - 1)) & (largest > 0) | ~is_finite
         k = jnp.where(is_wrong, exact, k)
     least = jnp.where(is_finite, jnp.int32(0), jnp.int32(_NAN))
-    powers = (_floats(jnp.maximum((127 - x) << 23, least)) for x in (k >> 1, k - (k >> 1)))
-    first, second = powers
+    half = k >> 1
+    first, second = (_floats(jnp.maximum((127 - x) << 23, least)) for x in (half, k - half))
     return (first, second), is_wrong
 
 
@@ -291,12 +292,12 @@ def _pass_kernel(
     tiles = pl.cdiv(stack.shape[2], TILE)
     which, own = _array_of(matrix, gradients)
     row, col = block // tiles * TILE, block % tiles * TILE
-    at = (col, row) if transposed else (row, col)
-    visited = stack.shape[:0:-1] if transposed else stack.shape[1:]
-    g, m = _loaded(which, own, gradients, momenta, at, (TILE, TILE), visited)
+    at, covered = _in_array((row, col), transposed), _in_array(stack.shape[1:], transposed)
+    g, m = _loaded(which, own, gradients, momenta, at, (TILE, TILE), covered)
     m, u = _accumulated(_read(weights), g, m)
+    rounded = m.astype(new[0].dtype)
     for i, ref in enumerate(new):
-        pl.when(which == i)(functools.partial(_store, ref, own, at, visited, m))
+        pl.when(which == i)(functools.partial(store, ref, own, *at, rounded, covered=covered))
     of_stack = matrix + plt.load(place.at[jnp.int32(0)])
     plt.atomic_max(found, (jnp.int32(1), of_stack), _bits(u))
     factors, _ = _factors(plt.load(sampled.at[jnp.int32(0), of_stack]), None, exponent)
@@ -319,14 +320,14 @@ def _redo_kernel(
     matrix, row = pl.program_id(1), pl.program_id(0) * REDONE
     which, own = _array_of(matrix, gradients)
     of_stack = matrix + plt.load(place.at[jnp.int32(0)])
-    visited = stack.shape[:0:-1] if transposed else stack.shape[1:]
+    covered = _in_array(stack.shape[1:], transposed)
     sampled, largest = (plt.load(found.at[jnp.int32(i), of_stack]) for i in range(2))
     factors, is_wrong = _factors(sampled, largest, exponent)
 
     def of_block(index: jax.Array, _: Any) -> None:
         col = index * REDONE
-        at = (col, row) if transposed else (row, col)
-        g, m = _loaded(which, own, gradients, momenta, at, (REDONE, REDONE), visited)
+        at = _in_array((row, col), transposed)
+        g, m = _loaded(which, own, gradients, momenta, at, (REDONE, REDONE), covered)
         _, u = _accumulated(_read(weights), g, m, again=True)
         _store_scaled(stack, of_stack, factors, (row, col), u, transposed)
 
@@ -334,6 +335,11 @@ def _redo_kernel(
     def _() -> None:
         blocks = jnp.int32(pl.cdiv(stack.shape[2], REDONE))
         jax.lax.fori_loop(jnp.int32(0), blocks, of_block, None)
+
+
+def _in_array(pair: tuple[Any, ...], transposed: bool) -> tuple[Any, ...]:
+    """The row and column, or sizes, of X in an array that has its matrix."""
+    return pair[::-1] if transposed else pair
 
 
 def _read(weights: Any) -> list[jax.Array]:
@@ -356,9 +362,9 @@ def _loaded(
     own: jax.Array,
     gradients: Any,
     momenta: Any,
-    at: tuple[jax.Array, jax.Array],
+    at: tuple[jax.Array, ...],
     shape: tuple[int, int],
-    visited: tuple[int, ...],
+    covered: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
     """A block of a gradient and of its momentum, zero beyond them.
 
@@ -366,12 +372,11 @@ def _loaded(
     as long to compile.
     """
 
-    def load(ref: Any) -> jax.Array:
-        block, mask = _block(ref, own, at, shape, visited)
-        return plt.load(block, mask=mask, other=None if mask is None else 0.0)
+    def load_both(*pair: Any) -> tuple[jax.Array, ...]:
+        return tuple(load(ref, own, *at, shape, covered=covered) for ref in pair)
 
     pairs = zip(gradients, momenta, strict=True)
-    return jax.lax.switch(which, [lambda pair=pair: tuple(map(load, pair)) for pair in pairs])
+    return jax.lax.switch(which, [functools.partial(load_both, *pair) for pair in pairs])
 
 
 def _store_scaled(
@@ -383,45 +388,10 @@ def _store_scaled(
     transposed: bool,
 ) -> None:
     """Writes a block of X."""
-    x = u * factors[0] * factors[1]
-    _store(stack, matrix, at, stack.shape[1:], x.T if transposed else x)
-
-
-def _store(
-    ref: Any,
-    matrix: jax.Array,
-    at: tuple[jax.Array, jax.Array],
-    visited: tuple[int, ...],
-    x: jax.Array,
-) -> None:
-    block, mask = _block(ref, matrix, at, x.shape, visited)
-    plt.store(block, x.astype(ref.dtype), mask=mask)
+    x = (u * factors[0] * factors[1]).astype(stack.dtype)
+    store(stack, matrix, *at, x.T if transposed else x)
 
 
 def _bits(u: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
     """The bits of the largest |U|, as integers: maxima of floats may lose a NaN."""
     return jnp.max(jax.lax.bitcast_convert_type(jnp.abs(u), jnp.int32), axis=axis)
-
-
-def _block(
-    ref: Any,
-    matrix: jax.Array,
-    at: tuple[jax.Array, jax.Array],
-    shape: tuple[int, ...],
-    visited: tuple[int, ...],
-) -> tuple[Any, jax.Array | None]:
-    """A block of a matrix, and where it is within bounds; None where every block is.
-
-    Args:
-        ref: a stack.
-        matrix: an index of it.
-        at: the first row and column.
-        shape: of the block.
-        visited: the sizes that all blocks cover, those of the matrix or more.
-    """
-    (_, m, n), (row, col), (rows, cols) = ref.shape, at, shape
-    block = ref.at[matrix, pl.ds(row, rows), pl.ds(col, cols)]
-    if (m, n) == (*visited,) and m % rows == 0 and n % cols == 0:
-        return block, None
-    row_ids, col_ids = row + jnp.arange(rows), col + jnp.arange(cols)
-    return block, (row_ids < m)[:, None] & (col_ids < n)[None, :]

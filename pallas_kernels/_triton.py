@@ -12,7 +12,7 @@ the same reason, and computing them takes less time than transposing.
 product depends neither on the tile nor on the other matrices of the stack, to the last bit.
 
 JAX has deprecated this lowering, without a date of removal as of 0.12.0. The rest of the package
-imports this module only to dispatch, so it can be deleted whole.
+imports this module only to dispatch, so it can be deleted whole, together with `_momentum`.
 """
 
 import functools
@@ -224,7 +224,7 @@ def _triton_syrkx_kernel(
         config,
         a_gmem,
         (batch, row),
-        lambda depth: _load(b, batch, col, depth, (tile, config.tile_k)),
+        lambda depth: load(b, batch, col, depth, (tile, config.tile_k)),
         trans_b=True,
     )
     alpha, diagonal, *betas = (
@@ -232,22 +232,22 @@ def _triton_syrkx_kernel(
     )
     total = alpha * accumulator
     for beta, c_gmem in zip(betas, c_gmems, strict=True):
-        c_tile = _load(c_gmem, batch, row, col, (tile, tile))
+        c_tile = load(c_gmem, batch, row, col, (tile, tile))
         total += beta * c_tile.astype(jnp.float32)
     row_ids, col_ids = (start + jnp.arange(tile) for start in (row, col))
     total += jnp.where(row_ids[:, None] == col_ids[None, :], diagonal, 0.0)
 
-    def store(out_gmem: GmemRef, out: jax.Array) -> None:
-        _store(out_gmem, batch, row, col, out)
+    def store_mirrored(out_gmem: GmemRef, out: jax.Array) -> None:
+        store(out_gmem, batch, row, col, out)
         is_mirrored = mirrors and tile_row != tile_col
-        pl.when(is_mirrored)(lambda: _store(out_gmem, batch, col, row, out.T))
+        pl.when(is_mirrored)(lambda: store(out_gmem, batch, col, row, out.T))
 
     for out_gmem in out_gmems:  # the result, then what its rounding left
         out = total.astype(out_gmem.dtype)
         total -= out.astype(jnp.float32)
         if mirrored_on_diagonal:
             out = jnp.where(row_ids[:, None] >= col_ids[None, :], out, out.T)
-        store(out_gmem, out)
+        store_mirrored(out_gmem, out)
 
 
 def _triton_gemm_kernel(
@@ -262,9 +262,9 @@ def _triton_gemm_kernel(
     row, col = index % tiles_m * config.tile_m, index // tiles_m * config.tile_n
     b_shape = config.tile_k, config.tile_n
     total = _sums(
-        config, a_gmem, (batch, row), lambda depth: _load(b_gmem, batch, depth, col, b_shape)
+        config, a_gmem, (batch, row), lambda depth: load(b_gmem, batch, depth, col, b_shape)
     )
-    _store(out_gmem, batch, row, col, total.astype(out_gmem.dtype))
+    store(out_gmem, batch, row, col, total.astype(out_gmem.dtype))
 
 
 def _sums(
@@ -279,36 +279,57 @@ def _sums(
 
     def accumulate(step: jax.Array, accumulator: jax.Array) -> jax.Array:
         depth = step * config.tile_k
-        a_tile = _load(a_gmem, *start, depth, (config.tile_m, config.tile_k))
+        a_tile = load(a_gmem, *start, depth, (config.tile_m, config.tile_k))
         return accumulator + plt.dot(a_tile, load_b(depth), trans_b=trans_b)
 
     zeros = jnp.zeros((config.tile_m, config.tile_n), jnp.float32)
     return jax.lax.fori_loop(0, pl.cdiv(a_gmem.shape[-1], config.tile_k), accumulate, zeros)
 
 
-def _load(gmem: GmemRef, batch: jax.Array, *place: Any) -> jax.Array:
-    """Returns a block, with zeros where it is out of bounds."""
-    ref, mask = _block(gmem, batch, *place)
+def load(gmem: GmemRef, batch: jax.Array, *place: Any, **options: Any) -> jax.Array:
+    """Returns a `_block`, with zeros where it is out of bounds."""
+    ref, mask = _block(gmem, batch, *place, **options)
     return plt.load(ref, mask=mask, other=None if mask is None else 0.0)
 
 
-def _store(gmem: GmemRef, batch: jax.Array, row: jax.Array, col: jax.Array, out: jax.Array) -> None:
-    """Writes the part of a block that is within bounds."""
-    ref, mask = _block(gmem, batch, row, col, out.shape)
+def store(
+    gmem: GmemRef,
+    batch: jax.Array,
+    row: jax.Array,
+    col: jax.Array,
+    out: jax.Array,
+    **options: Any,
+) -> None:
+    """Writes the part of a `_block` that is within bounds."""
+    ref, mask = _block(gmem, batch, row, col, out.shape, **options)
     plt.store(ref, out, mask=mask)
 
 
 def _block(
-    gmem: GmemRef, batch: jax.Array, row: jax.Array, col: jax.Array, shape: tuple[int, ...]
+    gmem: GmemRef,
+    batch: jax.Array,
+    row: jax.Array,
+    col: jax.Array,
+    shape: tuple[int, ...],
+    *,
+    covered: tuple[int, ...] | None = None,
 ) -> tuple[GmemRef, jax.Array | None]:
     """Returns a block of a matrix, and where it is within bounds; None where every block is.
 
     A stack of one matrix has that matrix at every index.
+
+    Args:
+        gmem: the stack.
+        batch: the index of the matrix.
+        row: the first of the block.
+        col: the first of the block.
+        shape: of the block.
+        covered: the sizes that all blocks cover; None for those of the matrix.
     """
     (number, m, n), (rows, cols) = gmem.shape, shape
     batch = batch if number > 1 else jnp.int32(0)
     ref = gmem.at[batch, pl.ds(row, rows), pl.ds(col, cols)]
-    if m % rows == 0 and n % cols == 0:
+    if m % rows == 0 and n % cols == 0 and covered in (None, (m, n)):
         return ref, None
     row_ids, col_ids = row + jnp.arange(rows), col + jnp.arange(cols)
     return ref, (row_ids < m)[:, None] & (col_ids < n)[None, :]

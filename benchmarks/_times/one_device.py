@@ -187,35 +187,33 @@ def measure_muon(model: str, dtype: str, turns: Turns = DEFAULT_TURNS) -> dict[s
             or with other coefficients from the one computed in float32.
     """
     gradients = random_gradients(model, dtype)
+    compared: list[tuple[str, Any, str | None]]
+    compared = [(name, make, None) for name, make in COMPARED.items()]
+    if dtype == "float32":
+        compared.insert(1, (IN_16_BITS, COMPARED["optax"], "BF16_BF16_F32"))
     programs, compile_seconds = {}, {}
-    for name, make in COMPARED.items():
-        precisions = {name: None}
-        if name == "optax" and dtype == "float32":
-            precisions |= {IN_16_BITS: "BF16_BF16_F32"}
-        for label, precision in precisions.items():
-            start = time.perf_counter()
-            with jax.default_matmul_precision(precision):
-                programs[label] = _compile_step(make, gradients)
-            compile_seconds[label] = round(time.perf_counter() - start, 2)
+    for name, make, precision in compared:
+        start = time.perf_counter()
+        with jax.default_matmul_precision(precision):
+            programs[name] = _compile_step(make, gradients)
+        compile_seconds[name] = round(time.perf_counter() - start, 2)
     in_float32 = NewtonSchulz("balanced", dtype="float32", method="standard")
     exact = functools.partial(COMPARED["balanced"], ns_coeffs=in_float32)
+    # Parameters after one step from zero, which are the updates.
+    updates = {name: program.result()[0] for name, program in programs.items()}
     references = {
-        IN_16_BITS: ("that in float32", programs["optax"]),
-        "None": ("that of optax", programs["optax"]),
-        "balanced": ("that computed in float32", _compile_step(exact, gradients)),
+        IN_16_BITS: ("that in float32", updates["optax"]),
+        "None": ("that of optax", updates["optax"]),
+        "balanced": ("that computed in float32", _compile_step(exact, gradients).result()[0]),
     }
-    first = {}  # parameters after one step from zero: the updates
-    errors = {}
-    for name, (description, reference) in references.items():
-        if name not in programs:
-            continue
-        for program in (programs[name], reference):
-            if id(program) not in first:
-                first[id(program)] = jax.tree.map(jnp.copy, program.result()[0])
-        pair = first[id(programs[name])], first[id(reference)]
-        case = f"muon {model}, {name}"
-        errors[name] = largest_error(*pair, case, description, MUON_TOLERANCE)
-    del first, references
+    errors = {
+        name: largest_error(
+            updates[name], expected, f"muon {model}, {name}", description, MUON_TOLERANCE
+        )
+        for name, (description, expected) in references.items()
+        if name in updates
+    }
+    del updates, references
     compiled = {name: program.compiled for name, program in programs.items()}
     measured = {
         "model": model,
@@ -260,8 +258,9 @@ def floor_of_step(shapes: Shapes, dtype: str, iteration: NewtonSchulz) -> float:
             elements += 7 * size
             continue
         elements += 5 * size
-        *_, (batch, rows, cols) = (part.stack for part in parts_of(numbers, shapes[name]))
-        m, n = sorted((rows, cols))
+        (part,) = parts_of(numbers, shapes[name])
+        batch, *sizes = part.stack
+        m, n = sorted(sizes)
         flops += batch * m**3 * iteration.form((m, n), dtype).products.units(n / m)
     of_products, of_copies = rates()
     return 1e6 * (flops / of_products + elements * jnp.dtype(dtype).itemsize / of_copies)

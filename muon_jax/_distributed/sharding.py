@@ -294,7 +294,7 @@ def traced_for(arrays: Sequence[jax.Array]) -> contextlib.AbstractContextManager
 
 
 def may_be_sharded(mesh: Mesh, leaves: Sequence[jax.Array]) -> bool:
-    """Whether the compiler may know of a mesh that nothing tells of while the update is traced.
+    """Returns whether the compiler may shard arrays over a mesh that a trace cannot see.
 
     `jit(in_shardings=…)`, `jit(out_shardings=…)` and a legacy `with mesh:` tell the compiler alone.
     """

@@ -284,12 +284,10 @@ def scale_by_adam(
 
         moments = jax.tree.map(lambda *both: both, state.mu, state.nu)
         leaves, treedef = jax.tree.flatten(updates)
-        is_gpu = leaves and current().platform == "gpu"
-        if is_gpu and storage.is_plain and are_whole(leaves):
-            both = _in_stacks(
-                update_leaf, [*zip(treedef.flatten_up_to(moments), leaves, strict=True)]
-            )
-            updates, moments = (treedef.unflatten(x) for x in zip(*both, strict=True))
+        if leaves and current().platform == "gpu" and storage.is_plain and are_whole(leaves):
+            pairs = [*zip(treedef.flatten_up_to(moments), leaves, strict=True)]
+            made = zip(*_in_stacks(update_leaf, pairs), strict=True)
+            updates, moments = map(treedef.unflatten, made)
         else:
             updates, moments = storage.update_leaves(
                 update_leaf, moments, updates, are_read_again=False
