@@ -90,7 +90,7 @@ def fastest_syrkx(a_matrix: Operand, addend: bool, symmetrize_output: bool) -> S
         candidates = [
             name for name in times if name != skipped and _implementation_of(name) in supported
         ]
-        fastest = min(candidates, key=lambda name: times[name])
+        fastest = min(candidates, key=lambda name: times[name] + _host_time(name))
         return Selection(_implementation_of(fastest), f"measured on an {device.current().kind}")
     modelled = _modelled_fastest(a_matrix, addend, supported)
     return Selection(modelled, "modelled after times on an NVIDIA H200")
@@ -99,6 +99,15 @@ def fastest_syrkx(a_matrix: Operand, addend: bool, symmetrize_output: bool) -> S
 def _implementation_of(name: str) -> str:
     """Returns the implementation of a name in the tables, without its config or option."""
     return name.replace(",", " ").split()[0]
+
+
+def _host_time(name: str) -> float:
+    """Returns µs that a launch takes the host longer than one of Triton, as far as they decide.
+
+    Five steps on 512×512 take 60 µs on an H200 with `"mosaic_gpu"` and 66 with `"triton"`, but by
+    the wall clock 95 and 84 (plain jnp: 70 and 88).
+    """
+    return 0.5 if _implementation_of(name) == "mosaic_gpu" else 0.0
 
 
 def _as_one_stack(a_matrix: Operand) -> tuple[int, int, int]:

@@ -21,8 +21,10 @@ from muon_jax._iteration.operand import Accumulated, is_tall
 # faster. The first bound gives shapes with equally many rows equally large groups, whose products
 # of Gram matrices are one program to compile.
 GRAM_BYTES, MATRIX_BYTES = 2**28, 2**30
-# Groups of one m are joined up to this many bytes, and up to the bytes of the largest of them.
-JOINED_BYTES = 2**26
+# Groups of one m are joined up to this many bytes, and up to the bytes of the largest of them. For
+# gpt2-small that is all of them: three kernels to compile for "balanced" in place of five, 1% less
+# time, and 420 MB of temporary memory in place of 280.
+JOINED_BYTES = 2**29
 
 
 def map_by_shape(
