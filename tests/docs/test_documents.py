@@ -184,7 +184,7 @@ def test_whole_steps_are_those_of_the_results():
 
 
 def test_times_to_the_first_update_are_those_of_the_results():
-    for measurement in results("start_h100.json"):
+    for measurement in results("start_h200.json"):
         seconds = {name: s["all"][1] for name, s in measurement["start_seconds"].items()}
         ratio = max(seconds.values()) / seconds["optax"]
         warm = {"none": "as long as with optax", "warm": "with a warm compilation cache"}

@@ -133,8 +133,9 @@ def test_groups_of_as_many_rows_are_equally_large(counts, sizes):
 @pytest.mark.parametrize(
     ("counts", "max_group_bytes", "joined"),
     [
-        # GPT-2: the matrices of attention need as much memory as those of the MLP.
-        ({(768, 2304): 12, (768, 768): 12, (768, 3072): 24}, None, [[768, 2304], [3072]]),
+        # GPT-2, and with twice as many layers: attention needs less memory than the MLP.
+        ({(768, 2304): 12, (768, 768): 12, (768, 3072): 24}, None, [[768, 2304, 3072]]),
+        ({(768, 2304): 24, (768, 768): 24, (768, 3072): 48}, None, [[768, 2304], [3072]]),
         ({(64, 64): 3, (64, 128): 3, (128, 128): 2}, None, [[64, 128], [128]]),
         ({(64, 64): 3, (64, 128): 3, (128, 128): 2}, 0, [[64]] * 3 + [[128]] * 5),
         # Equal groups of one shape stay equal.
