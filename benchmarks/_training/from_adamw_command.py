@@ -6,7 +6,8 @@ from typing import Any
 from benchmarks._command_line.arguments import add_json, quick_facts
 from benchmarks._records.recording import environment, record
 from benchmarks._records.tables import markdown
-from benchmarks._training.from_adamw import STEPS, TASKS, measure_task
+from benchmarks._training.from_adamw import measure_task
+from benchmarks._training.tasks import TASKS
 
 # What `--quick` changes, where no flag says otherwise.
 QUICK_FROM_ADAMW = {"tasks": ["digits CNN"], "seeds": 1}
@@ -28,7 +29,7 @@ def run_from_adamw(arguments: argparse.Namespace) -> None:
     if arguments.seeds < 1:
         raise ValueError(f"--seeds must be at least 1, got {arguments.seeds}")
     report: dict[str, Any] = {"benchmark": "from_adamw", **quick_facts(arguments), **environment()}
-    report |= {"steps": STEPS, "seeds": [*range(arguments.seeds)], "measurements": []}
+    report |= {"seeds": [*range(arguments.seeds)], "measurements": []}
     for task in arguments.tasks:
         record(report, measure_task(task, arguments.seeds), arguments.json, indent=1)
     print(f"\n{markdown(report)}")
