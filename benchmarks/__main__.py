@@ -14,6 +14,7 @@
     python -m benchmarks coefficients --names balanced
     python -m benchmarks tpu --topologies v5e:2x2 --json tpu.json
     python -m benchmarks report syrk.json --png syrk.png
+    python -m benchmarks report --figures benchmarks/results
 
 Times on a GPU are those that the kernels spend on the device. For rivals in torch they are those
 between CUDA events, with the gaps between kernels. The JSON has the wall clock of all, too.

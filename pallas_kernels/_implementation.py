@@ -254,7 +254,7 @@ class Implementation:
 
         Args:
             name: `"xla"`, `"triton"`, `"mosaic_gpu"` or None.
-            operands: one of the operands, or anything with its `shape` and `dtype`; or several.
+            *operands: one of the operands, or anything with its `shape` and `dtype`; or several.
             out_dtype: the widest dtype of a result, or None for the operands'.
 
         Raises:

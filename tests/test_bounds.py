@@ -31,7 +31,7 @@ def temporary_bytes(compiled):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-# Beside each: the bytes of temporaries over those of the matrices, in float32 (performance.md).
+# Beside each: the bytes of temporaries over those of the matrices, in float32.
 @pytest.mark.parametrize(
     ("kwargs", "shape", "most"),
     [

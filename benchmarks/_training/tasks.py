@@ -6,7 +6,7 @@ import io
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ def byte_lstm() -> Task:
     model, (windows, held_out) = Model(), _windows(64)
 
     def loss(params: Any, windows: jax.Array) -> jax.Array:
-        logits = model.apply({"params": params}, windows[:, :-1])
+        logits = _apply(model, params, windows[:, :-1])
         return _cross_entropy(logits, windows[:, 1:])
 
     return Task(_init(model, windows[:1, :-1]), loss, windows, held_out, 32, steps=100)
@@ -161,7 +161,7 @@ def mnist_autoencoder() -> Task:
     model, images = Model(), _mnist()[0].reshape(-1, 784)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
-        return optax.sigmoid_binary_cross_entropy(model.apply({"params": params}, x), x).mean()
+        return optax.sigmoid_binary_cross_entropy(_apply(model, params, x), x).mean()
 
     data, held_out = images[:4000], images[4000:]
     return Task(_init(model, data[:1]), loss, data, held_out, 100, 200, "cross-entropy of a pixel")
@@ -191,7 +191,7 @@ def flights_mlp() -> Task:
 
     def loss(params: Any, batch: Any) -> jax.Array:
         *inputs, target = batch
-        return ((model.apply({"params": params}, *inputs) - target) ** 2).mean()
+        return ((_apply(model, params, *inputs) - target) ** 2).mean()
 
     split, everything = 40_000, (numbers, categories, minutes)
     data, held_out = (tuple(x[part] for x in everything) for part in (np.s_[:split], np.s_[split:]))
@@ -220,7 +220,7 @@ def cart_pole() -> Task:
 
         def step(carry: Any, key: jax.Array) -> tuple[Any, Any]:
             state, alive = carry
-            logits = jax.nn.log_softmax(policy.apply({"params": params}, state))
+            logits = jax.nn.log_softmax(_apply(policy, params, state))
             action = jax.random.categorical(key, logits)
             following = _push_cart(state, 2.0 * action - 1.0)
             is_up = (abs(following[0]) < 2.4) & (abs(following[2]) < 0.2095)
@@ -240,13 +240,12 @@ def cart_pole() -> Task:
         return -jax.vmap(episode, (None, 0))(params, seeds)[1].sum(1).mean()
 
     def forward(params: Any, seeds: jax.Array) -> jax.Array:
-        return policy.apply({"params": params}, jnp.zeros((len(seeds), 4)))
+        return _apply(policy, params, jnp.zeros((len(seeds), 4)))
 
     seeds, state = np.arange(100_000, dtype=np.uint32), np.zeros((1, 4), np.float32)
     unit = "minus the steps that the pole stays up, of 200"
-    settings = {"batch_size": 16, "steps": 25, "unit": unit}
-    functions = {"evaluate": evaluate, "forward": forward}
-    return Task(_init(policy, state), loss, seeds[1000:], seeds[:256], **settings, **functions)
+    init = _init(policy, state)
+    return Task(init, loss, seeds[1000:], seeds[:256], 16, 25, unit, evaluate, forward)
 
 
 TASKS = {
@@ -259,6 +258,11 @@ TASKS = {
     "flights MLP": flights_mlp,
     "cart pole": cart_pole,
 }
+
+
+def _apply(model: nn.Module, params: Any, *inputs: Any) -> jax.Array:
+    """What the model makes of its inputs."""
+    return cast(jax.Array, model.apply({"params": params}, *inputs))
 
 
 def _init(model: nn.Module, *inputs: Any) -> Callable[[jax.Array], Any]:
@@ -277,7 +281,7 @@ def _classifier(
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x, labels = batch
-        return _cross_entropy(model.apply({"params": params}, x), labels)
+        return _cross_entropy(_apply(model, params, x), labels)
 
     split = len(labels) * 4 // 5
     data, held_out = (images[:split], labels[:split]), (images[split:], labels[split:])

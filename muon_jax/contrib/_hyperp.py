@@ -44,8 +44,8 @@ def hyperp_learning_rate(
 
     References:
         Ren et al., `Rethinking Language Model Scaling under Transferable Hypersphere Optimization
-        <https://arxiv.org/abs/2603.28743>`_, 2026, and its code, pretrain.py in
-        https://github.com/microsoft/ArchScale.
+        <https://arxiv.org/abs/2603.28743>`_, 2026, and its code, pretrain.py in `ArchScale
+        <https://github.com/microsoft/ArchScale>`_.
     """
     of_tokens = (tokens / base_tokens) ** TOKENS_EXPONENT
     return learning_rate * math.sqrt(base_depth / depth) * of_tokens

@@ -4,21 +4,17 @@ import importlib
 import json
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax.contrib
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from benchmarks import __main__ as benchmarks
-from benchmarks._records.headline import headline_figure
-from benchmarks._records.plots import figure_of_reports
 from benchmarks._times import (
     models,
     one_device,
@@ -333,49 +329,6 @@ def test_report_is_a_table_and_a_plot(capsys, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_polar_errors_are_plotted_against_times(capsys, tmp_path):
-    errors = {"jnp": 0.2, "None": 0.19, "fast": 0.1, "fast, gram": 0.1, "aol": 0.04}
-    microseconds = {"jnp": 300, "None": 200, "fast": 130, "fast, gram": 120, "aol": 130}
-    shapes = [(16, 32), (8, 16), (16, 80), (2, 16, 40)]
-    report = {
-        "benchmark": "newton_schulz",
-        "device": "H200",
-        "dtype": "bfloat16",
-        "measurements": [
-            {
-                "shape": shape,
-                "chosen": "triton",
-                "errors": {"jnp": 0.01, "None": 0.01},
-                "polar_errors": errors,
-                "microseconds": {v: {"device": [t, t, t]} for v, t in microseconds.items()},
-            }
-            for shape in shapes
-        ],
-    }
-    figure = figure_of_reports([report])
-    bars, *panels = figure.get_axes()
-    assert len(bars.patches) == len(shapes)
-    assert [axes.get_title() for axes in panels] == ["16×32", "16×80", "2×16×40"]
-    for axes in panels:
-        front, *points = sorted(axes.lines, key=lambda line: line.get_marker() == "o")
-        assert list(zip(*front.get_data(), strict=True)) == [(120, 0.1), (130, 0.04)]
-        drawn = {(*np.ravel(line.get_xdata()), *np.ravel(line.get_ydata())) for line in points}
-        assert drawn == {(microseconds[name], error) for name, error in errors.items()}
-        filled = [line.get_xdata()[0] for line in points if line.get_fillstyle() == "full"]
-        assert filled == [microseconds["fast, gram"]]
-    (legend,) = (part.legends[0] for part in figure.subfigs if part.legends)
-    styles = {
-        line.get_label(): (line.get_color(), line.get_marker()) for line in legend.get_lines()
-    }
-    shown = {name: styles[name] for name in ("jnp", "newton_schulz", "fast", "aol")}
-    assert len({*shown.values()}) == len(shown)
-    assert shown["jnp"][0] == shown["newton_schulz"][0] != shown["fast"][0] != shown["aol"][0]
-    file = tmp_path / "newton_schulz.json"
-    file.write_text(json.dumps(report))
-    benchmarks.main(["report", str(file), "--png", str(tmp_path / "a.png")])
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_named_shapes():
     assert shapes("24x8x16") == [(24, 8, 16)]
     for name in SETS:
@@ -399,34 +352,3 @@ def test_both_optimizers_take_the_models(name):
         state = jax.eval_shape(optimizer.init, parameters)
         updates, _ = jax.eval_shape(optimizer.update, parameters, state, parameters)
         assert jax.tree.map(jnp.shape, updates) == shapes
-
-
-def test_the_headline_shows_the_results(tmp_path, capsys):
-    names = ("newton_schulz_h100", "muon_h200", "accuracy_cpu")
-    paths = [str(Path(benchmarks.__file__).parent / "results" / f"{name}.json") for name in names]
-    png = tmp_path / "headline.png"
-    benchmarks.main(["report", *paths, "--headline", "--png", str(png)])
-    assert png.read_bytes().startswith(b"\x89PNG")
-    capsys.readouterr()
-
-    reports = [json.loads(Path(path).read_text()) for path in paths]
-    iteration, updates, accuracy = headline_figure(reports).axes
-
-    def speedup(report, baseline, name, clock="wall"):
-        times = report["measurements"][0]["microseconds"]
-        return pytest.approx(times[baseline][clock][1] / times[name][clock][1])
-
-    assert updates.patches[1].get_width() == speedup(reports[1], IN_16_BITS, "balanced", "device")
-    widths = [bar.get_width() for bar in iteration.patches]
-    assert len(widths) == 5 * len(reports[0]["measurements"])
-    graphs = "torch.compile, CUDA graphs"  # faster at 4096×4096 than without
-    assert widths[0] == speedup(reports[0], graphs, "jnp")
-    assert widths[1] == speedup(reports[0], graphs, "dion")
-    assert widths[4] == speedup(reports[0], graphs, "balanced")
-    names = {text.get_text() for text in accuracy.texts}
-    assert {"standard", "balanced", "accurate"} < names
-    with pytest.raises(
-        ValueError,
-        match="--headline needs a file of the benchmark muon, got newton_schulz: pass",
-    ):
-        headline_figure(reports[:1])

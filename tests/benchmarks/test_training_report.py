@@ -437,20 +437,28 @@ def test_the_report_has_every_section(report, tmp_path, capsys):
 
 
 def test_the_figure(report):
-    report["measurements"][0]["losses"] = [None] * EVALUATIONS
     (part,) = figure_of_reports([report]).subfigs
-    *rates, differences, times = (axes for row in part.subfigs for axes in row.axes)
-    assert [axes.get_title() for axes in rates] == [f"width {width}" for width in WIDTHS]
-    assert all(len(axes.lines) == len(TRUTH) - 1 for axes in rates)  # without adamw
-    loss = [3 - 0.256 + 0.01 + 0.2 * (step / 2) ** 2 for step in range(-2, 3)]
-    np.testing.assert_allclose(rates[0].lines[0].get_ydata(), loss)  # of the one seed everywhere
+    differences, losses = part.axes
     bars = [bar.lines[2][0].get_segments() for bar in differences.containers]
     assert [len(segments) for segments in bars] == [4, 4, 4, 4]  # without adamw
     low, high = bars[0][1][:, 1]
     assert (low, high) == pytest.approx((0.002 - 0.0206390, 0.002 + 0.0206390), abs=1e-6)
-    assert times.get_xlabel() == "seconds"
-    np.testing.assert_allclose(times.lines[1].get_xdata()[-1], STEPS * 0.09)
-    for program in report["programs"]:
-        del program["step_ms"]
+    steps, means = np.array(losses.lines[1].get_data())
+    np.testing.assert_allclose(steps, STEPS * np.arange(1, EVALUATIONS + 1) / EVALUATIONS)
+    runs = [m for m in report["measurements"] if (m["width"], m["variant"]) == (768, "balanced")]
+    curves = np.array([run["losses"] for run in runs if run["learning_rate"] == 0.02])
+    assert len(curves) == 3
+    np.testing.assert_allclose(means, curves.mean(axis=0))
+    shade = losses.collections[1].get_paths()[0].vertices[:, 1]
+    assert (shade.min(), shade.max()) == pytest.approx((curves.min(), curves.max()))
+    names = {text.get_text() for text in losses.texts}
+    assert f"balanced {means[-1]:.3f}" in names
+
+
+def test_runs_that_diverged_have_no_name_in_the_figure(report):
+    for m in report["measurements"]:
+        if m["variant"] == "balanced":
+            m["losses"] = [None] * EVALUATIONS
     (part,) = figure_of_reports([report]).subfigs
-    assert part.subfigs[1].axes[1].get_xlabel() == "step"
+    names = [text.get_text().split()[0] for text in part.axes[1].texts]
+    assert sorted(names) == sorted({*TRUTH} - {"balanced"})

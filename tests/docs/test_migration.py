@@ -1,6 +1,8 @@
 """What the page for those who come from another Muon says: runs go on, code corresponds."""
 
 import functools
+import re
+from pathlib import Path
 
 import chex
 import helpers
@@ -14,8 +16,9 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, PartitionSpec
 
-from muon_jax import MuonDimensionNumbers, MuonState, NewtonSchulz, muon
+from muon_jax import MuonDimensionNumbers, MuonState, NewtonSchulz, muon, scale_by_muon
 
+PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
 X = jax.random.normal(jax.random.key(0), (16, 8))
 SCHEDULE = optax.linear_schedule(0.02, 0.0, 100)
 RUNS = [
@@ -323,3 +326,23 @@ def test_code_corresponds_to_arguments(row, shape):
         o = scale(*shape) * orthogonal(u, divide)
         w = step(w, g, o) if callable(step) else w - LR * o
     np.testing.assert_allclose(ours, w, atol=2e-5)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the page has the ratios of a CPU")
+def test_spurious_updates_of_a_momentum_of_rank_4_are_those_of_the_table():
+    left, right = jax.random.normal(jax.random.key(0), (2, 512, 4))
+    momentum = left @ right.T
+    u, v = jnp.linalg.qr(left)[0], jnp.linalg.qr(right)[0]
+
+    def ratio(ns_coeffs):
+        optimizer = scale_by_muon(ns_coeffs)
+        update, _ = optimizer.update(momentum, optimizer.init(momentum))
+        signal = u @ (u.T @ update @ v) @ v.T
+        return jnp.linalg.norm(update - signal) / jnp.linalg.norm(signal)
+
+    rows = re.findall(r"^\| (.*) \| (\d\.\d) \|$", PAGE.read_text(), re.M)
+    assert len(rows) == 4
+    assert rows[0][0].startswith("the default")
+    for said, printed in rows:
+        (code,) = re.findall(r"`(.+?)`", said) or ["'standard'"]
+        assert f"{ratio(eval(code)):.1f}" == printed, said
