@@ -127,7 +127,7 @@ def muon(
             parameters in `init` and gradients in `update`, where some may be masked.
         consistent_rms: a number r for s = r·√max(fan_in, fan_out); None for `shape_scale`. With
             0.2, updates are about as large as AdamW's. From a tuned AdamW, keep its learning rate,
-            pass what `by_use` returns, and start with 0.6; then try 0.2, and if that is worse, 2.
+            pass what `by_use` returns, and start with 0.2; then try 0.6, above all for short runs.
         preset: another Muon, by its name in `muon_jax.PRESETS`. It sets the arguments that you
             leave out, but no learning rate: keller, torch, moonlight, optax, dion, gram, levanter,
             turbo, fused_muon, moe_fp16, megatron, kimi_k3 or glm5.
