@@ -7,7 +7,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "from_adamw.ipynb"
-NAMES = ["AdamW", *(f"Muon, k = {k}" for k in ("1/3", "1", "3", "10"))]
+NAMES = ["AdamW", "Muon, 0.2", "Muon, 0.6", "Muon, 2"]
 
 
 @pytest.fixture
@@ -73,15 +73,12 @@ def test_what_the_notebook_concludes_is_in_its_table(notebook):
     (conclusion,) = (cell.source for cell in notebook.cells if cell.id == "conclusion")
     said, table = " ".join(conclusion.split()), table_of(notebook)
     validation = {name: row[0] for name, row in table.items()}
-    assert min(validation, key=validation.__getitem__) == "Muon, k = 3"  # it is bracketed
+    assert min(validation, key=validation.__getitem__) == "Muon, 0.6"  # 0.2 is worse, so is 2
     _, adamw, accuracy, _ = table["AdamW"]
-    _, loss, best, wins = table["Muon, k = 3"]
+    _, loss, best, wins = table["Muon, 0.6"]
     assert 0.45 < loss / adamw < 0.55 and wins == "3 of 3 seeds"
     assert f"about half of AdamW's test loss, {loss:.3f} instead of {adamw:.3f}" in said
     assert f"It reads {best}% of the images; AdamW reads {accuracy}%" in said
-    _, third, *_ = table["Muon, k = 1/3"]
-    assert 3.5 < third / adamw < 4.5
-    assert f"At `k = 1/3` its test loss is {third:.3f}, four times AdamW's" in said
 
 
 def test_links_of_the_notebook_lead_somewhere(notebook):
