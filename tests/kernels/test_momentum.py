@@ -88,9 +88,10 @@ def assert_right(gradients, momenta, layout, results, wrong=()):
 )
 @pytest.mark.parametrize(
     "dtypes",
-    helpers.mostly_slow(
+    helpers.mostly_nightly(
         ["float32 float32 float16", "bfloat16 float32 bfloat16", "float16 bfloat16 float16"],
         {"float32 float32 float16"},
+        {"bfloat16 float32 bfloat16"},
     ),
 )
 def test_it_is_the_formula_in_place(shapes, transposed, shape, dtypes):
@@ -289,7 +290,7 @@ def test_kernels_grow_with_shapes():
     [
         pytest.param("H200", "float32"),
         pytest.param("H200", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("A100", "float32", marks=pytest.mark.slow),
+        pytest.param("A100", "float32", marks=pytest.mark.nightly),
     ],
 )
 def test_it_lowers_for_gpus(name, dtype):
