@@ -12,7 +12,11 @@ from benchmarks._records.pages import RESULTS
 from benchmarks._records.palette import STYLE
 from benchmarks._records.plots import figure_of_reports, speeds_by_size_figure
 from benchmarks._records.reading import Report
-from benchmarks._records.set_figures import polynomials_figure, singular_values_figure
+from benchmarks._records.set_figures import (
+    accuracy_figure,
+    polynomials_figure,
+    singular_values_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +28,7 @@ def _record(name: str) -> Report:
 
 FIGURES: dict[str, Callable[[], "Figure"]] = {
     "headline": lambda: headline_figure(_record("muon_h200"), _record("newton_schulz_h100")),
+    "accuracy_cpu": lambda: accuracy_figure(_record("accuracy_cpu")),
     "singular_values": singular_values_figure,
     "polynomials": polynomials_figure,
     "from_adamw_cpu": lambda: from_adamw_figure(_record("from_adamw_cpu")["measurements"]),

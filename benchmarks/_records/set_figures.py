@@ -8,6 +8,7 @@ from benchmarks._accuracy.polar_error import arguments_for_coefficients, orthogo
 from benchmarks._accuracy.spectra import Case, momenta
 from benchmarks._adversary.limits import map_singular_values
 from benchmarks._records.palette import COLORS, WIDTH, name_lines
+from benchmarks._records.reading import Report
 from muon_jax._iteration.coefficients import resolve_schedule
 from muon_jax._iteration.steps import DEFAULT_STEPS
 
@@ -70,4 +71,31 @@ def polynomials_figure() -> "Figure":
     panels[0].set_title("Singular value after each published set")
     panels[1].set_title("Singular value after each of our sets")
     panels[1].set_xlabel("singular value σ before, over the norm that the set divides by")
+    return figure
+
+
+def accuracy_figure(report: Report) -> "Figure":
+    """Returns a matplotlib figure of the errors of each set on momenta, the most accurate on top.
+
+    An error is the median over the shapes of the record, for products in the default dtype.
+    """
+    from matplotlib.figure import Figure
+
+    found = {}
+    for m in report["measurements"]:
+        default = "bfloat16" if m["name"] in _PUBLISHED else "float16"
+        if m["name"] in COLORS and (m["method"], m["dtype"]) == ("standard", default):
+            errors = [c["errors"][0] for c in m["cases"] if c["spectrum"] == "momentum, step 50"]
+            found[m["name"]] = float(np.median(errors)), m["units"]["4"]
+    names = sorted(found, key=lambda name: -found[name][0])
+    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
+    axes = figure.subplots()
+    errors = [found[name][0] for name in names]
+    bars = axes.barh([f'"{name}"' for name in names], errors, color=[COLORS[n] for n in names])
+    labels = [f"{error:.2g}, costs {found[n][1]:g}" for n, error in zip(names, errors, strict=True)]
+    axes.bar_label(bars, labels, padding=4)
+    axes.set(xlim=(0, 1.35 * max(errors)), xlabel="relative error on singular values above 0.01σ₁")
+    axes.set_title(
+        "Error on momenta after 50 steps of training,\nand cost of m×4m, in m×m products"
+    )
     return figure

@@ -71,6 +71,24 @@ def test_the_figure_of_adamw_shows_the_results():
             assert shown == pytest.approx(np.clip(change, -70, 70))
 
 
+def test_the_errors_of_sets_are_those_of_the_results():
+    (axes,) = FIGURES["accuracy_cpu"]().axes
+    shown = {
+        label.get_text().strip('"'): bar.get_width()
+        for label, bar in zip(axes.get_yticklabels(), axes.patches, strict=True)
+    }
+    assert [*shown.values()] == sorted(shown.values(), reverse=True)
+    measured = json.loads((RESULTS / "accuracy_cpu.json").read_text())["measurements"]
+    for name, dtype in (("standard", "bfloat16"), ("balanced", "float16")):
+        (cases,) = (
+            m["cases"]
+            for m in measured
+            if (m["name"], m["method"], m["dtype"]) == (name, "standard", dtype)
+        )
+        errors = [c["errors"][0] for c in cases if c["spectrum"] == "momentum, step 50"]
+        assert shown[name] == pytest.approx(np.median(errors))
+
+
 def test_singular_values_before_and_after():
     pytest.importorskip("sklearn")
     panels = singular_values_figure(16, 32).axes
