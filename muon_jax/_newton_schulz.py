@@ -70,10 +70,9 @@ def newton_schulz(
             - Names of a table for `preconditioning="aol"`: `"aol"` and `"aol_nvidia"`. The latter,
               as published, makes σ > 0.8837 negative.
             - Names of a composed schedule: `"fast"`, `"balanced"`, `"accurate"`.
-        ns_steps: number of steps of one triple, at most 100. A named table runs its last `ns_steps`
-            rows; for 5, the default, it runs all of its rows, be they 4 or 10. A table of the
-            caller's own runs its rows whatever `ns_steps` says. A composed schedule runs whole:
-            pass 5 or its own number.
+        ns_steps: number of steps of one triple, at most 100. By default a named table runs in full,
+            whether it has 4 rows or 10; another `ns_steps` keeps only its last rows. Your own table
+            always runs in full. A composed schedule runs whole: pass 5 or its own number.
         eps: added to the norm of X. With 0 the result does not depend on scale; a larger `eps`
             shrinks the result for ‖X‖ of that order. In float16 such a result has an absolute error
             of up to 1e-5: an X of 1e-18 gives 0 for an `eps` of 1e-8. In bfloat16 and float32 the

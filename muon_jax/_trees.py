@@ -285,7 +285,7 @@ def _is_complex(leaf: Any) -> bool:
     return jnp.issubdtype(dtype_of(leaf), jnp.complexfloating)
 
 
-# The last key of a path to an array in a box: Flax' `value`, and the only child of Haliax'.
+# The last key of a path to an array in a box: Flax's `value`, and the only child of Haliax'.
 _BOXES = (jax.tree_util.GetAttrKey("value"), jax.tree_util.FlattenedIndexKey(0))
 
 

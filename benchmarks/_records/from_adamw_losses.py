@@ -45,12 +45,7 @@ def from_adamw_row(measurement: Measurement) -> dict[str, str]:
 
 def from_adamw_rows(measurements: Sequence[Measurement]) -> list[dict[str, str]]:
     """Returns the rows of all measurements, with differences from AdamW at its best rate."""
-    best = {}
-    for m in measurements:
-        if m["optimizer"] == "AdamW":
-            losses = np.array(m["held_out_losses"])
-            best[m["task"]] = min(best.get(m["task"], losses), losses, key=np.mean)
-    rows = []
+    best, rows = _best_of_adamw(measurements), []
     for m in measurements:
         differences = np.array(m["held_out_losses"]) - best[m["task"]]
         lower = f"{differences.mean():+.3f}, {np.sum(differences < 0)} of {len(differences)}"
@@ -61,20 +56,24 @@ def from_adamw_rows(measurements: Sequence[Measurement]) -> list[dict[str, str]]
 
 def changes_from_adamw(measurements: Sequence[Measurement]) -> dict[str, dict[float, float]]:
     """Returns by task and `consistent_rms` how many per cent Muon's loss is above AdamW's best."""
-    changes: dict[str, dict[float, float]] = {}
-    for task in dict.fromkeys(m["task"] for m in measurements):
-        means = [
-            (m["optimizer"], m["consistent_rms"], float(np.mean(m["held_out_losses"])))
-            for m in measurements
-            if m["task"] == task
-        ]
-        best = min(loss for optimizer, _, loss in means if optimizer == "AdamW")
-        changes[task] = {
-            size: 100 * (loss - best) / abs(best)
-            for optimizer, size, loss in means
-            if optimizer == "Muon"
-        }
+    best = {task: np.mean(losses) for task, losses in _best_of_adamw(measurements).items()}
+    changes: dict[str, dict[float, float]] = {task: {} for task in best}
+    for m in measurements:
+        if m["optimizer"] == "Muon":
+            loss, of_adamw = np.mean(m["held_out_losses"]), best[m["task"]]
+            change = 100 * (loss - of_adamw) / abs(of_adamw)
+            changes[m["task"]][m["consistent_rms"]] = float(change)
     return changes
+
+
+def _best_of_adamw(measurements: Sequence[Measurement]) -> dict[str, np.ndarray]:
+    """Returns by task the losses of AdamW at its best rate, by seed."""
+    best = {}
+    for m in measurements:
+        if m["optimizer"] == "AdamW":
+            losses = np.array(m["held_out_losses"])
+            best[m["task"]] = min(best.get(m["task"], losses), losses, key=np.mean)
+    return best
 
 
 def from_adamw_figure(measurements: Sequence[Measurement]) -> "Figure":

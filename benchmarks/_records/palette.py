@@ -8,8 +8,8 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Of sets of coefficients and of optimizers. Those of sets are told apart without red and green,
-# too (Okabe and Ito, two of them darker, since names have them).
+# Colors of the sets of coefficients and of optimizers. You can tell those of the sets apart without
+# seeing red and green (Okabe and Ito, two of them darker, because names are written in them).
 COLORS = {
     "standard": "#0072b2",
     "polar_express": "black",

