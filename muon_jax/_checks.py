@@ -220,7 +220,18 @@ _RATE, _DECAY = Number("[0, inf)", 0.02), Number("[0, inf)", 0.1)
 _EPS, BETA = Number("[0, inf)", 1e-8, is_exact=True), Number("[0, 1)", 0.95, is_exact=True)
 _STEPS = Number("[1, 100]", 5, is_whole=True)
 _PERIOD = Number(f"[1, {2**31 - 1}]", 4, is_whole=True, is_static=True)  # as counts, int32
+
+
 # What annotations do not say, by the names that arguments have in every function.
+def _check_function(name: str, value: Any) -> None:
+    if not callable(value):
+        example = "jnp.sign" if name == "before" else "lambda o, x: o * jnp.sign(x)"
+        raise TypeError(
+            f"{name} must be a function of matrices, got {shown(value)}: pass {name}={example}, for"
+            " example"
+        )
+
+
 _DECLARED: dict[str, Check] = {
     "learning_rate": _RATE,
     "adam_learning_rate": _RATE,
@@ -236,6 +247,8 @@ _DECLARED: dict[str, Check] = {
     "ns_coeffs": _check_coeffs,
     "ns_steps": _STEPS,
     "steps": _STEPS,
+    "before": _check_function,
+    "after": _check_function,
     "max_group_bytes": Number("[0, inf)", 2**30, is_whole=True, is_static=True),
     "block_period": _PERIOD,
     "block_gain": BLOCK_GAIN,

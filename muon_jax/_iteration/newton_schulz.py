@@ -15,7 +15,7 @@ In the gram form (`form`), several quintic steps share a Gram matrix and an appl
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -55,6 +55,7 @@ from muon_jax._iteration.operand import (
     pad_for_kernels,
     scale_down,
     split,
+    transposed,
     transposed_back,
 )
 from muon_jax._iteration.steps import DEFAULT_STEPS, Schedule, Step, is_traced, noise_addend
@@ -75,8 +76,8 @@ class NewtonSchulz:
         muon(0.02, ns_coeffs=NewtonSchulz("balanced", dtype="bfloat16"))
         newton_schulz(stack, NewtonSchulz("balanced"))
 
-    As a pytree its leaves are what a trace may not know: `eps`, and traced coefficients or steps.
-    Everything else is static.
+    As a pytree its leaves are what a trace may not know: `eps`, traced coefficients or steps, and
+    the arrays of a `Partial`. Everything else is static.
 
     Attributes:
         coeffs: a triple (a, b, c), a table of triples, or a name; see `newton_schulz`.
@@ -110,6 +111,8 @@ class NewtonSchulz:
     method: Method | None = None
     implementation: str | None = None
     max_group_bytes: int | None = None
+    before: Callable[[jax.Array], jax.Array] | None = None
+    after: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -175,6 +178,8 @@ class NewtonSchulz:
 
     def sharded_form(self, in_dtype: jax.typing.DTypeLike) -> Form | str:
         """Returns the form of sharded matrices, or why there is none."""
+        if self.before or self.after:
+            return "NewtonSchulz(before=, after=) take whole matrices"
         return gram_form(self._wanted, jnp.dtype(in_dtype))
 
     def map(self, stacks: Sequence[Any]) -> list[Any]:
@@ -199,7 +204,8 @@ class NewtonSchulz:
     def accumulates(self, stack: Accumulated) -> bool:
         """Returns whether a kernel computes that stack where it is read."""
         m, n = sorted(stack.shape[1:])
-        if not jnp.issubdtype(stack.dtype, jnp.floating) or not stack.size:
+        has_functions = self.before or self.after
+        if not jnp.issubdtype(stack.dtype, jnp.floating) or not stack.size or has_functions:
             return False
         form = self.form((m, n), stack.dtype)
         chosen = form.chosen((m, n))
@@ -221,6 +227,19 @@ class NewtonSchulz:
             form: of their matrices.
             operand: the matrices, whole.
         """
+        if not (self.before or self.after):
+            return self._run(stacks, form, operand)
+        wide = [transposed(x) if is_tall(x) else x for x in stacks]
+        given = [_alike("before", x, self.before(x)) for x in wide] if self.before else wide
+        results = self._run(given, form, operand)
+        if self.after:
+            pairs = zip(results, wide, strict=True)
+            results = [_alike("after", x, self.after(o, x)) for o, x in pairs]
+        pairs = zip(results, stacks, strict=True)
+        return [transposed_back(o) if is_tall(x) else o for o, x in pairs]
+
+    def _run(self, stacks: Sequence[Any], form: Form, operand: WholeMatrices) -> list[Any]:
+        """`run` without `before` and `after`."""
         parts = [[*part] for _, part in itertools.groupby(stacks, lambda x: max(x.shape[-2:]))]
         ns = [max(part[0].shape[-2:]) for part in parts]
         joined, scales, momenta = [], [], []
@@ -281,7 +300,8 @@ class NewtonSchulz:
     def tree_flatten(self) -> tuple[list[Any], tuple[Any, ...]]:
         """Returns the leaves, and all else."""
         named = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        pairs = [(name == "eps" or isinstance(x, jax.Array), x) for name, x in named]
+        kinds = jax.Array, jax.tree_util.Partial
+        pairs = [(name == "eps" or isinstance(x, kinds), x) for name, x in named]
         static = tuple((leaf, not leaf and x) for leaf, x in pairs)
         schedule = self.__dict__.get("schedule")  # resolved once, where it is known
         known = None if schedule is None or schedule.traced else schedule
@@ -297,6 +317,17 @@ class NewtonSchulz:
         if schedule is not None:
             made.__dict__["schedule"] = schedule
         return made
+
+
+def _alike(name: str, x: jax.Array, y: Any) -> jax.Array:
+    """Returns what `before` or `after` has made of x; raises ValueError unless it is like x."""
+    got, needed = (f"{v.dtype}{[*v.shape]}" for v in map(jax.typeof, (y, x)))
+    if got != needed:
+        raise ValueError(
+            f"NewtonSchulz({name}=) must return matrices of the shape and dtype that it got,"
+            f" {needed}, got {got}: cast or transpose them back in the function"
+        )
+    return y
 
 
 # Jitted, so that groups of equal shapes are traced and lowered once.

@@ -1,0 +1,126 @@
+"""`NewtonSchulz(before=, after=)`: functions of the matrices around the iteration."""
+
+import functools
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from muon_jax import Exchange, MuonDimensionNumbers, NewtonSchulz, newton_schulz, scale_by_muon
+
+IN_FLOAT32 = functools.partial(NewtonSchulz, dtype="float32", method="standard")
+MATRICES = MuonDimensionNumbers(-2, -1)
+SHAPES = {"wide": (8, 24), "tall": (24, 8), "square": (8, 8), "layers": (4, 24, 8)}
+
+
+def polar(x):
+    """The polar factors of matrices, as five steps in float32 approximate them."""
+    return newton_schulz(x, dtype="float32")
+
+
+def rows_scaled(weights, x):
+    """Multiplies the rows of stacks `(..., 8, n)`."""
+    return weights[:, None] * x
+
+
+def direction(u, **kwargs):
+    optimizer = scale_by_muon(
+        beta=0.0, nesterov=False, weight_dimension_numbers=MATRICES, momentum="ema", **kwargs
+    )
+    return jax.jit(optimizer.update)(u, optimizer.init(u))[0]
+
+
+def wide(x):
+    return x.mT if x.shape[-2] > x.shape[-1] else x
+
+
+def assert_equal(results, expected):
+    for name, x in expected.items():
+        np.testing.assert_allclose(results[name], x, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_before_changes_what_is_orthogonalized(name):
+    x = helpers.random_tree(SHAPES, 0)[name]
+    result = newton_schulz(x, IN_FLOAT32(before=jnp.sign))
+    np.testing.assert_allclose(result, polar(jnp.sign(x)), atol=2e-6)
+    assert not np.allclose(result, polar(x), atol=0.1)
+
+
+def test_after_gets_the_factor_and_the_matrix_from_before_before():
+    u = helpers.random_tree(SHAPES, 0)
+    iteration = IN_FLOAT32(before=jnp.sign, after=lambda o, x: o * x - 1)
+    expected = {name: polar(jnp.sign(x)) * x - 1 for name, x in u.items()}
+    assert_equal(direction(u, ns_coeffs=iteration), expected)
+    assert_equal({"square": newton_schulz(u["square"], iteration)}, {"square": expected["square"]})
+
+
+def test_tall_matrices_are_transposed():
+    weights = jnp.linspace(0.5, 2.0, 8)
+    u = helpers.random_tree(SHAPES, 0)
+    iteration = IN_FLOAT32(before=functools.partial(rows_scaled, weights))
+    expected = {}
+    for name, x in u.items():
+        made = polar(weights[:, None] * wide(x))
+        expected[name] = made.mT if x.shape[-2] > x.shape[-1] else made
+    assert_equal(direction(u, ns_coeffs=iteration), expected)
+
+
+def test_arrays_of_a_partial_are_operands():
+    u = helpers.random_tree({"w": (8, 24)}, 0)
+
+    @jax.jit
+    def update(u, weights):
+        before = jax.tree_util.Partial(rows_scaled, weights)
+        return direction(u, ns_coeffs=IN_FLOAT32(before=before))
+
+    for scale in (1.0, 2.0):
+        weights = jnp.linspace(0.5, scale, 8)
+        expected = {"w": polar(weights[:, None] * u["w"])}
+        assert_equal(update(u, weights), expected)
+    assert helpers.count_of_programs(update) == 1
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_matrices_are_those_of_one_device(kind):
+    u = helpers.random_tree(SHAPES, 0)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
+    specs = {"wide": (None, "x"), "tall": ("x",), "square": ("x",), "layers": (None, "x")}
+    weights = jnp.linspace(0.5, 2.0, 8)
+
+    def run(u, weights):
+        before = jax.tree_util.Partial(rows_scaled, weights)
+        iteration = IN_FLOAT32(before=before, after=lambda o, x: o * jnp.sign(x))
+        return direction(u, ns_coeffs=iteration)
+
+    expected = run(u, weights)
+    shardings = {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, spec in specs.items()}
+    weights = jax.device_put(weights, NamedSharding(mesh, PartitionSpec()))
+    assert_equal(jax.jit(run)(jax.device_put(u, shardings), weights), expected)
+
+
+def test_matrices_do_not_stay_sharded():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
+    u = {"w": jax.device_put(jnp.ones((8, 24)), sharding)}
+    with pytest.raises(ValueError, match=r"NewtonSchulz\(before=, after=\) take whole matrices"):
+        direction(u, ns_coeffs=NewtonSchulz(before=jnp.sign), shardings=Exchange("gram"))
+
+
+@pytest.mark.parametrize(
+    ("field", "function"),
+    [("before", lambda x: x.mT), ("after", lambda o, x: o.astype(jnp.bfloat16))],
+)
+def test_another_shape_or_dtype_raises(field, function):
+    match = rf"NewtonSchulz\({field}=\) must return .*float32\[8, 24\], got"
+    with pytest.raises(ValueError, match=match):
+        newton_schulz(jnp.ones((8, 24)), NewtonSchulz(**{field: function}))
+
+
+@pytest.mark.parametrize("field", ["before", "after"])
+def test_what_is_no_function_raises(field):
+    with pytest.raises(TypeError, match=rf"{field} must be a function of matrices, got 'sign'"):
+        NewtonSchulz(**{field: "sign"})
