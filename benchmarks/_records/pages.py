@@ -61,6 +61,11 @@ _FIGURES = {
     "loops": ("Loops", "In the compiled program.", "{}"),
     "collectives": ("Collectives", "In the compiled program.", "{}"),
 }
+_PRODUCTS = (
+    "Median in µs, by the device's clock where there is one, then the TFLOP/s of the least work,"
+    " which is half of the FLOPs where the result is symmetric, and in parentheses the share of the"
+    " rate of an 8192³ product `x @ y`. QuACK's polynomial is A² + A/2."
+)
 _WRITTEN = f"<!-- Written by `{_COMMAND} report --pages`; do not edit. -->"
 _INDEXED = ("device", "jax", "commit", "date")
 _INDEX = f"""# Records
@@ -157,7 +162,21 @@ def _time_blocks(measurements: Sequence[Measurement], of_errors: str) -> list[st
             for m in measurements
         }
         blocks += _block(title, of_errors if key == "errors" else unit, values)
-    return blocks
+    return blocks + _block("Products of a step by themselves", _PRODUCTS, _products(measurements))
+
+
+def _products(measurements: Sequence[Measurement]) -> dict[str, dict[str, str]]:
+    """The cells of the table of products: a row for each product of each case."""
+    rows = {}
+    for m in measurements:
+        for product, measured in m.get("products", {}).items():
+            row = rows[f"{case_label(m)}, {product}"] = {}
+            for name, by_clock in measured["microseconds"].items():
+                time = by_clock.get("device", by_clock["wall"])[1]
+                row[name] = f"{time:.1f}, {measured['flops'] / time * 1e-6:.0f}"
+                if "rate" in m:
+                    row[name] += f" ({measured['flops'] / time * 1e6 / m['rate']:.0%})"
+    return rows
 
 
 def _block(title: str, unit: str, cells: dict[str, dict[str, str]]) -> list[str]:

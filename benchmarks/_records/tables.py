@@ -138,8 +138,14 @@ def _time_row(measurement: Measurement, variants: Iterable[str], clock: str) -> 
 
 def failure_lines(measurement: Measurement) -> list[str]:
     """Returns a line for each rival that failed, with the reason."""
-    case, failed = case_label(measurement), measurement.get("failed", {})
-    return [f"failed: {name} at {case} ({reason})" for name, reason in failed.items()]
+    case, products = case_label(measurement), measurement.get("products", {})
+    failed = {case: measurement.get("failed", {})}
+    failed |= {f"{case}, {name}": product["failed"] for name, product in products.items()}
+    return [
+        f"failed: {name} at {where} ({reason})"
+        for where, reasons in failed.items()
+        for name, reason in reasons.items()
+    ]
 
 
 def _cells_line(row: Mapping[str, str]) -> str:

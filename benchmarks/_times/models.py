@@ -54,6 +54,17 @@ MODELS: dict[str, Shapes] = {
         "up": (128, 2048, 768),
         "down": (128, 768, 2048),
     },
+    # The matrices of moe100m, whose Muon takes all of one shape together, 204M in all.
+    "moe100m": {
+        f"{name}_{i}": shape
+        for name, count, shape in (
+            ("experts/in", 200, (512, 1280)),
+            ("experts/out", 100, (1280, 512)),
+            ("attention/q_and_o", 24, (512, 512)),
+            ("attention/k_and_v", 24, (512, 128)),
+        )
+        for i in range(count)
+    },
     # The network of examples/cifar10.ipynb, 2.0M in all.
     "cifar10": {
         "whitening_bias": (24,),

@@ -37,9 +37,9 @@ from benchmarks._times.timing import (
 )
 from benchmarks._times.updates import COMPARED, IN_16_BITS, random_gradients, step_and_arguments
 from muon_jax import NewtonSchulz, newton_schulz
-from muon_jax._iteration.coefficients import SCHEDULES
+from muon_jax._iteration.coefficients import NAMED, SCHEDULES
 from muon_jax._matrices.views import parts_of
-from pallas_kernels import select_implementation, syrk
+from pallas_kernels import gemm, select_implementation, syrk
 
 # The coefficients that `newton_schulz` is timed with beside its defaults, by default.
 DEFAULT_COEFFICIENTS = ("fast", "balanced", "accurate", "standard", "polar_express", "aol")
@@ -104,9 +104,9 @@ def measure_newton_schulz(
 ) -> dict[str, Any]:
     """Times five Newton–Schulz steps on `shape`, and beside them other coefficients.
 
-    Other coefficients are timed in the standard form. Where n ≥ 2m and they have a gram form, it is
-    timed too; on squarer matrices it costs more. The result has the `polar_errors` of all programs
-    that were timed.
+    Other coefficients are timed in the standard form. Where n ≥ 3m/2 and they have a gram form, it
+    is timed too; on squarer matrices it saves little. The result has the `polar_errors` of all
+    programs that were timed, and the `products` of a step, see `measure_products`.
 
     Args:
         shape: (m, n) or (batch, m, n), m ≤ n.
@@ -133,7 +133,7 @@ def measure_newton_schulz(
         run = functools.partial(newton_schulz, **arguments_for_coefficients(name))
         exact = in_float64(definition(name), (x,))
         forms = {} if name == "standard" else {"standard": name}  # "None" is the standard form
-        if n >= 2 * m and name not in SCHEDULES and is_offered(name, "gram"):
+        if 2 * n >= 3 * m and name not in SCHEDULES and is_offered(name, "gram"):
             forms["gram"] = f"{name}, gram"
         for form, label in forms.items():
             program = JaxProgram.compile(functools.partial(run, method=form), x)
@@ -158,6 +158,58 @@ def measure_newton_schulz(
         "shape": shape,
         "chosen": select_implementation(x).implementation,
         **comparison,
+        "products": measure_products(x, turns),
+        **({"rate": rates()[0]} if on_gpu() else {}),
+    }
+
+
+def measure_products(x: jax.Array, turns: Turns = DEFAULT_TURNS) -> dict[str, Any]:
+    """Times the three products of a step by themselves: A = XXᵀ, Q = cA² + bA + aI, and QX.
+
+    QuACK's polynomial is A² + A/2, which is the same work.
+
+    Args:
+        x: shape `(..., m, n)`, m ≤ n.
+        turns: as for `time_interleaved`.
+
+    Returns:
+        For each product its errors and times, and `flops`, the least that it needs: half of those
+        of a full product where the result is symmetric.
+
+    Raises:
+        ArithmeticError: a result has more than twice the error of plain jnp.
+    """
+    ((a, b, c),) = NAMED["standard"]
+    *batch, m, n = x.shape
+    x /= jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+    gram = syrk(x)
+
+    def in_jnp(gram: jax.Array) -> jax.Array:
+        return c * gram @ gram + b * gram + a * jnp.eye(m, dtype=gram.dtype)
+
+    def by_syrk(gram: jax.Array) -> jax.Array:
+        return syrk(gram, gram, alpha=c, beta=b, diagonal=a)
+
+    def half_more(gram: jax.Array) -> jax.Array:
+        return gram @ gram + 0.5 * gram
+
+    cases = {
+        "XXᵀ": (n, {"jnp": lambda x: x @ x.mT, "None": syrk}, (x,), rival_programs("syrk", x), {}),
+        "cA² + bA + aI": (
+            m,
+            {"jnp": in_jnp, "None": by_syrk},
+            (gram,),
+            rival_programs("syrk + C", gram, gram),
+            {"quack + C": half_more},
+        ),
+        "QX": (2 * n, {"jnp": jnp.matmul, "None": gemm}, (by_syrk(gram), x), {}, {}),
+    }
+    return {
+        name: {"flops": math.prod(batch) * m * m * inner}
+        | _check_and_time(
+            f"{name} {x.shape}", variants, arguments, rivals, None, definitions, turns
+        )
+        for name, (inner, variants, arguments, rivals, definitions) in cases.items()
     }
 
 

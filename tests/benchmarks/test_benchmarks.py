@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from benchmarks import __main__ as benchmarks
+from benchmarks._records import pages
 from benchmarks._times import (
     models,
     one_device,
@@ -223,7 +224,9 @@ def test_a_rival_that_fails_is_reported_and_not_timed(monkeypatch, measure, caps
         "broken": SimpleNamespace(result=broken),
     }
 
-    def programs(_, x):  # one with coefficients of its own, and one that should not have them
+    def programs(measured, x, *_):  # one with coefficients of its own, one that should have none
+        if measured != "newton_schulz":
+            return {"broken": rivals["broken"]}
         for name in ("dion", "gram_newton_schulz"):
             orthogonalize = functools.partial(newton_schulz, ns_coeffs="dion", dtype=None)
             rivals[name] = timing.JaxProgram.compile(orthogonalize, x)
@@ -237,9 +240,25 @@ def test_a_rival_that_fails_is_reported_and_not_timed(monkeypatch, measure, caps
     assert measurement["failed"]["broken"] == "RuntimeError: no kernel"
     assert set(measurement["failed"]) == {"wrong", "broken", "gram_newton_schulz"}
     assert set(measurement["microseconds"]) == {"jnp", "None", "dion"}
+    assert [*measurement["products"]] == ["XXᵀ", "cA² + bA + aI", "QX"]
+    for product in measurement["products"].values():
+        assert set(product["microseconds"]) == {"jnp", "None"}
     benchmarks.main(["report", str(file)])
     out = capsys.readouterr().out
     assert "| failed | failed |" in out and "- failed: broken at 16×16 (RuntimeError" in out
+    assert "- failed: broken at 16×16, XXᵀ (RuntimeError" in out
+
+
+def test_flops_of_products_and_their_share_of_the_rate(monkeypatch):
+    monkeypatch.setattr(one_device, "rival_programs", lambda *arguments: {})
+    measured = one_device.measure_products(jnp.ones((3, 8, 24)), TWICE)
+    flops = {name: product["flops"] for name, product in measured.items()}
+    square = 3 * 8 * 8
+    assert flops == {"XXᵀ": square * 24, "cA² + bA + aI": square * 8, "QX": 2 * square * 24}
+    times = {"jnp": {"wall": [1.0, 3.0, 4.0], "device": [1.0, 2.0, 3.0]}}
+    products = {"XXᵀ": {"flops": 800e6, "microseconds": times}}
+    cells = pages._products([{"shape": [8, 24], "products": products, "rate": 800e12}])
+    assert cells == {"8×24, XXᵀ": {"jnp": "2.0, 400 (50%)"}}
 
 
 @pytest.mark.nightly
