@@ -251,7 +251,7 @@ def test_a_rival_that_fails_is_reported_and_not_timed(monkeypatch, measure, caps
 
 def test_flops_of_products_and_their_share_of_the_rate(monkeypatch):
     monkeypatch.setattr(one_device, "rival_programs", lambda *arguments: {})
-    measured = one_device.measure_products(jnp.ones((3, 8, 24)), TWICE)
+    measured = one_device.measure_products(jnp.ones((3, 8, 24)) * jnp.eye(8, 24), TWICE)
     flops = {name: product["flops"] for name, product in measured.items()}
     square = 3 * 8 * 8
     assert flops == {"XXᵀ": square * 24, "cA² + bA + aI": square * 8, "QX": 2 * square * 24}

@@ -16,6 +16,12 @@ MATRICES = MuonDimensionNumbers(-2, -1)
 SHAPES = {"wide": (8, 24), "tall": (24, 8), "square": (8, 8), "layers": (4, 24, 8)}
 
 
+@pytest.fixture(autouse=True)
+def float32_products():  # GPUs would take TF32, which groups of matrices round otherwise
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def polar(x):
     """The polar factors of matrices, as five steps in float32 approximate them."""
     return newton_schulz(x, dtype="float32")
