@@ -1,4 +1,4 @@
-"""A GPT pretrained on the source of Python with Muon, optax's Muon or AdamW, on one GPU or several.
+"""A GPT pretrained on source code with Muon, optax's Muon or AdamW, on one GPU or several.
 
     python examples/gpt.py                                   # small: minutes on two CPU cores
     python examples/gpt.py --size 128m --ns-coeffs balanced  # one large GPU
@@ -8,10 +8,11 @@
 
 The text is what every machine has, Python's standard library without its tests: some 12 million
 bytes, of which every tenth file is held out. A token is a byte, so that losses are nats per byte.
-Whatever the optimizer, step n of a seed sees the same bytes, and `by_use` gives the same
-parameters to Muon: the stacked matrices of all layers, `(layers, rows, columns)`. A run that is
-killed goes on from its last checkpoint, on a CPU bit for bit. Each of several processes computes a
-part of every batch, and the first of them prints and writes metrics.
+`--text` reads the tokens of another text, such as the source of Linux that `python -m benchmarks
+corpus` makes. Whatever the optimizer, step n of a seed sees the same tokens, and `by_use` gives the
+same parameters to Muon: the stacked matrices of all layers, `(layers, rows, columns)`. A run that
+is killed goes on from its last checkpoint, on a CPU bit for bit. Each of several processes computes
+a part of every batch, and the first of them prints and writes metrics.
 """
 
 import argparse
@@ -41,7 +42,6 @@ from gpt_model import (
     GPT,
     held_out_batches,
     keeps_norms,
-    read_text,
     shardings_of,
 )
 from gpt_report import Metrics, plot, read, table
@@ -50,8 +50,8 @@ from muon_jax import Exchange, Routes, by_use, contrib, muon
 # What decides the numbers of a run; a checkpoint goes on only under the same.
 RECORDED = (
     *("depth", "width", "heads", "context", "batch", "steps", "seed", "dtype", "attention"),
-    *("optimizer", "preset", "ns_coeffs", "mu_dtype", "per_head", "block_period"),
-    *("learning_rate", "weight_decay"),
+    *("optimizer", "preset", "ns_coeffs", "preconditioning", "mu_dtype", "per_head"),
+    *("block_period", "learning_rate", "adam_scale", "weight_decay"),
 )
 
 
@@ -89,24 +89,29 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
         return options.learning_rate * jnp.minimum(1.0, jnp.minimum(rising, falling))
 
     decay = options.weight_decay
+    of_others = options.adam_scale or (3 / 13 if keeps_norms(options) else 1.0)
     if options.optimizer == "adamw":
         stacks = functools.partial(jax.tree.map, lambda p: p.ndim == 3)
-        optimizer = optax.adamw(schedule, b2=0.95, weight_decay=decay, mask=stacks)
+        others = functools.partial(jax.tree.map, lambda p: p.ndim != 3)
+        optimizer = optax.chain(
+            optax.adamw(schedule, b2=0.95, weight_decay=decay, mask=stacks),
+            optax.masked(optax.scale(of_others), others),
+        )
     else:
-        names = ("preset", "ns_coeffs", "mu_dtype")
+        names = ("preset", "ns_coeffs", "preconditioning", "mu_dtype")
         chosen = {name: getattr(options, name) for name in names}
         if options.block_period:
             chosen["shardings"] = Exchange(block_period=options.block_period)
         scale = {"weight_decay": decay, "consistent_rms": 0.2}
         if keeps_norms(options):
-            scale = {"adam_learning_rate": lambda step: 3 / 13 * schedule(step)}
-            scale |= {"adamh": "^head/kernel$"}
+            scale = {"adamh": "^head/kernel$"}
         make = muon if options.optimizer == "muon" else optax.contrib.muon
-        if options.preset in ("muonh", "nanogpt"):
+        if options.preset in ("muonh", "nanogpt", "normuon"):
             make = getattr(contrib, chosen.pop("preset"))
         optimizer = make(
             schedule,
             adam_b2=0.95,
+            adam_learning_rate=lambda step: of_others * schedule(step),
             adam_weight_decay=0.0,
             muon_weight_dimension_numbers=routes_of(options),
             **scale,
@@ -204,9 +209,9 @@ def restore(
 
 def train(options: argparse.Namespace, mesh: Mesh) -> None:
     """Takes the steps that no checkpoint has yet, and writes what they measured."""
-    text = read_text()
+    text = options.text
     config = {name: getattr(options, name) for name in RECORDED}
-    config["text"] = hashlib.sha256(b"".join(text)).hexdigest()[:16]
+    config["text"] = hashlib.sha256(b"".join((text.train, text.held_out))).hexdigest()[:16]
     init, apply_gradients, train_step, evaluate = make_functions(options, make_optimizer(options))
     shapes = jax.eval_shape(init)
     shardings, everywhere = shardings_of(shapes, mesh), NamedSharding(mesh, P())
@@ -240,7 +245,7 @@ def train(options: argparse.Namespace, mesh: Mesh) -> None:
     tokens, seconds = options.batch * options.context, []  # seconds per step, by interval
     is_first = jax.process_index() == 0
     with (
-        Metrics(options.output, start, options.tensorboard)
+        Metrics(options.output, start, tokens, options.tensorboard)
         if is_first
         else nullcontext() as metrics,
         tqdm(total=options.steps, initial=start, unit="step", disable=not is_first) as progress,
@@ -276,7 +281,8 @@ def train(options: argparse.Namespace, mesh: Mesh) -> None:
     title = f"{options.optimizer}, {mesh.size} × {device.device_kind}, {options.dtype}"
     plot([metrics.path], options.output / "curves.png", title)
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
-    print(table(read(metrics.path), seconds, tokens, optimizer_seconds, peak))
+    ratio = text.held_out.size / text.held_out_bytes
+    print(table(read(metrics.path), seconds, tokens, optimizer_seconds, peak, ratio))
     print(f"Curves: {options.output / 'curves.png'}")
 
 

@@ -2,24 +2,28 @@
 
 import argparse
 import importlib.util
+import lzma
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
-from gpt_model import AXES
+from gpt_model import AXES, read_text
 
 SIZES = {
     "small": {"depth": 4, "width": 128, "heads": 4, "context": 128, "batch": 8},
     # As many parameters as the smallest GPT-2, in six layers more, since bytes need no large table.
     "128m": {"depth": 18, "width": 768, "heads": 6, "context": 1024, "batch": 64},
+    # For a text of 8192 tokens, with which it has 60 million parameters.
+    "60m": {"depth": 10, "width": 640, "heads": 5, "context": 1024, "batch": 32},
 }
 # By size. Updates of all three have the root mean square of AdamW's (`consistent_rms`), but
 # orthogonal ones bear a larger step.
 LEARNING_RATES = {
     "small": {"muon": 0.01, "optax": 0.01, "adamw": 0.005},
     "128m": {"muon": 0.003, "optax": 0.003, "adamw": 0.001},
+    "60m": {"muon": 0.004, "optax": 0.004, "adamw": 0.002},
 }
 
 
@@ -66,16 +70,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--optimizer", choices=LEARNING_RATES["small"], default="muon")
-    add("--preset", help="of muon, a name in muon_jax.PRESETS; or muonh or nanogpt")
+    add("--preset", help="of muon, a name in muon_jax.PRESETS; or muonh, nanogpt or normuon")
     add("--ns-coeffs", help="of Muon's Newton-Schulz steps, such as balanced")
+    add("--preconditioning", help="of Muon, such as aol with --ns-coeffs aol")
     add("--mu-dtype", help="of Muon's momentum, such as int8")
     add("--per-head", action="store_true", help="query, key and value are a matrix for each head")
     add("--block-period", type=int, help="of muon: steps from one of whole matrices to the next")
     add("--learning-rate", type=float, help="peak; by default by optimizer and size")
+    add("--adam-scale", type=float, help="scales the rate of all but the layers' matrices")
     add("--weight-decay", type=float, default=0.1, help="of the layers' matrices")
     add("--size", choices=SIZES, default="small", help="sets the five below where they are not")
     for name in SIZES["small"]:
         add(f"--{name}", type=int)
+    add("--text", type=Path, help="a file of `python -m benchmarks corpus`; by default Python's")
     add("--steps", type=int, default=600)
     add("--seed", type=int, default=0, help="of parameters and data")
     add("--mesh", type=mesh_sizes, default="data=1", help=f"devices: sizes of {', '.join(AXES)}")
@@ -96,8 +103,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.output = options.output or Path("runs", "-".join(names))
     if options.preset and options.optimizer != "muon":
         parser.error(f"--preset is an argument of muon, not of {options.optimizer}: leave it out")
-    if options.ns_coeffs and options.optimizer == "adamw":
-        parser.error("--ns-coeffs is an argument of Muon, not of adamw: leave it out")
+    for name in ("ns_coeffs", "preconditioning"):
+        if getattr(options, name) and options.optimizer == "adamw":
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag} is an argument of Muon, not of adamw: leave it out")
     if options.tensorboard and not importlib.util.find_spec("tensorboardX"):
         parser.error("--tensorboard needs tensorboardX: pip install it, or leave the flag out")
     for name in ("mu_dtype", "per_head", "block_period"):
@@ -133,5 +142,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             f"--mesh {options.mesh} needs {data * fsdp * tensor} devices, there are"
             f" {jax.device_count()}: pass a smaller one, or simulate them on a CPU with"
             f" XLA_FLAGS=--xla_force_host_platform_device_count={data * fsdp * tensor}"
+        )
+    try:
+        options.text = read_text(options.text)
+    except (EOFError, KeyError, OSError, ValueError, lzma.LZMAError) as error:
+        parser.error(
+            f"--text {options.text} must be a file of tokens, got {error}: make it with"
+            " `python -m benchmarks corpus`"
         )
     return options

@@ -1,7 +1,9 @@
-"""A GPT over bytes, layers stacked; how its parameters are sharded; the text that it learns."""
+"""A GPT, layers stacked; how its parameters are sharded; the text that it learns."""
 
 import argparse
 import functools
+import json
+import lzma
 import re
 import sysconfig
 from pathlib import Path
@@ -14,7 +16,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-BYTES = 256
 AXES = ("data", "fsdp", "tensor")  # of the mesh
 BATCH_AXES = ("data", "fsdp")
 # The sharding of a parameter, and of its moments, by its path; whole on every device without one.
@@ -27,10 +28,19 @@ SHARDING_RULES = {
 
 
 class Text(NamedTuple):
-    """Bytes to train on and those held out, uint8 of shape `(bytes,)`."""
+    """What a model learns, tokens in uint8 or uint16 of shape `(tokens,)`.
+
+    Attributes:
+        train: the tokens to train on.
+        held_out: those of other files.
+        vocabulary: how many tokens there are.
+        held_out_bytes: how long those other files are.
+    """
 
     train: np.ndarray
     held_out: np.ndarray
+    vocabulary: int
+    held_out_bytes: int
 
 
 def keeps_norms(options: argparse.Namespace) -> bool:
@@ -86,7 +96,7 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 class GPT(nnx.Module):
-    """A transformer over bytes whose layers are stacked and scanned."""
+    """A transformer over tokens whose layers are stacked and scanned."""
 
     def __init__(self, options: argparse.Namespace, rngs: nnx.Rngs):
         @nnx.split_rngs(splits=options.depth)
@@ -95,37 +105,49 @@ class GPT(nnx.Module):
             return Block(options, rngs)
 
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=options.dtype, rngs=rngs)
+        vocabulary, init = options.text.vocabulary, nnx.initializers.normal(1.0)
         # A product with one-hot rows, whose gradient is summed in a fixed order.
-        self.embedding = linear(BYTES, options.width, kernel_init=nnx.initializers.normal(1.0))
+        self.embedding = linear(vocabulary, options.width, kernel_init=init)
         self.layers = stacked(rngs)
         self.norm = nnx.RMSNorm(options.width, dtype=options.dtype, rngs=rngs)
         self.head = linear(
             options.width,
-            BYTES,
+            vocabulary,
             kernel_init=init_of_outputs(options),
             preferred_element_type=jnp.float32,
         )
 
     def __call__(self, text: jax.Array) -> jax.Array:
-        """Maps bytes `(batch, context)` to float32 logits `(batch, context, 256)` of the next."""
+        """Maps tokens `(batch, context)` to float32 logits `(…, vocabulary)` of the next."""
 
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
         def through(x: jax.Array, block: Block) -> jax.Array:
             return jax.lax.with_sharding_constraint(block(x), P(BATCH_AXES))
 
-        x = self.embedding(jax.nn.one_hot(text, BYTES))
+        x = self.embedding(jax.nn.one_hot(text, self.embedding.in_features))
         return self.head(self.norm(through(x, self.layers)))
 
 
-def read_text() -> Text:
-    """Returns the Python files of the standard library, in the order of their paths, by split."""
+def read_text(path: Path | None) -> Text:
+    """Returns the tokens in a file that `python -m benchmarks corpus` wrote.
+
+    Without a path, returns the bytes of the standard library's Python files, of which every tenth
+    is held out.
+    """
+    if path:
+        with lzma.open(path) as file:
+            facts = json.loads(file.readline())
+            tokens = np.frombuffer(file.read(), "<u2")
+        train, held_out = np.split(tokens, [facts["train_tokens"]])
+        return Text(train, held_out, facts["vocabulary"], facts["validation_bytes"])
     folder = Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     paths = sorted(p for p in folder.rglob("*.py") if not left_out & {*p.relative_to(folder).parts})
     splits = [paths[i] for i in range(len(paths)) if i % 10], paths[::10]
-    return Text(
-        *(np.frombuffer(b"".join(path.read_bytes() for path in s), np.uint8) for s in splits)
+    train, held_out = (
+        np.frombuffer(b"".join(path.read_bytes() for path in s), np.uint8) for s in splits
     )
+    return Text(train, held_out, 256, held_out.size)
 
 
 def held_out_batches(options: argparse.Namespace, held_out: np.ndarray) -> np.ndarray:

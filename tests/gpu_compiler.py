@@ -17,6 +17,12 @@ TARGETS = {
     "NVIDIA H200": (9, 0, 132, 233472, 232448, 141),
     "NVIDIA B200": (10, 0, 148, 233472, 232448, 180),
     "NVIDIA GeForce RTX 4090": (8, 9, 128, 102400, 101376, 24),
+    "NVIDIA RTX PRO 6000": (12, 0, 188, 102400, 101376, 96),
+}
+# Too old for the kernels.
+OLD_TARGETS = {
+    "Tesla V100-SXM2-16GB": (7, 0, 80, 98304, 98304, 16),
+    "Tesla T4": (7, 5, 40, 65536, 65536, 16),
 }
 
 DESCRIPTION = """
@@ -87,7 +93,7 @@ needs_compiler = pytest.mark.skipif(
 
 def output_of(program: str, name: str, **environment: str) -> str:
     """What the program prints, which compiles for the GPU of that name."""
-    major, minor, cores, shared_per_core, shared_per_block, memory = TARGETS[name]
+    major, minor, cores, shared_per_core, shared_per_block, memory = (TARGETS | OLD_TARGETS)[name]
     process = subprocess.run(
         [sys.executable, "-c", PROLOGUE + program],
         input=DESCRIPTION.format(**locals()),

@@ -15,12 +15,15 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gpt
 import gpt_report
-from gpt_model import shardings_of
+from benchmarks._training.corpus import write_corpus
+from benchmarks._training.text import Text
+from gpt_model import GPT, shardings_of
 
 STEPS = 100
 TINY = (
@@ -69,7 +72,10 @@ def test_it_learns_and_reports(straight):
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     (events,) = folder.glob("events.out.tfevents.*")
     assert b"held_out_loss" in events.read_bytes()
-    assert re.search(rf"held-out loss +{held_out[-1]:.4f} nats/byte, [\d.]+ bits/byte", printed)
+    bits = held_out[-1] / np.log(2)  # a token is a byte
+    assert re.search(
+        rf"held-out loss +{held_out[-1]:.4f} nats/token, {bits:.4f} bits/byte", printed
+    )
     assert re.search(r"optimizer +[\d.]+ ms, [\d.]+% of a step", printed)
 
 
@@ -159,6 +165,89 @@ def specs_by_path(*arguments):
     }
 
 
+def test_a_text_of_the_benchmarks_is_read(tmp_path, capsys):
+    chance, path = np.random.default_rng(0), tmp_path / "tiny.tokens.xz"
+    train, held_out = (chance.integers(600, size=n).astype(np.uint16) for n in (1000, 200))
+    write_corpus(Text(train, held_out, 3, 600, "tiny", 700), path)
+    options = gpt.parse([*TINY, "--text", str(path)])
+    np.testing.assert_array_equal(options.text.train, train)
+    np.testing.assert_array_equal(options.text.held_out, held_out)
+    assert options.text.held_out_bytes == 700
+    model = nnx.eval_shape(lambda: GPT(options, nnx.Rngs(0)))
+    assert model.embedding.kernel.shape == model.head.kernel.shape[::-1] == (600, 32)
+
+    for contents in (b"int main", path.read_bytes()[:-40]):
+        path.write_bytes(contents)
+        with pytest.raises(SystemExit, match="2"):
+            gpt.parse([*TINY, "--text", str(path)])
+        assert "must be a file of tokens, got" in capsys.readouterr().err
+
+
+@functools.cache
+def params_and_first_updates(*arguments):
+    """Parameters and their first updates by path, the same gradients whatever the optimizer."""
+    options = gpt.parse([*TINY, *arguments])
+    axes, types = tuple(options.mesh), (AxisType.Auto,) * 3
+    with jax.set_mesh(jax.make_mesh((1, 1, 1), axes, types, devices=jax.devices()[:1])):
+        optimizer = gpt.make_optimizer(options)
+        init, *_ = gpt.make_functions(options, optimizer)
+        shapes = jax.eval_shape(init).params
+        chance = np.random.default_rng(0)
+        params, gradients = (
+            jax.tree.map(lambda p: chance.normal(size=p.shape).astype(np.float32), shapes)
+            for _ in range(2)
+        )
+        state = jax.jit(optimizer.init)(params)
+        updates, _ = jax.jit(optimizer.update)(gradients, state, params)
+    return by_path(params), by_path(updates)
+
+
+def by_path(tree):
+    """The leaves, by path."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x)
+        for path, x in jax.tree.leaves_with_path(tree)
+    }
+
+
+MATRICES = {f"layers/{name}/kernel" for name in "query key value out up down".split()}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    helpers.mostly_slow(
+        [
+            "--optimizer optax",
+            "--ns-coeffs balanced",
+            "--ns-coeffs aol --preconditioning aol",
+            "--preset normuon",
+        ],
+        ["--preset normuon"],
+    ),
+)
+def test_what_is_compared_differs_in_the_matrices_alone(arguments):
+    """Updates of matrices have one root mean square, and all else has the same AdamW."""
+    _, expected = params_and_first_updates()
+    params, found = params_and_first_updates(*arguments.split())
+    rate = 0.01 / (0.05 * STEPS)  # the first of the warm-up
+    for path, update in found.items():
+        if path in MATRICES:
+            direction = update / rate + 0.1 * params[path]
+            np.testing.assert_allclose(np.sqrt(np.mean(direction**2)), 0.2, rtol=0.25)
+            assert np.abs(update - expected[path]).max() > 1e-3 * rate
+        else:
+            np.testing.assert_allclose(update, expected[path], rtol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", helpers.mostly_slow(["muon", "optax", "adamw"], ["adamw"]))
+def test_the_rate_of_all_but_the_matrices_is_scaled(optimizer):
+    _, plain = params_and_first_updates("--optimizer", optimizer)
+    _, scaled = params_and_first_updates("--optimizer", optimizer, "--adam-scale", "3")
+    for path, update in plain.items():
+        factor = 1 if path in MATRICES else 3
+        np.testing.assert_allclose(scaled[path], factor * update, rtol=1e-5)
+
+
 def test_moments_are_sharded_like_parameters():
     found = specs_by_path()
     expected = {"query": P(None, "fsdp", "tensor"), "down": P(None, "tensor", "fsdp")}
@@ -185,11 +274,17 @@ def test_sharded_with_the_preset_it_has_the_curve_of_optax_on_one_device(straigh
 @pytest.mark.parametrize(
     "arguments",
     helpers.mostly_nightly(
-        ["--preset muonh --learning-rate 0.03", "--preset kimi_k3 --per-head"],
+        [
+            "--preset muonh --learning-rate 0.03",
+            "--preset kimi_k3 --per-head",
+            "--preset turbo",
+            "--preset normuon",
+            "--ns-coeffs aol --preconditioning aol",
+        ],
         ["--preset kimi_k3 --per-head"],
     ),
 )
-def test_presets_of_large_models_learn(arguments, tmp_path):
+def test_presets_learn(arguments, tmp_path):
     run(tmp_path, *arguments.split())
     _, train, _ = losses(tmp_path).T
     assert train[0] > 4.5 and train[-1] < 2.8
@@ -202,14 +297,15 @@ def test_an_int8_momentum_is_sharded_like_its_parameter():
 
 
 def test_rows_after_a_checkpoint_come_once(tmp_path):
-    make = functools.partial(gpt_report.Metrics, tmp_path, tensorboard=False)
+    make = functools.partial(gpt_report.Metrics, tmp_path, tokens_per_step=300, tensorboard=False)
     with make(step=0) as metrics:
         for step in (10, 20, 30):
             metrics.write(step, 1.0, {"train_loss": step / 7})
     with make(step=20) as metrics:
         metrics.write(30, 5.0, {"train_loss": 1.0})
     rows = gpt_report.read(metrics.path)
-    assert [(row["step"], row["seconds"]) for row in rows] == [(10, 1), (20, 2), (30, 7)]
+    found = [(row["step"], row["tokens"], row["seconds"]) for row in rows]
+    assert found == [(10, 3000, 1), (20, 6000, 2), (30, 9000, 7)]
 
 
 @pytest.mark.parametrize(
@@ -232,6 +328,10 @@ def test_rows_after_a_checkpoint_come_once(tmp_path):
             "--process 2 must be in 0 … 1",
         ),
         ("--optimizer adamw --ns-coeffs fast", "--ns-coeffs is an argument of Muon, not of adamw"),
+        (
+            "--optimizer adamw --preconditioning aol",
+            "--preconditioning is an argument of Muon, not of adamw",
+        ),
         ("--optimizer adamw --mu-dtype int8", "--mu-dtype is for muon, not for adamw"),
         ("--optimizer optax --block-period 4", "--block-period is for muon, not for optax"),
         ("--optimizer optax --per-head", "--per-head is for muon, not for optax"),
@@ -254,4 +354,26 @@ def test_tensorboard_is_not_left_out_silently(monkeypatch, capsys):
 def test_curves_need_metrics(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         gpt_report.main([str(tmp_path / "no.csv")])
-    assert re.search(r"no metrics in \S+no\.csv: name the", capsys.readouterr().err)
+    assert re.search(r"no held-out loss in \S+no\.csv: name the", capsys.readouterr().err)
+
+
+def test_runs_are_compared_at_the_loss_of_the_first(tmp_path, capsys):
+    columns, runs = "step,tokens,seconds,train_loss,held_out_loss\n", []
+    for name, rows in {
+        "adamw": "1,1e6,10,4,\n2,2e6,20,3,3\n4,4e6,40,2,2\n",
+        "muon": "2,2e6,22,3,2.5\n3,3e6,33,3,\n4,4e6,44,1,1\n",  # 2 a third of the way
+        "normuon": "2,2e6,25,3,1.5\n4,4e6,50,1,0.5\n",  # at its first evaluation
+        "slow": "2,2e6,25,3,3\n4,4e6,50,1,2.125\n",
+    }.items():
+        runs.append(tmp_path / name / "metrics.csv")
+        runs[-1].parent.mkdir()
+        runs[-1].write_text(columns + rows)
+    gpt_report.main([*map(str, runs), "--output", str(tmp_path / "curves.png")])
+    heading, _, *rows = capsys.readouterr().out.splitlines()
+    assert heading.endswith("| seconds to adamw's loss | million tokens to adamw's loss |")
+    assert rows == [
+        "| adamw | 2.0000 | 40.0 | 4.0 | 40.0 | 4.0 |",
+        "| muon | 1.0000 | 44.0 | 4.0 | 29.3 | 2.7 |",
+        "| normuon | 0.5000 | 50.0 | 4.0 | 25.0 | 2.0 |",
+        "| slow | 2.1250 | 50.0 | 4.0 | never | never |",
+    ]

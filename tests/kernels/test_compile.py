@@ -6,7 +6,7 @@ import math
 import re
 
 import pytest
-from gpu_compiler import TARGETS, needs_compiler, output_of
+from gpu_compiler import OLD_TARGETS, TARGETS, needs_compiler, output_of
 from helpers import mostly_nightly
 
 from pallas_kernels._mosaic_gpu.config import MOSAIC_SYRKX_CONFIGS
@@ -59,7 +59,7 @@ for config in MOSAIC_GEMM_CONFIGS:
 """
 
 NEWTON_SCHULZ = """
-iteration = functools.partial(newton_schulz, implementation="mosaic_gpu", **{kwargs})
+iteration = functools.partial(newton_schulz, **{{"implementation": "mosaic_gpu"}} | {kwargs})
 print(compiled(iteration, {shape}))
 """
 
@@ -161,6 +161,16 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_nightly(TARGETS, (), ["NVIDIA H200"]))
 def test_triton_s_kernel_and_the_iteration_compile_to_machine_code(name):
     assert output_of(TRITON, name).strip() == "compiled"
+
+
+@needs_compiler
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OLD_TARGETS)
+def test_on_older_gpus_all_products_are_cublas_s(name):
+    kwargs = {"ns_coeffs": "balanced", "implementation": None}
+    text = output_of(NEWTON_SCHULZ.format(shape=(512, 1024), kwargs=kwargs), name)
+    assert {*re.findall(r'custom_call_target="([^"]+)"', text)} == {"__cublas$lt$matmul"}
+    assert re.search(r"f16\[512,512\].*__cublas", text)
 
 
 @needs_compiler

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from muon_jax import newton_schulz
 from pallas_kernels import (
     IMPLEMENTATIONS,
     Implementation,
@@ -123,6 +124,20 @@ def test_an_implementation_is_named_or_all_that_run():
             Implementation.chosen("triton", MATRIX, out_dtype=jnp.dtype("float64"))
     with pytest.raises(ValueError, match="one of .* got 'cuda'"):
         Implementation.chosen("cuda", MATRIX)
+
+
+@pytest.mark.parametrize("gpu", helpers.OTHER_GPUS)
+@pytest.mark.parametrize("ns_coeffs", ["standard", "balanced"])
+def test_gpus_without_kernels_get_products_of_xla(gpu, ns_coeffs):
+    _, platform = helpers.OTHER_GPUS[gpu]
+    with helpers.described_gpu(gpu):
+        for implementation in ("triton", "mosaic_gpu"):
+            assert unsupported_reason(implementation, MATRIX)
+        iteration = functools.partial(newton_schulz, ns_coeffs=ns_coeffs, dtype="float16")
+        traced = jax.jit(iteration).trace(jax.ShapeDtypeStruct((256, 512), jnp.float32))
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert "custom_call" not in text and text.count("dot_general") >= 11
+    assert not re.search(r"dot_general.*f32.*->", text)  # all products take float16
 
 
 def test_every_shape_of_the_tables_has_a_choice_that_runs():
