@@ -20,7 +20,7 @@ QUICK_ACCURACY = {
 
 def add_accuracy_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the flags of `accuracy`."""
-    polar_error.add_variants(command)
+    polar_error.add_variants(command, polar_error.COMBINED)
     command.add_argument("--sizes", nargs="+", type=int, default=[256], help="the smaller side, m")
     command.add_argument("--aspects", nargs="+", type=int, default=[1, 2, 4, 8], help="n/m")
     add_json(command, "also write the measurements to this file")

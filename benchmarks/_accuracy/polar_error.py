@@ -4,7 +4,7 @@ import argparse
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 THRESHOLDS = (1e-2, 1e-3)
 # A result with a larger singular value, or with a NaN, is a blow-up.
 LARGEST_ALLOWED = 1.5
+# Names for coefficients with other arguments than theirs: what fitting a set to AOL brings.
+COMBINED = {
+    "standard_after_aol": {"ns_coeffs": "standard", "ns_steps": 4, "preconditioning": "aol"}
+}
 
 
 def coefficient_names() -> list[str]:
@@ -29,9 +33,9 @@ def coefficient_names() -> list[str]:
     return [*NAMED, *SCHEDULES]
 
 
-def add_variants(command: argparse.ArgumentParser) -> None:
-    """Adds the flags `--names`, `--methods` and `--dtypes`, by default all that there are."""
-    names = coefficient_names()
+def add_variants(command: argparse.ArgumentParser, combined: Iterable[str] = ()) -> None:
+    """Adds the flags `--names`, with `combined` ones, `--methods` and `--dtypes`; all by default."""
+    names = [*coefficient_names(), *combined]
     command.add_argument("--names", nargs="+", choices=names, default=names)
     command.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
     command.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
@@ -59,8 +63,10 @@ def is_offered(name: str, method: str, dtype: str = "auto") -> bool:
     return True
 
 
-def arguments_for_coefficients(name: str) -> dict[str, str]:
+def arguments_for_coefficients(name: str) -> dict[str, Any]:
     """Returns the arguments with which `newton_schulz` takes the coefficients `name`."""
+    if name in COMBINED:
+        return COMBINED[name]
     return {"ns_coeffs": name, "preconditioning": "aol" if name.startswith("aol") else "frobenius"}
 
 

@@ -15,6 +15,7 @@ from benchmarks._records.reading import Report
 from benchmarks._records.set_figures import (
     accuracy_figure,
     polynomials_figure,
+    preconditioning_figure,
     singular_values_figure,
 )
 
@@ -30,6 +31,7 @@ FIGURES: dict[str, Callable[[], "Figure"]] = {
     "headline": lambda: headline_figure(_record("muon_h200"), _record("newton_schulz_h100")),
     "accuracy_cpu": lambda: accuracy_figure(_record("accuracy_cpu")),
     "singular_values": singular_values_figure,
+    "preconditioning": preconditioning_figure,
     "polynomials": polynomials_figure,
     "from_adamw_cpu": lambda: from_adamw_figure(_record("from_adamw_cpu")["measurements"]),
     "syrk_h100": lambda: speeds_by_size_figure(_record("syrk_h100")),

@@ -49,6 +49,36 @@ def singular_values_figure(m: int = 256, n: int = 1024) -> "Figure":
     return figure
 
 
+def preconditioning_figure(m: int = 256, n: int = 1024) -> "Figure":
+    """Returns a matplotlib figure of a momentum's singular values over each norm.
+
+    AOL divides each row by a number of its own, so its values are those of another matrix. The
+    momentum is that of `singular_values_figure`.
+    """
+    from matplotlib.figure import Figure
+
+    *_, (step, x) = momenta(m, n, seed=0)
+    x = np.asarray(x, np.float64)
+    sigma = np.linalg.svd(x, compute_uv=False)
+    rows = np.abs(x @ x.T).sum(axis=1)
+    values = {
+        "AOL": (np.linalg.svd(x / np.sqrt(rows)[:, None], compute_uv=False), COLORS["aol"]),
+        "Schatten-4": (sigma / (sigma**4).sum() ** 0.25, COLORS["balanced"]),
+        "Frobenius": (sigma / np.linalg.norm(sigma), COLORS["standard"]),
+    }
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set(yscale="log", ylim=(1e-4, 1), xlim=(1, m), xlabel="singular value, largest first")
+    for y, color in values.values():
+        axes.plot(np.arange(1, m + 1), y, color=color)
+    name_lines(axes, {name: (max(y[-1], 2e-4), color) for name, (y, color) in values.items()})
+    axes.set_title(
+        f"Singular values of a momentum after {step} steps of training,\n"
+        "divided by what each preconditioning divides by"
+    )
+    return figure
+
+
 def polynomials_figure() -> "Figure":
     """Returns a matplotlib figure of the maps of singular values, published sets above ours."""
     from matplotlib.figure import Figure

@@ -152,9 +152,9 @@ def test_every_set_of_coefficients_is_on_its_page():
 
 
 def test_the_readme_counts_the_published_muons():
-    """Those of `preset=`, and the two of contrib that are optimizers of their own."""
-    assert len(PRESETS) + len([contrib.nanogpt, contrib.muonh]) == 15
-    assert "fifteen [published Muons]" in (DOCS.parent / "README.md").read_text()
+    """Those of `preset=`, and those of contrib that are optimizers of their own."""
+    assert len(PRESETS) + len([contrib.nanogpt, contrib.muonh, contrib.adamuon]) == 18
+    assert "eighteen [published Muons]" in (DOCS.parent / "README.md").read_text()
 
 
 def test_presets_are_those_of_the_table():
@@ -273,6 +273,19 @@ def test_times_of_wide_matrices_are_those_of_the_results():
         assert (row in DOCUMENTS["docs/performance.md"]) == is_shown, row
 
 
+def test_speeds_of_single_products_are_those_of_the_results():
+    tall_enough = [
+        m for m in results("newton_schulz_fused_muon_h200.json") if m["shape"][0] >= 2048
+    ]
+    for product in ("XXᵀ", "cA² + bA + aI", "QX"):
+        speeds = []
+        for measurement in tall_enough:
+            times = medians(measurement["products"][product], "device")
+            speeds.append(times["jnp"] / times["None"])
+        row = rf"^\| {re.escape(product)} \|.*\| {min(speeds):.2f} to {max(speeds):.2f} \|$"
+        assert re.search(row, DOCUMENTS["docs/kernels.md"], re.MULTILINE), row
+
+
 def test_units_are_those_of_the_results():
     text = DOCUMENTS["docs/coefficients.md"]
     by_default = {"standard": "bfloat16", "polar_express": "bfloat16"}
@@ -286,6 +299,25 @@ def test_units_are_those_of_the_results():
         assert re.search(
             rf'^\| `"{name}"` \|.*\| {" / ".join(f"{u:g}" for u in units)} \|$', text, re.M
         )
+
+
+def test_errors_after_aol_are_those_of_the_results():
+    said = " ".join(DOCUMENTS["docs/numerics.md"].split())
+    errors = {}
+    for name in ("standard_after_aol", "aol", "standard"):
+        (cases,) = (
+            m["cases"]
+            for m in results("accuracy_cpu.json")
+            if (m["name"], m["method"], m["dtype"]) == (name, "standard", "bfloat16")
+        )
+        errors[name] = [
+            np.median([c["errors"][0] for c in cases if c["spectrum"] == spectrum])
+            for spectrum in ("Gaussian", "momentum, step 50")
+        ]
+    gaussian, momentum = errors["standard_after_aol"]
+    assert f"an error of {gaussian:.2f} on a Gaussian matrix and {momentum:.2f} on momenta" in said
+    assert "leaves {:.2f} and {:.2f} at the same cost".format(*errors["aol"]) in said
+    assert "the Frobenius norm {:.2f} and {:.2f}.".format(*errors["standard"]) in said
 
 
 def test_records_are_not_stale():
