@@ -34,7 +34,7 @@ def coefficient_names() -> list[str]:
 
 
 def add_variants(command: argparse.ArgumentParser, combined: Iterable[str] = ()) -> None:
-    """Adds the flags `--names`, with `combined` ones, `--methods` and `--dtypes`; all by default."""
+    """Adds `--names`, with `combined` ones, `--methods` and `--dtypes`; all by default."""
     names = [*coefficient_names(), *combined]
     command.add_argument("--names", nargs="+", choices=names, default=names)
     command.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
