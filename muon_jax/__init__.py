@@ -26,6 +26,7 @@ from muon_jax._newton_schulz import newton_schulz
 from muon_jax._presets import PRESETS
 from muon_jax._reports.describe import Description, describe
 from muon_jax._scale_by_muon import scale_by_muon
+from muon_jax._transforms.chain import Relative
 from muon_jax._transforms.momentum import MuonState
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "MuonDimensionNumbers",
     "MuonState",
     "NewtonSchulz",
+    "Relative",
     "Routes",
     "Split",
     "Unfold",

@@ -333,9 +333,11 @@ def _check_of(name: str, annotation: Any) -> Check | None:
         return None
     or_schedule = any(get_origin(member) is collections.abc.Callable for member in members)
     or_tuple = any(get_origin(member) is tuple for member in members)
+    checked = tuple(m for m in members if isinstance(m, type) and dataclasses.is_dataclass(m))
 
     def check(name: str, value: Any) -> None:
-        if or_none and value is None or or_schedule and callable(value):
+        is_checked = isinstance(value, checked)
+        if is_checked or or_none and value is None or or_schedule and callable(value):
             return
         for each in value if or_tuple and isinstance(value, tuple) else (value,):
             declared(name, each)

@@ -52,7 +52,7 @@ _TABLE: dict[str, str | dict[Any, str] | Foreign] = {
     ),
     "mu momentum_beta muon_momentum muon_beta muon_beta1": "beta={}",
     "adamw_lr adam_lr aux_lr scalar_lr embed_lr": "adam_learning_rate={}",
-    "muon_to_adam_lr adam_lr_ratio": "adam_learning_rate={} * learning_rate",
+    "adam_lr_scale muon_to_adam_lr adam_lr_ratio": "adam_learning_rate=Relative({})",
     "adamw_wd adam_wd adam_decay": "adam_weight_decay={}",
     "b1 beta1 beta_1 adam_beta_1 adam_beta1 adam_momentum": "adam_b1={}",
     "b2 beta2 beta_2 adam_beta_2 adam_beta2": Foreign(("adam_b2={}", "b2={}")),

@@ -50,6 +50,7 @@ from muon_jax._presets import takes_preset
 from muon_jax._scale_by_muon import CoeffsByPath, check_patterns, orthogonalization, scale_by_muon
 from muon_jax._transforms.chain import (
     DecayForm,
+    Relative,
     chain_with_weight_decay,
     scale_by_adam,
     scale_by_shape,
@@ -79,7 +80,7 @@ def muon(
     adam_b2: float | jax.Array = 0.999,
     adam_eps_root: float | jax.Array = 0.0,
     adam_weight_decay: optax.ScalarOrSchedule | None = 0.0,
-    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_learning_rate: optax.ScalarOrSchedule | Relative | None = None,
     muon_weight_dimension_numbers: Views = None,
     consistent_rms: float | jax.Array | None = None,
     preset: str | None = None,
@@ -119,7 +120,8 @@ def muon(
         adam_b2: decay rate of AdamW's second moment.
         adam_eps_root: added under the square root of AdamW's denominator.
         adam_weight_decay: weight decay of everything else; None is 0.
-        adam_learning_rate: AdamW's learning rate; None for `learning_rate`.
+        adam_learning_rate: AdamW's learning rate; None for `learning_rate`, or `Relative(0.3)` for
+            0.3 times that.
         muon_weight_dimension_numbers: which parameters are matrices, and how. Pass what `by_use`
             returns, or a tree (or a prefix) of `optax.contrib.MuonDimensionNumbers`, with None for
             AdamW, or a callable that makes one. The default gives Muon all parameters of rank 2,
@@ -130,7 +132,7 @@ def muon(
             pass what `by_use` returns, and start with 0.2; then try 0.6, above all for short runs.
         preset: another Muon, by its name in `muon_jax.PRESETS`. It sets the arguments that you
             leave out, but no learning rate: keller, torch, moonlight, optax, dion, gram, levanter,
-            turbo, fused_muon, moe_fp16, megatron, kimi_k3 or glm5.
+            turbo, fused_muon, moe_fp16, megatron, kimi_k3, glm5, prime_rl or deepseek_v4.
         momentum: `"bias_corrected"`, `"ema"` or `"heavy_ball"`, see `scale_by_muon`.
         eps_mode: `"add"` or `"max"`, see `scale_by_muon`.
         shape_scale: s is √max(1, fan_out/fan_in) for `"clipped_ratio"`, √(fan_out/fan_in) for
@@ -204,11 +206,14 @@ def build(
         nesterov=given.nesterov if given.adam_nesterov is None else given.adam_nesterov,
         storage=storage.of_adam,
     )
+    rate_of_adam = rate if given.adam_learning_rate is None else given.adam_learning_rate
+    if isinstance(rate_of_adam, Relative):
+        rate_of_adam = rate_of_adam.of(rate)
     form, cautious = given.weight_decay_form, given.cautious_weight_decay
     on_the_rest = chain_with_weight_decay(
         adam,
         scale=None,
-        learning_rate=rate if given.adam_learning_rate is None else given.adam_learning_rate,
+        learning_rate=rate_of_adam,
         weight_decay=given.adam_weight_decay,
         mask=None,
         form=form,

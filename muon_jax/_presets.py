@@ -157,6 +157,21 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     # (https://arxiv.org/abs/2508.06471), where AdamW has embeddings, biases and norms alone, and
     # Muon the output head. All else is not stated, and is Moonlight's.
     "glm5": _MOONLIGHT,
+    # muon_fsdp2 0.3.0 (https://pypi.org/project/muon-fsdp2), the sharded Muon that prime-rl
+    # (https://github.com/PrimeIntellect-ai/prime-rl) began with: Keller Jordan's, with Moonlight's
+    # scale. These are its own defaults. The config of prime-rl gave both sides a weight decay of
+    # 0.01, and AdamW b2=0.999. Since September 2025 prime-rl has a version of Dion's Muon.
+    "prime_rl": _KELLER | {"consistent_rms": 0.2},
+    # DeepSeek-V4 (https://arxiv.org/abs/2606.19348): Algorithm 1, eq. 28 and section 4.2.2, with
+    # products in bfloat16 (section 3.4.1). Nothing is added to the norm. MaxText's Muon for it
+    # (https://github.com/AI-Hypercomputer/maxtext/pull/4065) is optax's with these coefficients.
+    "deepseek_v4": _MOONLIGHT
+    | {
+        "ns_coeffs": in_bfloat16("deepseek_v4"),
+        "eps": 0.0,
+        "consistent_rms": 0.18,
+        "adam_eps": 1e-20,
+    },
 }
 PRESETS: dict[str, dict[str, Any]] = _ReadOnly(
     {name: _ReadOnly(arguments) for name, arguments in _ARGUMENTS.items()}
@@ -281,13 +296,22 @@ def _with_coeffs(of_preset: NewtonSchulz, coeffs: Any) -> Any:
 
     A `NewtonSchulz` has a dtype and a method of its own.
     """
-    if isinstance(coeffs, NewtonSchulz):
-        return coeffs
+
+    def iteration_of(own: Any) -> NewtonSchulz:
+        if isinstance(own, NewtonSchulz):
+            return own
+        return dataclasses.replace(of_preset, coeffs=canonicalize("ns_coeffs", own))
+
+    return map_coeffs(iteration_of, coeffs)
+
+
+def map_coeffs(function: Callable[[Any], NewtonSchulz], coeffs: Any) -> Any:
+    """Returns the function of the coefficients, or by path of those that each path has."""
     if isinstance(coeffs, Mapping):
-        return {pattern: _with_coeffs(of_preset, own) for pattern, own in coeffs.items()}
+        return {pattern: map_coeffs(function, own) for pattern, own in coeffs.items()}
     if callable(coeffs):
-        return lambda path, shape: _with_coeffs(of_preset, coeffs(path, shape))
-    return dataclasses.replace(of_preset, coeffs=canonicalize("ns_coeffs", coeffs))
+        return lambda path, shape: map_coeffs(function, coeffs(path, shape))
+    return function(coeffs)
 
 
 def _naming_origin[**P, R](

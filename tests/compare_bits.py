@@ -385,7 +385,7 @@ def optimizer(*args: Any, **arguments: Any) -> Any:
         return muon_jax.muon(*args, **arguments)
     if arguments.pop("on_host", False):
         arguments["mu_dtype"] = place.on_host(arguments.get("mu_dtype"))
-    if preset in ("nanogpt", "muonh"):
+    if preset in ("nanogpt", "muonh", "adamuon"):
         del arguments["preset"]
         return getattr(place, preset)(*args, **arguments)
     make = place.normuon if "normuon_b2" in arguments else muon_jax.muon
@@ -421,7 +421,8 @@ def define_updates() -> None:
     def of(name: str, params: Callable[[], Any], make: Callable[..., Any], **kwargs: Any) -> None:
         add(f"update, {name}", lambda: updates_of(make(**kwargs), params()))
 
-    for preset in dict.fromkeys([*muon_jax.PRESETS, "nanogpt", "muonh"]):
+    later = ["adamuon"] * hasattr(contrib(), "adamuon")
+    for preset in dict.fromkeys([*muon_jax.PRESETS, "nanogpt", "muonh", *later]):
         adamh = {"adamh": None} if preset == "muonh" else {}
         updates(f"preset {preset}", optimizer, 0.02, preset=preset, **adamh)
     large = {"up": (64, 96), "down": (96, 64), "head": (512, 160), "bias": (64,)}

@@ -241,6 +241,127 @@ class Gemma(nnx.Module):
         self.final_norm = nnx.RMSNorm(12, rngs=rngs)
 
 
+# nnx: the linear attention of Kimi K3 (arXiv 2607.24653, section 2.1.1), named as in MaxText and in
+# Moonshot's code for PyTorch. Kimi Linear has g_a_proj and g_b_proj in the place of g_proj.
+
+
+class ShortConvolution(nnx.Module):
+    def __init__(self, channels, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (4, 1, channels)))
+
+    def __call__(self, x):
+        x = jnp.pad(x, ((0, 0), (3, 0), (0, 0)))
+        names = ("NWC", "WIO", "NWC")
+        x = jax.lax.conv_general_dilated(
+            x, self.kernel[...], (1,), "VALID", None, None, names, x.shape[-1]
+        )
+        return nnx.silu(x)
+
+
+def delta_rule_in_chunks(q, k, v, decay, beta, size):
+    """o of S <- Diag(exp(decay))S; S <- S + beta·k(v - kᵀS)ᵀ; o = qᵀS, `size` steps at a time.
+
+    q, k, v and the decay have shapes (batch, steps, heads, dim), beta (batch, steps, heads).
+    """
+
+    def chunks(x):  # (chunks, batch, heads, size, ...)
+        x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
+        return jnp.moveaxis(x, (1, 3), (0, 2))
+
+    q, k, v, decay, beta = map(chunks, (q, k, v, decay, beta[..., None]))
+    total = jnp.cumsum(decay, -2)
+    later = jnp.exp(total[..., None, :] - total[..., None, :, :])  # (..., size, size, dim)
+    of_keys = jnp.sum(k[..., None, :] * k[..., None, :, :] * later, -1)
+    of_queries = jnp.tril(jnp.sum(q[..., None, :] * k[..., None, :, :] * later, -1))
+    lower = jnp.eye(size) + jnp.tril(beta * of_keys, -1)
+    unit = jnp.broadcast_to(jnp.eye(size), lower.shape)
+    inverse = jax.scipy.linalg.solve_triangular(lower, unit, lower=True, unit_diagonal=True)
+    new = inverse @ (beta * v)
+    old = inverse @ (beta * k * jnp.exp(total))
+
+    def step(state, chunk):
+        q, k, new, old, total, of_queries = chunk
+        errors = new - old @ state
+        o = (q * jnp.exp(total)) @ state + of_queries @ errors
+        rest = jnp.exp(total[..., -1:, :] - total)
+        state = jnp.exp(total[..., -1, :, None]) * state
+        return state + (k * rest).swapaxes(-1, -2) @ errors, o
+
+    state = jnp.zeros((*q.shape[1:3], q.shape[-1], v.shape[-1]))
+    _, o = jax.lax.scan(step, state, (q, k, new, old, total, of_queries))
+    o = jnp.moveaxis(o, (0, 2), (1, 3))  # (batch, chunks, size, heads, dim)
+    return o.reshape(o.shape[0], -1, *o.shape[3:])
+
+
+class KimiDeltaAttention(nnx.Module):
+    def __init__(self, width, heads, dim, low_rank_gate, rngs):
+        linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.heads, full = heads, heads * dim
+        self.q_proj, self.k_proj, self.v_proj = (linear(width, full) for _ in range(3))
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (
+            ShortConvolution(full, rngs) for _ in range(3)
+        )
+        self.f_a_proj, self.f_b_proj = linear(width, dim), linear(dim, full)
+        self.A_log = nnx.Param(jnp.zeros(heads))
+        self.dt_bias = nnx.Param(jnp.zeros(full))
+        self.b_proj = linear(width, heads)
+        if low_rank_gate:
+            self.g_a_proj, self.g_b_proj = linear(width, dim), linear(dim, full)
+        else:
+            self.g_proj = linear(width, full)
+        self.o_norm = nnx.RMSNorm(dim, rngs=rngs)
+        self.o_proj = linear(full, width)
+
+    def __call__(self, x):
+        def by_head(x):
+            return x.reshape(*x.shape[:-1], self.heads, -1)
+
+        def unit(x):
+            return x / jnp.sqrt(jnp.sum(x**2, -1, keepdims=True) + 1e-6)
+
+        q = by_head(self.q_conv1d(self.q_proj(x)))
+        k = by_head(self.k_conv1d(self.k_proj(x)))
+        v = by_head(self.v_conv1d(self.v_proj(x)))
+        decay = by_head(self.f_b_proj(self.f_a_proj(x)) + self.dt_bias[...])
+        decay = -5 * nnx.sigmoid(jnp.exp(self.A_log[...])[:, None] * decay)
+        beta = nnx.sigmoid(self.b_proj(x))
+        o = delta_rule_in_chunks(unit(q), unit(k), v, decay, beta, 4)
+        has_full_gate = hasattr(self, "g_proj")
+        gate = self.g_proj(x) if has_full_gate else self.g_b_proj(self.g_a_proj(x))
+        o = self.o_norm(o) * nnx.sigmoid(by_head(gate))
+        return self.o_proj(o.reshape(x.shape[0], x.shape[1], -1))
+
+
+class KimiLayer(nnx.Module):
+    def __init__(self, width, low_rank_gate, rngs):
+        linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.input_layernorm = nnx.RMSNorm(width, rngs=rngs)
+        self.self_attn = KimiDeltaAttention(width, 3, 8, low_rank_gate, rngs)
+        self.post_attention_layernorm = nnx.RMSNorm(width, rngs=rngs)
+        self.mlp = nnx.Dict(up_proj=linear(width, 44), down_proj=linear(44, width))
+
+    def __call__(self, x):
+        x = x + self.self_attn(self.input_layernorm(x))
+        y = nnx.silu(self.mlp["up_proj"](self.post_attention_layernorm(x)))
+        return x + self.mlp["down_proj"](y)
+
+
+class Kimi(nnx.Module):
+    """Layers of Kimi K3; with a gate of low rank those of Kimi Linear."""
+
+    def __init__(self, rngs, low_rank_gate=False, width=30):
+        self.embed_tokens = nnx.Embed(61, width, rngs=rngs)
+        self.layers = nnx.List([KimiLayer(width, low_rank_gate, rngs) for _ in range(2)])
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+        self.lm_head = nnx.Linear(width, 61, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
 def nnx_shapes(module):
     """The shapes of what trains in a module of nnx that takes `nnx.Rngs`."""
     return nnx.state(nnx.eval_shape(lambda: module(nnx.Rngs(0))), nnx.Param)

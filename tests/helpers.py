@@ -32,15 +32,25 @@ GPUS = {
     "H200": AbstractDevice("NVIDIA H200", 132, "gpu"),
     "B200": AbstractDevice("NVIDIA B200", 148, "gpu"),
     "RTX 4090": AbstractDevice("NVIDIA GeForce RTX 4090", 128, "gpu"),
+    "RTX PRO 6000": AbstractDevice("NVIDIA RTX PRO 6000", 188, "gpu"),
+}
+# Those that no kernel runs on, with the platform that they are lowered for.
+OTHER_GPUS = {
+    "V100": (AbstractDevice("Tesla V100-SXM2-16GB", 80, "gpu"), "cuda"),
+    "T4": (AbstractDevice("Tesla T4", 40, "gpu"), "cuda"),
+    "MI300X": (AbstractDevice("gfx942", 304, "gpu"), "rocm"),
 }
 
 
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 
+FUNCTIONS = ("nanogpt", "adamuon", "muonh")  # of contrib, with the numbers of a published system
+
+
 def any_muon(*args: Any, preset: Any = None, **arguments: Any):
     """`muon`, or the optimizer of contrib that has this name or these arguments."""
-    if isinstance(preset, str) and preset in ("nanogpt", "muonh"):
+    if isinstance(preset, str) and preset in FUNCTIONS:
         return getattr(contrib, preset)(*args, **arguments)
     make = contrib.muonh if "adamh" in arguments else muon
     make = contrib.normuon if "normuon_b2" in arguments else make
@@ -50,7 +60,7 @@ def any_muon(*args: Any, preset: Any = None, **arguments: Any):
 def arguments_of_functions():
     """The arguments of the systems that are functions of contrib: defaults that muon's are not."""
     found = {}
-    for name in ("nanogpt", "muonh"):
+    for name in FUNCTIONS:
         ours = inspect.signature(muon).parameters
         for key, p in inspect.signature(getattr(contrib, name)).parameters.items():
             if key not in ours or p.default != ours[key].default:
@@ -87,7 +97,8 @@ def exchanges(*args, **kwargs):
 
 def described_gpu(name: str):
     """A context in which functions are traced and lowered for a GPU that is not there."""
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=GPUS[name]))
+    device = GPUS[name] if name in GPUS else OTHER_GPUS[name][0]
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
 
 
 def random_tree(shapes: dict[str, tuple[int, ...]], seed: int, dtype=jnp.float32):

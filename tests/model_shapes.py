@@ -199,6 +199,31 @@ def glm5():
     return tree
 
 
+def kimi_k3(low_rank_gate=False, width=7168, heads=96, dim=128, hidden=33792):
+    """The first layer of Kimi K3; with a gate of low rank, of Kimi Linear at that size."""
+    full, filters = heads * dim, (heads * dim, 1, 4)
+    projections = dict.fromkeys(("q_proj", "k_proj", "v_proj"), (full, width))
+    projections |= {"f_a_proj": (dim, width), "f_b_proj": (full, dim), "b_proj": (heads, width)}
+    of_gate = {"g_a_proj": (dim, width), "g_b_proj": (full, dim)}
+    projections |= of_gate if low_rank_gate else {"g_proj": (full, width)}
+    convolutions = dict.fromkeys(("q_conv1d", "k_conv1d", "v_conv1d"), filters)
+    attention = {
+        **_weights(projections | convolutions | {"o_norm": (dim,), "o_proj": (width, full)}),
+        "A_log": (1, 1, heads, 1) if low_rank_gate else (heads,),
+        "dt_bias": (full,),
+    }
+    mlp = {"gate_proj": (hidden, width), "up_proj": (hidden, width), "down_proj": (width, hidden)}
+    layer = {
+        "self_attn": attention,
+        "mlp": _weights(mlp),
+        **_weights({"input_layernorm": (width,)}),
+    }
+    return {
+        "model": {**_weights({"embed_tokens": (163840, width)}), "layers": {"0": layer}},
+        **_weights({"lm_head": (163840, width)}),
+    }
+
+
 def levanter_llama(layers=3, width=8, groups=2, per_group=2, dim=4, hidden=24):
     """Llama of Levanter, of Haliax' modules: stacked layers, the axes of outputs first."""
     return {

@@ -285,6 +285,56 @@ def kimi_k3(w, g, state, t, lr):
     return w - lr * (0.2 * math.sqrt(max(w.shape)) * o + 0.1 * w)
 
 
+# muon_fsdp2 0.3.0 from PyPI (sha256 of the wheel: 55387a0ffbcd90cc), muon_fsdp2.py
+# coefficients 47; eps 53 `X.norm(...) + 1e-7`; form 62-63 `lerp_`; scale 71
+# `0.2 * math.sqrt(max(grad.shape[1], grad.shape[0]))`; decoupled 160; beta 253 `momentum", 0.95`;
+# decay 254 `weight_decay", 0`; 255 `rms_scale", True`; Nesterov 256 `True`; steps 257 `5`.
+# Adam: 262 `betas", (0.9, 0.95)`; 263 `eps", 1e-10`, after the bias correction 83; decay 264 `0`.
+# https://github.com/PrimeIntellect-ai/prime-rl/blob/dd3fd88790/src/prime_rl/trainer/ used it:
+# optim.py passes `weight_decay` and `betas` of config.py, there 0.01 and (0.9, 0.999). At 7f6c3d24
+# microsoft/dion took its place.
+def prime_rl(w, g, state, t, lr):
+    m = ema(state, g)
+    u = 0.05 * g + 0.95 * m
+    o = on_wide(lambda x: newton_schulz(x / (np.linalg.norm(x) + 1e-7), SIMPLE), u)
+    return w - lr * 0.2 * math.sqrt(max(w.shape)) * o
+
+
+# https://arxiv.org/abs/2606.19348, as restated in Markdown, not the PDF: Algorithm 1,
+# `M_t = mu M_{t-1} + G_t`, `O'_t = HybridNewtonSchulz(mu M_t + G_t)`,
+# `O_t = O'_t sqrt(max(n, m)) gamma`, `W_t = W_{t-1} (1 - eta lambda) - eta O_t`; section 2.4,
+# `M_0 = M / ||M||_F`, 8 steps of (3.4445, -4.7750, 2.0315), 2 of (2, -1.5, 0.5); section 4.2.2, of
+# both models: momentum 0.95, weight decay 0.1, an RMS of 0.18; AdamW has betas (0.9, 0.95), an eps
+# of 1e-20 and weight decay 0.1.
+# https://github.com/AI-Hypercomputer/maxtext/blob/e591f30cbb/src/maxtext/optimizers/optimizers.py
+# has the same coefficients, 203, and steps, 204, in optax.contrib.muon; of its configs/base.yml are
+# eps 989 `1.e-8`, decay 1002 `0`, AdamW's 991 `0.1`, b2 988 `0.95`, and the scale 1003 `None`.
+HYBRID = [(3.4445, -4.7750, 2.0315)] * 8 + [(2.0, -1.5, 0.5)] * 2
+
+
+def deepseek_v4(w, g, state, t, lr):
+    u = heavy_ball(state, g) * 0.95 + g
+    o = on_wide(lambda x: newton_schulz(x / np.linalg.norm(x), HYBRID), u)
+    return w * (1 - lr * 0.1) - lr * 0.18 * math.sqrt(max(w.shape)) * o
+
+
+# https://github.com/Chongjie-Si/AdaMuon/blob/369f0b3bd9/megatron/core/optimizer/muon.py
+# coefficients 22; eps 28 `X.norm() + 1e-7`; scale 70 `math.sqrt(max(A, B)) * matched_adamw_rms`;
+# moments 82-84, norm 89 `torch.sqrt(torch.min(global_shape))/(F_norm_o_t_hat + eps)`; in `Muon`
+# 96-98 `weight_decay=0.1`, `matched_adamw_rms=0.2`, `momentum=0.95`, `nesterov=True`, `ns_steps=5`,
+# `adamw_betas=(0.9, 0.95)`, `adamw_eps=1e-8`; form 182-185; 304 `torch.sign(ns_input)`; b2 309
+# `"ada_muon_beta": group['momentum']`, eps 310 `adamw_eps`; decoupled 332.
+# AdamW adds eps before the bias correction 375-379; decay 380. gpt2/models/optimizers/adamuon.py
+# has the same update of a `lerp_`, whose signs are the same.
+def adamuon(w, g, state, t, lr):
+    u = np.sign(g + 0.95 * heavy_ball(state, g))
+    o = on_wide(lambda x: newton_schulz(x / (np.linalg.norm(x) + 1e-7), SIMPLE), u)
+    state["v"] = 0.95 * state.get("v", 0) + (1 - 0.95) * o**2
+    n = o / (np.sqrt(state["v"]) + 1e-8)
+    n = n * (math.sqrt(min(w.shape)) / (np.linalg.norm(n) + 1e-8))
+    return w * (1 - lr * 0.1) - lr * 0.2 * math.sqrt(max(w.shape)) * n
+
+
 def on_sphere(w, u, lr):
     """The norm of w, and the direction that is lr along -u."""
     moved = w - lr * u * np.linalg.norm(w) / max(np.linalg.norm(u), 1e-10)
@@ -356,8 +406,11 @@ SYSTEMS = {
     "moe_fp16": (moe_fp16, adamw(0.95, 1e-8, 0.01)),
     "megatron": (megatron, adamw(0.999, 1e-8, 0.01)),
     "nanogpt": (nanogpt, adam_of_nanogpt),
+    "adamuon": (adamuon, adamw_of_moonlight),
     "kimi_k3": (kimi_k3, adamw_of_moonlight),
     "glm5": (moonlight, adamw_of_moonlight),
+    "prime_rl": (prime_rl, adamw(0.95, 1e-10, 0.0)),
+    "deepseek_v4": (deepseek_v4, adamw(0.95, 1e-20, 0.1)),
     "muonh": (muonh, adamw(0.95, 1e-8, 0.0)),
 }
 ON_THE_HEAD = {"muonh": adamh}

@@ -33,6 +33,7 @@ from muon_jax.contrib import (
     QueryHeads,
     keep_param_norm,
     qk_clip,
+    scale_by_adamuon,
     scale_by_normuon,
     scale_to_param_norm,
     with_metrics,
@@ -121,6 +122,7 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
                 "adaptive=True": {"adaptive": True},
                 "contrib.normuon": {"normuon_b2": 0.9},
                 "contrib.nanogpt": {"preset": "nanogpt"},
+                "contrib.adamuon": {"preset": "adamuon"},
                 "contrib.muonh": {"adamh": None},
             }.items()
         ),
@@ -143,6 +145,7 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
                 "adaptive=True": {"adaptive": True},
                 "contrib.normuon": {"normuon_b2": 0.9},
                 "contrib.nanogpt": {"preset": "nanogpt"},
+                "contrib.adamuon": {"preset": "adamuon"},
                 "contrib.muonh": {"adamh": None},
             }.items()
         ),
@@ -407,6 +410,11 @@ NUMBER, FLAG = "must be one real number, got", "must be True or False"
             Value,
             "the updates must have the matrices of the state, 1, got 2",
         ),
+        (
+            lambda: updated({"w": MATRIX.T}, {"w": MATRIX}, scale_by_adamuon(), False),
+            Value,
+            r"at \['w'\] the gradients have float32\[6, 4\], the state float32\[4, 6\]",
+        ),
     ],
 )
 def test_mistakes_are_refused(call, error, message):
@@ -417,7 +425,8 @@ def test_mistakes_are_refused(call, error, message):
 def test_every_argument_of_muon_is_checked():
     """A new argument needs a declaration, or a value that no argument takes passes."""
     nothing = object()
-    for make in (muon, muon_jax.contrib.normuon, muon_jax.contrib.nanogpt, muon_jax.contrib.muonh):
+    others = (getattr(muon_jax.contrib, name) for name in ("normuon", *helpers.FUNCTIONS))
+    for make in (muon, *others):
         for name in inspect.signature(make).parameters:
             with pytest.raises((TypeError, ValueError), match=name.removeprefix("muon_")):
                 make(**{"learning_rate": 0.1, name: nothing})
@@ -494,11 +503,10 @@ def test_a_number_may_be_a_gradient():
     chex.assert_trees_all_equal(*updates)
 
 
-def test_normuon_is_initialized_from_shapes():
+def test_moments_are_initialized_from_shapes():
     params = {"w": MATRIX}
     shapes = jax.eval_shape(lambda: params)
-    for averaged in ("fan_in", "shorter"):
-        transform = scale_by_normuon(averaged=averaged)
+    for transform in (scale_by_normuon(), scale_by_normuon(averaged="shorter"), scale_by_adamuon()):
         chex.assert_trees_all_equal(transform.init(shapes), transform.init(params))
 
 
@@ -515,6 +523,7 @@ def test_promotion_may_be_strict(ns_coeffs):
     [
         {},
         {"normuon_b2": 0.9, "weight_decay": 0.1, "cautious_weight_decay": True},
+        {"preset": "adamuon"},
         {"mu_dtype": "bfloat16", "mu_rounding": "stochastic", "adaptive": True},
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 from muon_jax import Exchange, muon, scale_by_muon
 from muon_jax._transforms.chain import scale_by_shape
-from muon_jax.contrib import scale_by_normuon, scale_to_param_norm
+from muon_jax.contrib import scale_by_adamuon, scale_by_normuon, scale_to_param_norm
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 # Of parameters, gradients and momenta: any two of the three in all combinations.
@@ -121,8 +121,8 @@ def test_directions_have_the_dtypes_of_optax(nesterov):
         assert dtypes_of(ours, params, gradients) == expected
         with jax.numpy_dtype_promotion("strict"):
             assert dtypes_of(ours, params, gradients) == expected
-        for then in (scale_by_normuon(), scale_to_param_norm(), scale_by_shape()):
-            assert dtypes_of(optax.chain(ours, then), params, gradients) == expected
+        for make in (scale_by_normuon, scale_by_adamuon, scale_to_param_norm, scale_by_shape):
+            assert dtypes_of(optax.chain(ours, make()), params, gradients) == expected
 
 
 def test_directions_in_64_bits():
@@ -141,6 +141,7 @@ def test_directions_in_64_bits():
     "arguments",
     [
         {"normuon_b2": 0.9},
+        {"preset": "adamuon", "weight_decay": 0.1},
         {"shardings": Exchange(block_period=2, block_gain=0.5)},
         {"momentum": "heavy_ball"},
         {"momentum": "ema"},

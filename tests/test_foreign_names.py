@@ -76,7 +76,8 @@ TO_MUON = [
     ("adamw_lr", 3e-4, "pass adam_learning_rate=0.0003"),
     ("lr_adam", 3e-4, "pass adam_learning_rate=0.0003"),
     ("adamw_learning_rate", 3e-4, "pass adam_learning_rate=0.0003"),
-    ("muon_to_adam_lr", 0.18, "pass adam_learning_rate=0.18 * learning_rate"),
+    ("muon_to_adam_lr", 0.18, "pass adam_learning_rate=Relative(0.18)"),
+    ("adam_lr_scale", 0.3, "pass adam_learning_rate=Relative(0.3)"),
     ("adam_wd", 0.1, "pass adam_weight_decay=0.1"),
     ("adamw_wd", 0.1, "pass adam_weight_decay=0.1"),
     ("weight_decay_adam", 0.1, "pass adam_weight_decay=0.1"),
@@ -166,7 +167,8 @@ TAKEN = [
 @pytest.mark.parametrize(("name", "value", "way"), TAKEN)
 def test_what_the_message_says_is_taken(name, value, way):
     names = {"functools": functools, "by_role": by_role, "jnp": jnp, "learning_rate": 0.1}
-    names |= {"NewtonSchulz": NewtonSchulz, "Exchange": Exchange, "muon_jax": muon_jax}
+    names |= {"NewtonSchulz": NewtonSchulz, "Exchange": Exchange, "Relative": muon_jax.Relative}
+    names |= {"muon_jax": muon_jax}
     arguments = eval(f"dict({way})", names)  # of the table above
     muon(**{"learning_rate": 0.1} | arguments)
 

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 import muon_jax
 import muon_jax.contrib
 import pallas_kernels
-from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, Split, Unfold
+from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, Relative, Split, Unfold
 from muon_jax._iteration.coefficients import NAMED
 from muon_jax.contrib import KeyHeads, QueryHeads
 
@@ -78,7 +78,7 @@ VIEWS = ([None, lambda tree: None], NO_VIEWS)
 COEFFICIENTS = [*NAMED, "balanced", "fast", (2, -1.5, 0.5), [[2.0, -1.5, 0.5]]]
 ARGUMENTS = {
     "learning_rate": RATE,
-    "adam_learning_rate": DECAY,
+    "adam_learning_rate": ([*RATES, Relative(0.3), None], NOT_POSITIVE),
     "weight_decay": DECAY,
     "adam_weight_decay": DECAY,
     "beta": BETA,
@@ -195,6 +195,11 @@ CALLS = {
         muon_jax.contrib.scale_by_normuon,
         [],
         "b2 eps averaged weight_dimension_numbers shardings".split(),
+    ),
+    "scale_by_adamuon": (
+        muon_jax.contrib.scale_by_adamuon,
+        [],
+        "b2 eps weight_dimension_numbers shardings".split(),
     ),
     "keep_param_norm": (
         muon_jax.contrib.keep_param_norm,

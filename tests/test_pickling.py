@@ -54,7 +54,7 @@ OPTIMIZERS = {
         f"muon, {preset}": functools.partial(
             helpers.any_muon, 0.02, preset=preset, **ADAMH.get(preset, {})
         )
-        for preset in ("nanogpt", "muonh")
+        for preset in helpers.FUNCTIONS
     },
     "muon": lambda: muon(0.02),
     "muon, schedules": lambda: muon(

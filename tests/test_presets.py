@@ -51,6 +51,7 @@ ALL_SHAPES = SHAPES | {"lm_head": (24, 20)}
 SYSTEMS = {**PRESETS, **helpers.arguments_of_functions()}
 SLOW = {
     "nanogpt",
+    "adamuon",
     "optax",
     "dion",
     "gram",
@@ -61,6 +62,8 @@ SLOW = {
     "megatron",
     "kimi_k3",
     "glm5",
+    "prime_rl",
+    "deepseek_v4",
 }
 STEPS = 20
 TOLERANCE = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 2e-2}
@@ -175,7 +178,7 @@ def test_functions_are_named_where_they_were_presets():
             muon(0.1, preset=name)
 
 
-@pytest.mark.parametrize("make", [contrib.normuon, contrib.nanogpt])
+@pytest.mark.parametrize("make", [contrib.normuon, contrib.nanogpt, contrib.adamuon])
 def test_functions_of_contrib_under_inject_hyperparams(make):
     """Their defaults are those of their signature, so that all of them may be given."""
     names = ("wide", "bias")
@@ -184,10 +187,31 @@ def test_functions_of_contrib_under_inject_hyperparams(make):
     chex.assert_trees_all_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_coefficients_of_a_call_keep_the_dtype_of_the_function():
-    found = muon_jax.describe({"w": jnp.ones((4, 6))}, optimizer=contrib.nanogpt, ns_coeffs="dion")
+@pytest.mark.parametrize("make", [contrib.nanogpt, contrib.adamuon])
+def test_coefficients_of_a_call_keep_the_dtype_of_the_function(make):
+    found = muon_jax.describe({"w": jnp.ones((4, 6))}, optimizer=make, ns_coeffs="dion")
     (group,) = found.groups
     assert (group.coefficients, group.dtype, group.method) == ("dion", "bfloat16", "standard")
+
+
+@pytest.mark.parametrize(
+    "coeffs",
+    [
+        "dion",
+        NewtonSchulz("dion"),
+        {".*": "dion"},
+        lambda path, shape: NewtonSchulz("dion"),
+    ],
+    ids=["name", "NewtonSchulz", "by path", "callable"],
+)
+def test_adamuon_orthogonalizes_signs_whatever_the_coefficients(coeffs):
+    params = {"w": tree(0)["wide"]}
+    optimizer = contrib.adamuon(0.1, ns_coeffs=coeffs, weight_decay=0.0)
+    state = optimizer.init(params)
+    updates, _ = optimizer.update(params, state, params)
+    expected, _ = optimizer.update(jax.tree.map(jnp.sign, params), state, params)
+    chex.assert_trees_all_equal(updates, expected)
+    np.testing.assert_allclose(jnp.sqrt(jnp.mean(updates["w"] ** 2)), 0.1 * 0.2, rtol=1e-5)
 
 
 def test_muonh_keeps_norms_and_steps_are_relative_to_them():
@@ -231,6 +255,41 @@ def test_the_preset_of_optax_is_optax():
     ours = run(muon(learning_rate, preset="optax"), names=names)
     theirs = run(optax.contrib.muon(learning_rate), names=names)
     chex.assert_trees_all_close(ours, theirs, atol=1e-5)
+
+
+def test_the_muon_of_maxtext_for_deepseek_v4_is_optax_with_its_coefficients():
+    names = ("tall", "bias")
+    kwargs = {"adam_b2": 0.95, "adam_weight_decay": 0.1}
+    named = muon(learning_rate, preset="optax", ns_coeffs="deepseek_v4", **kwargs)
+    kwargs |= {"ns_coeffs": oracles.HYBRID, "ns_steps": 10}  # as MaxText passes them
+    theirs = run(optax.contrib.muon(learning_rate, **kwargs), names=names)
+    for ours in (named, muon(learning_rate, preset="optax", **kwargs)):
+        chex.assert_trees_all_close(run(ours, names=names), theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["keller", "fused_muon", "prime_rl"])
+def test_a_convolution_is_the_matrix_of_the_source_by_use(preset):
+    """The source views (out, in, h, w) as (out, in·h·w). By default AdamW has convolutions."""
+    params = {"conv": tree(0)["conv"], "head": tree(0, ALL_SHAPES)["lm_head"]}
+
+    def forward(params, images):
+        kernel, numbers = params["conv"], ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+        return jax.nn.relu(x).mean((1, 2)) @ params["head"]
+
+    of_conv, _ = muon_jax.describe(params, preset=preset).parameters
+    assert (of_conv.path, of_conv.optimizer) == ("conv", "adamw")
+    optimizer = muon(
+        0.1,
+        preset=preset,
+        ns_coeffs=dataclasses.replace(PRESETS[preset]["ns_coeffs"], dtype="float32"),
+        muon_weight_dimension_numbers=muon_jax.by_use(forward, params, jnp.ones((2, 8, 8, 4))),
+    )
+    gradients = params | {"conv": tree(1)["conv"]}
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    w, g = (as_pytorch(tree(seed)["conv"]) for seed in (0, 1))
+    expected = oracles.SYSTEMS[preset][0](w, g, {}, 1, 0.1) - w
+    assert helpers.relative_error(as_pytorch(updates["conv"]), expected) < TOLERANCE["float32"]
 
 
 each_variant_of_pytorch = pytest.mark.parametrize(
@@ -404,7 +463,7 @@ def test_shape_scale(shape_scale, shape, factor):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: muon(0.1, preset="kimi"), r"one of \['dion', .*'turbo'\], got 'kimi'"),
+        (lambda: muon(0.1, preset="kimi"), r"one of \['deepseek_v4', .*'turbo'\], got 'kimi'"),
         (lambda: muon(0.1, momentum="sgd"), r"momentum must be one of \('bias_.*got 'sgd'"),
         (lambda: muon(0.1, eps_mode="min"), r"eps_mode must be one of \('add'.*got 'min'"),
         (lambda: muon(0.1, shape_scale="rms"), r"shape_scale must be one of.*got 'rms'"),

@@ -3,6 +3,7 @@
 import functools
 import re
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,9 @@ import numpy as np
 import optax
 import pytest
 
-from muon_jax import PRESETS, Exchange, muon, scale_by_muon
+from muon_jax import PRESETS, Exchange, Relative, muon, scale_by_muon
 from muon_jax._checks import CheckedSchedule
-from muon_jax.contrib import nanogpt, scale_by_normuon
+from muon_jax.contrib import adamuon, nanogpt, scale_by_normuon
 
 PARAMS = helpers.random_tree({"w": (4, 6), "b": (3,)}, 0)
 # Where each schedule goes, with what else it needs.
@@ -135,6 +136,46 @@ def test_a_schedule_is_wrapped_once_and_shown_as_itself():
     assert repr(number(schedule)) == repr(schedule)
 
 
+# ------------------------------------------------------------------ AdamW's rate relative to Muon's
+
+
+@pytest.mark.parametrize("rate", [0.1, optax.linear_schedule(0.1, 0.02, 4)])
+@pytest.mark.parametrize("form", ["decoupled", "palm"])
+def test_a_relative_rate_is_a_multiple_of_muon_s(form, rate):
+    def trained(rate_of_adam):
+        decay = {"weight_decay": 0.1, "adam_weight_decay": 0.1, "weight_decay_form": form}
+        optimizer = muon(rate, adam_learning_rate=rate_of_adam, **decay)
+        state, params = optimizer.init(PARAMS), PARAMS
+        for _ in range(3):
+            updates, state = optimizer.update(PARAMS, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    expected = trained(0.03 if rate == 0.1 else lambda count: 0.3 * rate(count))
+    chex.assert_trees_all_close(trained(Relative(0.3)), expected, rtol=1e-6)
+    assert not np.allclose(trained(None)["b"], expected["b"], rtol=1e-2)
+
+
+def test_a_relative_rate_follows_a_rate_in_the_state():
+    optimizer = optax.inject_hyperparams(muon)(0.1, adam_learning_rate=Relative(0.5))
+    state = optimizer.init(PARAMS)
+    before, _ = jax.jit(optimizer.update)(PARAMS, state, PARAMS)
+    state.hyperparams["learning_rate"] = jnp.float32(0.2)
+    after, _ = jax.jit(optimizer.update)(PARAMS, state, PARAMS)
+    chex.assert_trees_all_close(after, jax.tree.map(lambda u: 2 * u, before), rtol=1e-6)
+    expected, _ = updated(muon(0.1, adam_learning_rate=0.05), True)
+    chex.assert_trees_all_close(before, expected, rtol=1e-5)
+
+
+def test_a_relative_rate_is_checked():
+    with pytest.raises(TypeError, match="factor must be one real number, got '0.3'"):
+        Relative("0.3")
+    with pytest.raises(ValueError, match=r"factor must be in \[0, inf\), got -0.3"):
+        Relative(-0.3)
+    with pytest.raises(TypeError, match="^learning_rate must be one real number, got Relative"):
+        muon(Relative(0.3))
+
+
 # ------------------------------------------------------------------ inject_hyperparams
 
 NEEDS = re.escape("pass hyperparam_dtype=jnp.float32")
@@ -145,6 +186,7 @@ MADE = {
     "moonlight": (functools.partial(muon, **PRESETS["moonlight"]), (0.1,), PARAMS),
     "keller": (functools.partial(muon, **PRESETS["keller"]), (0.1,), PARAMS),
     "nanogpt": (nanogpt, (0.1,), PARAMS),
+    "adamuon": (adamuon, (0.1,), PARAMS),
     "scale_by_muon": (scale_by_muon, (), {"w": PARAMS["w"]}),
     "scale_by_normuon": (scale_by_normuon, (), {"w": PARAMS["w"]}),
 }

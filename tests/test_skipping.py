@@ -18,12 +18,14 @@ from jax.sharding import PartitionSpec as P
 from muon_jax import Exchange, NewtonSchulz, by_role, muon, scale_by_muon
 from muon_jax.contrib import (
     KeyHeads,
+    adamuon,
     keep_param_norm,
     metrics,
     muonh,
     normuon,
     on_host,
     qk_clip,
+    scale_by_adamuon,
     scale_by_normuon,
     scale_to_param_norm,
     with_metrics,
@@ -83,6 +85,7 @@ MUONS = {
         "muon_weight_dimension_numbers": {**dict.fromkeys(SHAPES), "a": MATRIX},
     },
     "normuon": {"normuon_b2": 0.9, "normuon_averaged": "shorter"},
+    "adamuon": {"preset": "adamuon"},
     "adaptive": {"adaptive": True},
     "stochastic": {"mu_rounding": "stochastic", "mu_dtype": "bfloat16"},
     "heavy ball": {"preset": "keller"},
@@ -148,6 +151,7 @@ def smaller_arguments(arguments):
     [
         lambda: muon(0.1, weight_decay=0.1),
         lambda: normuon(0.1),
+        lambda: adamuon(0.1),
         lambda: muonh(0.1, adamh=None),
         scale_by_muon,
     ],
@@ -185,6 +189,7 @@ def test_all_skipped():
     params = params_of()
     for optimizer in (
         normuon(0.1, weight_decay=0.1, normuon_b2=0.9, adam_weight_decay=0.1),
+        adamuon(0.1),
         muonh(0.1, adamh=None),
         with_metrics(muon(0.1, mu_dtype="int8")),
         optax.inject_hyperparams(muon)(0.1, weight_decay=0.1),
@@ -260,9 +265,10 @@ def test_skipped_matrices_are_not_orthogonalized():
     assert "dot_general" not in none
 
 
-def test_normuon_and_norms_alone():
+def test_moments_and_norms_alone():
     params = {name: x for name, x in params_of().items() if x.ndim == 2}
-    for transform in (scale_by_normuon(), scale_to_param_norm(), keep_param_norm()):
+    transforms = (scale_by_normuon(), scale_by_adamuon(), scale_to_param_norm(), keep_param_norm())
+    for transform in transforms:
         _, state = transform.update(params, transform.init(params), params)
         updates, after = transform.update(without(params), state, params)
         expected, _ = transform.update(only(params), state_without(state), only(params))
@@ -470,7 +476,7 @@ def test_a_callable_of_views_of_one_transformation_sees_the_whole_tree():
         return jax.tree.map(lambda _: MATRIX, params)
 
     params = {name: x for name, x in params_of().items() if x.ndim == 2}
-    for make in (scale_by_muon, scale_by_normuon, scale_to_param_norm):
+    for make in (scale_by_muon, scale_by_normuon, scale_by_adamuon, scale_to_param_norm):
         transform = make(weight_dimension_numbers=views)
         updates, _ = transform.update(without(params), transform.init(params), params)
         assert not np.any(updates["frozen"])

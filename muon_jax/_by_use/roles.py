@@ -245,6 +245,9 @@ class Roles:
         for axis, begin, *head in self._heads[i]:
             if is_kept(axis):
                 heads[axis][begin] = min((*head,), heads[axis].get(begin, (*head,)))
+        kept = [axis for axis, digits in enumerate(way) if any(d.side == "F" for d in digits)]
+        if all({*heads.get(axis, {}).values()} == {(1, shape[axis])} for axis in kept):
+            heads.clear()  # of one column each, such as the step sizes of a delta rule
         reason = _said(way)
         for axis, of_axis in sorted(labels.items()):
             cuts = [k for k in range(1, shape[axis]) if of_axis[k] != of_axis[k - 1]]

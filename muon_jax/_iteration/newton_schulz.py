@@ -146,7 +146,12 @@ class NewtonSchulz:
 
     def __repr__(self) -> str:
         fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        others = [f"{field.name}={x!r}" for field, x in fields[1:] if x is not field.default]
+        given = [(field.name, x) for field, x in fields[1:] if x is not field.default]
+        functions = {"before", "after"}  # by name: their own repr has an address
+        others = [
+            f"{name}={getattr(x, '__name__', repr(x)) if name in functions else repr(x)}"
+            for name, x in given
+        ]
         return f"NewtonSchulz({', '.join([repr(self.coeffs), *others])})"
 
     @functools.cached_property

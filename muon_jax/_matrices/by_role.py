@@ -220,6 +220,6 @@ def _found(name: str, shape: Shape, layers: Layers, layout: Layout) -> Found:
         is_vector = 1 in [math.prod(np.take(found.shape, group, 0).flat) for group in found.view]
     elif isinstance(found.view, Unknown):  # each layer has a vector, or a kernel has one output
         has_one_output = len(found.shape) > 1 and found.shape[-1] == 1 and size == max(found.shape)
-        is_one = len(shape) > 2 and math.prod(shape[:-1]) == 1
+        is_one = len(shape) > 2 and math.prod(shape) == max(shape)
         is_vector = layers.is_vector or is_one or has_one_output
     return found._replace(role="vector", view=None) if is_vector else found

@@ -4,19 +4,21 @@
 - `scale_by_shape`: the scale of updates that depends on the shape of a matrix alone.
 - `scale_by_adam`: the direction of AdamW.
 - `chain_with_weight_decay`: the learning rate, and the weight decay in its place of the chain.
+- `Relative`: a learning rate for AdamW that follows Muon's.
 """
 
 import collections
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muon_jax._checks import checks_arguments
+from muon_jax._checks import Number, check_fields, checks_arguments
 from muon_jax._distributed.sharding import Parameter, Shardings, are_whole, parameters_of
 from muon_jax._iteration.operand import cut_at
 from muon_jax._matrices.views import ShapeScale, Views, shape_factor
@@ -345,6 +347,33 @@ def product_of_rates(*factors: Any) -> optax.ScalarOrSchedule:
         return math.prod(values)
 
     return product
+
+
+@dataclasses.dataclass(frozen=True)
+class Relative:
+    """A multiple of `learning_rate`, to pass as `adam_learning_rate`.
+
+        muon(schedule, adam_learning_rate=Relative(0.3))
+
+    AdamW then has 0.3 times Muon's rate at every step, also under `optax.inject_hyperparams`, where
+    the rate in the state may change.
+
+    Attributes:
+        factor: what `learning_rate` is multiplied by.
+
+    Raises:
+        TypeError: `factor` is no number.
+        ValueError: `factor` is negative.
+    """
+
+    factor: Annotated[float | jax.Array, Number("[0, inf)", 0.3)]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def of(self, learning_rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
+        """Returns the multiple of this learning rate, a schedule of a schedule."""
+        return product_of_rates(learning_rate, self.factor)
 
 
 type DecayForm = Literal["decoupled", "independent", "l2", "palm", "scaled_palm"]

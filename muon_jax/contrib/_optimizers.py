@@ -1,19 +1,23 @@
-"""Published Muons that need more than arguments of `muon`: NorMuon, MuonH and AdamH."""
+"""Published Muons that need more than arguments of `muon`: NorMuon, AdaMuon, MuonH and AdamH."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from muon_jax._checks import BETA, check_pattern, checks_arguments
 from muon_jax._distributed.exchange import exchange_of
+from muon_jax._iteration.newton_schulz import NewtonSchulz
 from muon_jax._muon import Additions, build, muon
-from muon_jax._presets import PRESETS, in_bfloat16, takes_preset, with_defaults
+from muon_jax._presets import PRESETS, in_bfloat16, map_coeffs, takes_preset, with_defaults
 from muon_jax._trees import check_each_decides, first_match, has_masked, path_name
+from muon_jax.contrib._adamuon import scale_by_adamuon
 from muon_jax.contrib._normuon import Averaged, scale_by_normuon
 from muon_jax.contrib._param_norm import check_no_scale, keep_param_norm, scale_to_param_norm
 
@@ -28,6 +32,10 @@ NANOGPT: Mapping[str, Any] = {
     "weight_decay_form": "scaled_palm",
     "cautious_weight_decay": True,
     "adam_weight_decay": 0.005,
+}
+ADAMUON: Mapping[str, Any] = {
+    **PRESETS["moonlight"],
+    "ns_coeffs": in_bfloat16(before=jnp.sign),
 }
 MUONH: Mapping[str, Any] = {
     "ns_coeffs": in_bfloat16("dion"),
@@ -139,6 +147,43 @@ def _normuon(
     shardings = exchange_of(arguments["shardings"]).shardings
     after = functools.partial(_by_views, scale_by_normuon, shardings, b2=b2, averaged=averaged)
     return build(arguments, Additions(name, after=after))
+
+
+@checks_arguments
+@with_defaults("adamuon", ADAMUON)
+@_with_arguments_of_muon("preset")
+def adamuon(**arguments: Any) -> optax.GradientTransformation:
+    """AdaMuon: signs of momenta are orthogonalized, and entries get a second moment as in Adam.
+
+        contrib.adamuon(6e-4, muon_weight_dimension_numbers=routes)
+
+    The momentum is Moonlight's, with Nesterov momentum. Newton–Schulz gets its signs
+    (`NewtonSchulz(before=jnp.sign)`), also where you pass other coefficients. `scale_by_adamuon`
+    follows, with `b2=beta` as in the source, and makes the root mean square of an update
+    `consistent_rms`.
+
+    Args:
+        learning_rate: as for `muon`.
+        **arguments: those of `muon` but `preset`, by name. `help` shows the defaults.
+
+    Raises:
+        TypeError: as `muon`.
+        ValueError: as `muon`; or blocks of matrices, whose norms have no sums.
+        NotImplementedError: as `muon` and `scale_by_adamuon`.
+
+    References:
+        Si, Zhang and Shen, `AdaMuon: Adaptive Muon optimizer <https://arxiv.org/abs/2507.11005>`_,
+        2025, as in `their code for Megatron-LM <https://github.com/Chongjie-Si/AdaMuon>`_.
+    """
+    coeffs = map_coeffs(_of_signs, arguments["ns_coeffs"])
+    shardings = exchange_of(arguments["shardings"]).shardings
+    after = functools.partial(_by_views, scale_by_adamuon, shardings, b2=arguments["beta"])
+    return build(arguments | {"ns_coeffs": coeffs}, Additions("contrib.adamuon", after=after))
+
+
+def _of_signs(iteration: NewtonSchulz) -> NewtonSchulz:
+    """The iteration of signs, unless it has a `before` of its own."""
+    return dataclasses.replace(iteration, before=iteration.before or jnp.sign)
 
 
 @checks_arguments

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from muon_jax import MuonDimensionNumbers, NewtonSchulz
 from muon_jax._matrices.views import Split, Unfold
-from muon_jax.contrib import scale_by_normuon
+from muon_jax.contrib import adamuon, scale_by_normuon
 
 NORMUONS = {"argument": {"normuon_b2": 0.9}, "nanogpt": {"preset": "nanogpt"}}
 MUON = functools.partial(
@@ -53,6 +53,19 @@ def test_linen_s_state_is_sharded_as_its_boxes_say(name):
     expected, _ = optimizer.update(plain, optimizer.init(plain), plain)
     for update, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(update, other, atol=1e-4)
+
+
+def test_adamuon_s_moments_are_in_boxes_like_the_parameters():
+    def init():
+        variables = Layer().init(jax.random.key(0), jnp.ones((2, 16)))
+        return variables, adamuon(0.1).init(variables)
+
+    specs = nn.get_partition_spec(jax.eval_shape(init))
+    of_adamuon = specs[1].inner_states["muon"].inner_state[0][1]
+    assert of_adamuon.nu["params"]["Dense_0"]["kernel"] == P("fsdp", "tp")
+    variables, state = init()
+    updates, new_state = adamuon(0.1).update(variables, state, variables)
+    assert jax.tree.structure((updates, new_state)) == jax.tree.structure((variables, state))
 
 
 @each_normuon

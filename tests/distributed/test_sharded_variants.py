@@ -19,6 +19,7 @@ from muon_jax._matrices.views import Split, Unfold
 from muon_jax.contrib import (
     keep_param_norm,
     metrics,
+    scale_by_adamuon,
     scale_by_normuon,
     scale_to_param_norm,
     with_metrics,
@@ -53,10 +54,12 @@ def of_muon(**kwargs):
 TRANSFORMS = {
     "normuon": (functools.partial(scale_by_normuon, 0.9, 1e-8, VIEWS), SUMS),
     "shorter": (functools.partial(scale_by_normuon, 0.9, 1e-8, VIEWS, "shorter"), SUMS),
+    "adamuon": (functools.partial(scale_by_adamuon, 0.9, 1e-8, VIEWS), SUMS),
     "to norm": (functools.partial(scale_to_param_norm, VIEWS), SUMS),
     "keep norm": (functools.partial(keep_param_norm, VIEWS), SUMS),
     "muon": (of_muon(normuon_b2=0.9), MUONS),
     "nanogpt": (of_muon(preset="nanogpt"), MUONS),
+    "of signs": (of_muon(preset="adamuon"), MUONS),
 }
 
 
@@ -98,6 +101,11 @@ def compile_updates(make, kind, mesh, specs, gradients, params):
         (AxisType.Auto, "to norm"),
         (AxisType.Auto, "normuon"),
         (AxisType.Manual, "normuon"),
+        (AxisType.Manual, "adamuon"),
+        pytest.param(AxisType.Auto, "adamuon", marks=helpers.nightly),
+        pytest.param(AxisType.Explicit, "of signs", marks=helpers.slow),
+        pytest.param(AxisType.Manual, "of signs", marks=helpers.nightly),
+        pytest.param(AxisType.Auto, "of signs", marks=helpers.nightly),
         pytest.param(AxisType.Auto, "keep norm", marks=helpers.nightly),
         pytest.param(AxisType.Explicit, "keep norm", marks=helpers.nightly),
         pytest.param(AxisType.Manual, "to norm", marks=helpers.nightly),
@@ -273,7 +281,7 @@ def test_an_axis_is_not_taken_apart_where_its_sharding_does_not(kind, view):
         compile_updates(make, kind, mesh_of(kind), specs, *trees)
 
 
-@pytest.mark.parametrize("make", [scale_by_normuon, keep_param_norm])
+@pytest.mark.parametrize("make", [scale_by_normuon, scale_by_adamuon, keep_param_norm])
 @helpers.slow
 def test_a_part_of_size_one_on_explicit_axes_of_one_device(make):
     view = Split(-1, (8, 1), Unfold(-1, (-1, 1), MuonDimensionNumbers(-3, -2)))

@@ -29,7 +29,7 @@ from benchmarks._tpu.described import (
 from benchmarks._tpu.layouts import layouts_on_pod
 from muon_jax import MuonDimensionNumbers, muon, newton_schulz, scale_by_muon
 from muon_jax._iteration.coefficients import DIVERGING, NAMED, SCHEDULES
-from muon_jax.contrib import KeyHeads, normuon, qk_clip, with_metrics
+from muon_jax.contrib import KeyHeads, adamuon, normuon, qk_clip, with_metrics
 
 pytestmark = [
     pytest.mark.skipif(
@@ -188,12 +188,13 @@ def test_updates_compile(topology, name, who_knows):
     "make",
     [
         functools.partial(normuon, normuon_b2=0.95),
+        adamuon,
         functools.partial(muon, mu_dtype="bfloat16", mu_rounding="stochastic"),
         functools.partial(muon, ns_coeffs="balanced"),
         functools.partial(muon, preset="moonlight"),
         lambda _, **kwargs: with_metrics(scale_by_muon(**kwargs)),
     ],
-    ids=["NorMuon", "stochastic rounding", "balanced", "moonlight", "metrics"],
+    ids=["NorMuon", "AdaMuon", "stochastic rounding", "balanced", "moonlight", "metrics"],
 )
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @helpers.nightly

@@ -13,6 +13,7 @@ from muon_jax import NewtonSchulz, scale_by_muon
 from muon_jax.contrib import (
     keep_param_norm,
     normuon,
+    scale_by_adamuon,
     scale_by_normuon,
     scale_to_param_norm,
     with_metrics,
@@ -22,6 +23,7 @@ from muon_jax.contrib._reductions import norm_of_any_size
 ORTHOGONAL = functools.partial(scale_by_muon, ns_steps=2, ns_coeffs=NewtonSchulz(dtype=None))
 OPTIMIZERS = {
     "normuon": lambda rate: optax.chain(scale_by_normuon(0.9), optax.sgd(rate)),
+    "adamuon": lambda rate: optax.chain(scale_by_adamuon(0.9), optax.sgd(rate)),
     "to norm": lambda rate: optax.chain(scale_to_param_norm(), optax.sgd(rate)),
     "keep norm": lambda rate: optax.chain(optax.sgd(rate), keep_param_norm()),
     "muon": lambda rate: normuon(
@@ -71,7 +73,8 @@ def test_derivatives_are_finite_differences(name):
 
 
 @pytest.mark.parametrize(
-    "transform", [scale_by_normuon(0.9), scale_to_param_norm(), keep_param_norm()]
+    "transform",
+    [scale_by_normuon(0.9), scale_by_adamuon(0.9), scale_to_param_norm(), keep_param_norm()],
 )
 def test_derivatives_with_respect_to_gradients_are_finite(transform):
     params = {"zero": jnp.zeros((3, 4)), "neuron": jnp.eye(4, 5)}

@@ -11,7 +11,12 @@ import pytest
 from muon_jax import MuonDimensionNumbers, muon, scale_by_muon
 from muon_jax._matrices.views import Split, Unfold
 from muon_jax._transforms import momentum as _momentum
-from muon_jax.contrib import keep_param_norm, scale_by_normuon, scale_to_param_norm
+from muon_jax.contrib import (
+    keep_param_norm,
+    scale_by_adamuon,
+    scale_by_normuon,
+    scale_to_param_norm,
+)
 
 VIEWS = {
     "wide": MuonDimensionNumbers(),
@@ -86,6 +91,31 @@ def test_normuon_is_its_formula(dtype):
         chex.assert_trees_all_close(as_float64(updates), expected, rtol=tolerance, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    "dtype", helpers.mostly_nightly([jnp.float32, jnp.bfloat16], [jnp.float32])
+)
+def test_adamuon_is_its_formula(dtype):
+    moments = [0.0] * len(matrices(as_float64(tree(0))))
+    steps = trajectory(scale_by_adamuon(0.9, weight_dimension_numbers=VIEWS), 4, dtype)
+    for seed, (updates, _) in enumerate(steps):
+        expected = as_float64(tree(seed, dtype))
+        for i, o in enumerate(matrices(expected)):
+            moments[i] = 0.9 * moments[i] + 0.1 * o**2
+            normalized = o / (np.sqrt(moments[i]) + 1e-8)
+            o[:] = normalized * np.sqrt(min(o.shape)) / np.linalg.norm(normalized)
+        tolerance = 1e-6 if dtype == jnp.float32 else 2**-8
+        chex.assert_trees_all_close(as_float64(updates), expected, rtol=tolerance, atol=1e-7)
+
+
+def test_adamuon_keeps_zeros_and_moments_are_float32_like_the_parameters():
+    transform = scale_by_adamuon()
+    params = {"zero": jnp.zeros((3, 5), "bfloat16"), "part": jnp.eye(4, 6, dtype="bfloat16")}
+    updates, state = transform.update(params, transform.init(params))
+    chex.assert_trees_all_equal(updates, params)  # one entry in each row: orthogonal
+    assert {v.dtype for v in jax.tree.leaves(state.nu)} == {jnp.dtype("float32")}
+    chex.assert_trees_all_equal_shapes(state.nu, params)
+
+
 def test_normuon_keeps_zeros_and_norms():
     transform = scale_by_normuon()
     params = {"zero": jnp.zeros((3, 5)), "part": jnp.eye(4, 6)}
@@ -110,9 +140,10 @@ def test_normuon_evens_out_the_neurons_of_muon():
     np.testing.assert_allclose(ratios[1], 1.0, rtol=1e-5)
 
 
-def test_normuon_names_the_parameter_without_a_view():
+@pytest.mark.parametrize("make", [scale_by_normuon, scale_by_adamuon])
+def test_a_parameter_without_a_view_is_named(make):
     with pytest.raises(ValueError, match=r"\['stack'\] of shape \(3, 6, 9\) is no matrix"):
-        scale_by_normuon().init(tree(0))
+        make().init(tree(0))
 
 
 def on_spheres(learning_rate):
