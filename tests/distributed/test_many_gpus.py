@@ -151,6 +151,7 @@ def test_one_matrix_for_each_owner_is_exchanged_at_once(devices):
     assert update.temporaries <= 3 * 2 * 4096**2 + 2**16
 
 
+@nightly
 def test_divided_layers_are_not_exchanged():
     """48 layers over 16 of 64 devices: 64 do not divide 48, and `jit` takes no uneven shards."""
     sizes = {"data": 16, "replica": 4}
@@ -159,6 +160,7 @@ def test_divided_layers_are_not_exchanged():
     assert update.temporaries <= 2 * shard_bytes(dense(0), sizes) + 2**16
 
 
+@nightly
 def test_replicas_of_divided_layers_share_them_and_gather_the_updates():
     """Each of 4 replicas has one of the 3 layers that a device has, or none."""
     update = compiled(dense(0), {"data": 16, "replica": 4})

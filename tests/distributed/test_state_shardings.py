@@ -53,7 +53,7 @@ def random_params():
     return treedef.unflatten(arrays[i] for i in range(len(shapes)))
 
 
-@pytest.mark.parametrize("name", helpers.mostly_slow(OPTIMIZERS, ["muon", "int8", "adamw"]))
+@pytest.mark.parametrize("name", helpers.mostly_nightly(OPTIMIZERS, ["muon", "int8", "adamw"]))
 def test_init_and_updates_take_the_shardings_of_a_state(name):
     optimizer, mesh = OPTIMIZERS[name], mesh_of_eight()
     params = random_params()
@@ -143,7 +143,7 @@ class Layer(nn.Module):
     "rules", helpers.mostly_nightly([[("embed", "x")], [("mlp", "x")]], [[("mlp", "x")]]), ids=str
 )
 @pytest.mark.parametrize(
-    "name", helpers.mostly_slow(["int8", "nanogpt", "muonh", "injected"], ["int8"])
+    "name", helpers.mostly_nightly(["int8", "nanogpt", "muonh", "injected"], ["int8"])
 )
 def test_states_in_logical_boxes_are_made_where_their_boxes_say(name, rules):
     optimizer = {

@@ -1,10 +1,9 @@
 """Runs that are killed go on bit for bit, and a checkpoint that is cut off is refused.
 
-| what                                                 | how often | when    |
-| ---------------------------------------------------- | --------- | ------- |
-| a file of the last checkpoint cut at a random length | 20 times  | slow    |
-| a process killed at a random time                    | 3 times   | slow    |
-| the same                                             | 20 times  | nightly |
+| what                                                 | how often |
+| ---------------------------------------------------- | --------- |
+| a file of the last checkpoint cut at a random length | 20 times  |
+| a process killed at a random time                    | 20 times  |
 """
 
 import gc
@@ -89,10 +88,9 @@ def run(folder, cache, steps, kill_after=None):
         return []
 
 
-@pytest.mark.parametrize(
-    "kills", [pytest.param(3, marks=helpers.slow), pytest.param(20, marks=helpers.nightly)]
-)
-def test_killed_at_random_times_it_goes_on_bit_for_bit(kills, tmp_path):
+@helpers.nightly
+def test_killed_at_random_times_it_goes_on_bit_for_bit(tmp_path):
+    kills = 20
     chance, steps = random.Random(kills), 9 * kills
     *done, digest = run(tmp_path / "straight", tmp_path / "cache", steps)
     assert [*map(int, done)] == [*range(1, steps + 1)]

@@ -91,7 +91,6 @@ def assert_right(gradients, momenta, layout, results, wrong=()):
     helpers.mostly_nightly(
         ["float32 float32 float16", "bfloat16 float32 bfloat16", "float16 bfloat16 float16"],
         {"float32 float32 float16"},
-        {"bfloat16 float32 bfloat16"},
     ),
 )
 def test_it_is_the_formula_in_place(shapes, transposed, shape, dtypes):
@@ -202,7 +201,7 @@ def updates_of(optimizer, gradients, params, steps=3):
     [
         {"ns_coeffs": "balanced", "nesterov": False},
         *(
-            pytest.param(arguments, marks=pytest.mark.slow)
+            pytest.param(arguments, marks=pytest.mark.nightly)
             for arguments in (
                 {},
                 {"ns_coeffs": NewtonSchulz(method="gram"), "momentum": "ema"},
