@@ -315,7 +315,7 @@ def test_tall_is_the_transpose_of_wide():
 
 
 @each_implementation
-@helpers.slow
+@helpers.nightly
 def test_a_stack_and_vmap_are_each_matrix_alone(run, implementation):
     dtype, atol = ("bfloat16", 2e-3) if implementation == "mosaic_gpu" else ("float32", 1e-6)
 

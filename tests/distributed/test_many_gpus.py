@@ -142,7 +142,8 @@ def dense(axis):
     return {"w": ((48, 4096, 4096), (*[None] * axis, "data"), (-2, -1))}
 
 
-@pytest.mark.parametrize("devices", [64, pytest.param(512, marks=nightly)])
+@nightly
+@pytest.mark.parametrize("devices", [64, 512])
 def test_one_matrix_for_each_owner_is_exchanged_at_once(devices):
     """48 matrices: owners without one have room for it, on the way there and back."""
     update = compiled(dense(1), {"data": devices})

@@ -78,7 +78,7 @@ def test_two_processes_are_one(tmp_path, axes, platform):
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("axes", helpers.mostly_nightly(["Explicit", "Auto"], (), ["Explicit"]))
+@pytest.mark.parametrize("axes", helpers.mostly_nightly(["Explicit", "Auto"], ()))
 def test_killed_they_go_on_bit_for_bit(tmp_path, axes, platform):
     """NorMuon with metrics; the process that is left waits for the other, as a launcher sees."""
 

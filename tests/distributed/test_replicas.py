@@ -48,9 +48,9 @@ def two_updates(transform, grads):
 
 
 @pytest.mark.parametrize(
-    "kind", helpers.mostly_slow([AxisType.Auto, AxisType.Explicit], [AxisType.Auto])
+    "kind", helpers.mostly_nightly([AxisType.Auto, AxisType.Explicit], [AxisType.Auto])
 )
-@pytest.mark.parametrize("layout", helpers.mostly_slow(LAYOUTS, ["DDP", "HSDP", "EP and DP"]))
+@pytest.mark.parametrize("layout", helpers.mostly_nightly(LAYOUTS, ["DDP", "HSDP", "EP and DP"]))
 @pytest.mark.parametrize(
     "arguments",
     helpers.mostly_nightly(

@@ -103,7 +103,7 @@ def compile_updates(make, kind, mesh, specs, gradients, params):
         (AxisType.Manual, "normuon"),
         (AxisType.Manual, "adamuon"),
         pytest.param(AxisType.Auto, "adamuon", marks=helpers.nightly),
-        pytest.param(AxisType.Explicit, "of signs", marks=helpers.slow),
+        pytest.param(AxisType.Explicit, "of signs", marks=helpers.nightly),
         pytest.param(AxisType.Manual, "of signs", marks=helpers.nightly),
         pytest.param(AxisType.Auto, "of signs", marks=helpers.nightly),
         pytest.param(AxisType.Auto, "keep norm", marks=helpers.nightly),
@@ -200,10 +200,8 @@ def test_metrics_of_sharded_parameters(kind, specs, allowed):
     chex.assert_trees_all_close(jax.device_get(found), jax.jit(measured)(*trees), rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "kind", helpers.mostly_nightly([AxisType.Auto, AxisType.Explicit], [AxisType.Auto])
-)
-@helpers.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@helpers.nightly
 def test_metrics_of_equal_layers_are_one_loop(kind):
     specs = {f"layer {i}": P(None, "x") for i in range(4)} | {"other": P("y")}
     rng = np.random.default_rng(0)

@@ -281,7 +281,7 @@ def test_sharded_with_the_preset_it_has_the_curve_of_optax_on_one_device(straigh
             "--preset normuon",
             "--ns-coeffs aol --preconditioning aol",
         ],
-        ["--preset kimi_k3 --per-head"],
+        (),
     ),
 )
 def test_presets_learn(arguments, tmp_path):

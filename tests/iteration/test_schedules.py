@@ -113,7 +113,7 @@ def polar_errors(case, name, dtype):
     return polar_metrics(case, np.asarray(newton_schulz(case.x, name, dtype=dtype)))["errors"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_polar_error_is_as_stated_and_below_that_of_standard():
     for x in spectra(384):
         case = Case.of("", x)

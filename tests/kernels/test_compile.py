@@ -336,7 +336,7 @@ def test_exchanges_are_in_bfloat16_while_kernels_run(hosts, shardings):
 @pytest.mark.parametrize(
     ("count", "each_round"),
     [
-        pytest.param(1, [("f32", "1,512,512", "all-reduce")], marks=pytest.mark.nightly),
+        (1, [("f32", "1,512,512", "all-reduce")]),
         (
             2,
             [
@@ -347,6 +347,7 @@ def test_exchanges_are_in_bfloat16_while_kernels_run(hosts, shardings):
         ),
     ],
 )
+@pytest.mark.nightly
 def test_of_matrices_in_pieces_gram_matrices_are_sent(count, each_round):
     """The largest entry first; then three rounds, of 14 symmetric products and 3 others in all."""
     text = output_of(IN_PIECES.format(count=count), "NVIDIA H200")

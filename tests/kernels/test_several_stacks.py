@@ -75,7 +75,9 @@ def updates_of(updates, **arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("axis", "kernels"), [((), 3), ((2,), 7)], ids=["alone", "vmapped"])
-@pytest.mark.parametrize("ns_coeffs", ["balanced", "standard"])
+@pytest.mark.parametrize(
+    "ns_coeffs", helpers.mostly_nightly(["balanced", "standard"], ["balanced"])
+)
 def test_matrices_of_one_m_share_kernels(ns_coeffs, axis, kernels):
     """XXᵀ, the products between, and QX. Under `vmap` the first and the last are one for each n."""
     tx = scale_by_muon(ns_coeffs=NewtonSchulz(ns_coeffs, method="gram"))

@@ -183,7 +183,7 @@ def test_infinities_and_tiny_numbers():
 
 @pytest.mark.parametrize(
     "shape",
-    helpers.mostly_slow([(64, 256), (65, 67), (4, 37, 300), (96, 48)], [(65, 67), (96, 48)]),
+    helpers.mostly_nightly([(64, 256), (65, 67), (4, 37, 300), (96, 48)], [(65, 67), (96, 48)]),
     ids=str,
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -280,7 +280,7 @@ def outliers(kind, factor, count, shape, rng):
     [
         ("both", 300, 12),
         *(
-            pytest.param(*case, marks=helpers.slow)
+            pytest.param(*case, marks=helpers.nightly)
             for case in [
                 *[("rows", 1000, 2), ("none", 1, 0), ("columns", 1000, 12)],
                 *[("columns", 30, 2), ("both", 30, 2), ("rows", 100, 12), ("columns", 100, 2)],
