@@ -89,7 +89,9 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
         return options.learning_rate * jnp.minimum(1.0, jnp.minimum(rising, falling))
 
     decay = options.weight_decay
-    of_others = options.adam_scale or (3 / 13 if keeps_norms(options) else 1.0)
+    of_others = options.adam_scale
+    if of_others is None:
+        of_others = 3 / 13 if keeps_norms(options) else 1.0
     if options.optimizer == "adamw":
         stacks = functools.partial(jax.tree.map, lambda p: p.ndim == 3)
         others = functools.partial(jax.tree.map, lambda p: p.ndim != 3)

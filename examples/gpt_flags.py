@@ -113,6 +113,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if getattr(options, name) and options.optimizer != "muon":
             flag = name.replace("_", "-")
             parser.error(f"--{flag} is for muon, not for {options.optimizer}: leave it out")
+    if options.adam_scale is not None and not options.adam_scale >= 0:
+        parser.error(f"--adam-scale {options.adam_scale} must be 0 or more")
     every = ("log_every", "eval_every", "checkpoint_every")
     for name in (*SIZES["small"], "steps", *every):
         if getattr(options, name) < 1:

@@ -230,6 +230,19 @@ def _check_function(name: str, value: Any) -> None:
             f"{name} must be a function of matrices, got {shown(value)}: pass {name}={example}, for"
             " example"
         )
+    if isinstance(value, jax.tree_util.Partial):
+        return
+    remedy = "pass a jax.tree_util.Partial of a function and of the arrays that it needs"
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(f"{name} must be hashable, got {shown(value)}: {remedy}") from None
+    if inspect.isfunction(value):
+        held = inspect.getclosurevars(value).nonlocals
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(held)):
+            raise TypeError(
+                f"{name} must not close over a traced array, got {shown(value)}: {remedy}"
+            )
 
 
 _DECLARED: dict[str, Check] = {
@@ -331,7 +344,9 @@ def _check_of(name: str, annotation: Any) -> Check | None:
             return functools.partial(check_name, names=names, or_none=or_none)
     if declared is None:
         return None
-    or_schedule = any(get_origin(member) is collections.abc.Callable for member in members)
+    or_schedule = declared is not _check_function and any(
+        get_origin(member) is collections.abc.Callable for member in members
+    )
     or_tuple = any(get_origin(member) is tuple for member in members)
     checked = tuple(m for m in members if isinstance(m, type) and dataclasses.is_dataclass(m))
 

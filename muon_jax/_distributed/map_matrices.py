@@ -363,7 +363,7 @@ class _Sharded:
         if is_typed or self._splits(self.exchange):
             is_known = is_typed or (types == {AxisType.Auto} and asks_how_to_partition(place.mesh))
             run = with_rules(run, on_shards(repeated), self._of_stacks if is_known else None)
-        return jax.jit(run)(self.leaves, self.arrays)
+        return jax.jit(run)(self.leaves, [*map(_whole_everywhere, self.arrays)])
 
     def on_automatic_axes(self) -> list[jax.Array]:
         """Returns the results for leaves whose specs only the compiler knows, or nobody."""
@@ -390,7 +390,14 @@ class _Sharded:
         # All that decides what is compiled, and no function, whose address differs by process.
         said = exchange.axes, exchange.links, exchange._scale_of_blocks
         iterations = self.bind([None] * len(self.arrays)), self.iterations.of_leaves
-        settings = repr((iterations, self.parameters, said))
+        functions = {}
+        if any(iteration.has_functions for iteration in self.iterations.distinct):
+            functions = dict.fromkeys(
+                self.iterations.distinct[unit.iteration].programs_of_functions((m, n), unit.dtype)
+                for unit in self.units
+                for _, m, n in unit.matrices
+            )
+        settings = repr((iterations, self.parameters, said, [*functions]))
         return run_when_partitioned(
             lambda specs, mesh: self._planned(specs, mesh, exchange),
             unsharded,
@@ -400,6 +407,14 @@ class _Sharded:
             self.arrays,
             settings,
         )
+
+
+def _whole_everywhere(x: jax.Array) -> jax.Array:
+    """An array of the iteration, such as one of `NewtonSchulz(before=)`, that no axis shards."""
+    sharding = jax.typeof(x).sharding
+    if not any(sharding.spec):
+        return x
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def _replicas_may_differ(units: Sequence[Leaf], place: Placed) -> bool:

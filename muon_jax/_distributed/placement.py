@@ -46,6 +46,7 @@ def with_forms(leaf: Leaf, iteration: NewtonSchulz) -> Leaf:
         leaf,
         forms=tuple(iteration.form((m, n), leaf.dtype) for _, m, n in leaf.matrices),
         sharded_form=iteration.sharded_form(leaf.dtype) if is_whole else why_not,
+        keeps_dtype=iteration.has_functions,
     )
 
 
@@ -127,6 +128,11 @@ def _of_blocks(
     iterations: Sequence[NewtonSchulz],
 ) -> Leaf:
     """The leaf whose matrices are the blocks that these mesh axes cut matrices in."""
+    if iterations[leaf.iteration].has_functions:
+        raise ValueError(
+            "NewtonSchulz(before=, after=) take whole matrices, and 'block' and block_period cut"
+            f" these over {[*names]}: pass Exchange without them, or ns_coeffs without functions"
+        )
     cuts = [math.prod(mesh[name] for name in entry if name in names) for entry in leaf.axes]
     for i in axes_taken_apart(leaf.view, leaf.parameter_shape):
         if cuts[i] > 1:

@@ -54,6 +54,8 @@ class Leaf:
             shapes are those of blocks.
         gains: what the result of each stack is multiplied by; none where all are 1.
         gram_side: the side of matrices that have to stay sharded, over which Gram matrices sum.
+        keeps_dtype: whether units are exchanged in their own dtype, because a function of the
+            caller's gets them.
     """
 
     index: int
@@ -72,6 +74,7 @@ class Leaf:
     blocks: tuple[str, ...] = ()
     gains: tuple[float, ...] = ()
     gram_side: Literal["rows", "columns"] | None = None
+    keeps_dtype: bool = False
 
     @functools.cached_property
     def batch(self) -> tuple[int, ...]:
@@ -111,7 +114,7 @@ class Leaf:
     @property
     def wire(self) -> np.dtype:
         """The dtype in which units are exchanged whole."""
-        return self.wire_of(self.forms)
+        return jnp.dtype(self.dtype) if self.keeps_dtype else self.wire_of(self.forms)
 
     def microseconds(self, count: int) -> float:
         """Returns a model's time for so many whole units, orthogonalized together."""

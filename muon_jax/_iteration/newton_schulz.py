@@ -15,11 +15,13 @@ In the gram form (`form`), several quintic steps share a Gram matrix and an appl
 import dataclasses
 import functools
 import itertools
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from muon_jax._checks import check_fields
 from muon_jax._iteration.coefficients import NSCoeffs, canonicalize, resolve_schedule
@@ -117,6 +119,9 @@ class NewtonSchulz:
     def __post_init__(self) -> None:
         check_fields(self)
         object.__setattr__(self, "coeffs", canonicalize("coeffs", self.coeffs))
+        for name in ("before", "after"):
+            if isinstance(function := getattr(self, name), jax.tree_util.Partial):
+                object.__setattr__(self, name, jax.tree.map(_as_operand, function))
         if self.steps is not None and not is_traced(self.steps):
             object.__setattr__(self, "steps", int(self.steps))
         if self.schedule.is_composed and self.dtype not in ("auto", None):
@@ -161,6 +166,24 @@ class NewtonSchulz:
         return resolve_schedule(self.coeffs, steps, self.preconditioning or "frobenius")
 
     @property
+    def has_functions(self) -> bool:
+        """Whether there are `before` or `after`."""
+        return self.before is not None or self.after is not None
+
+    def programs_of_functions(self, shape: tuple[int, int], dtype: np.dtype) -> str:
+        """Returns what `before` and `after` compute of a matrix, for keys of compiled programs."""
+        x = jax.ShapeDtypeStruct((1, *shape), dtype)
+        found = []
+        for function, operands in ((self.before, (x,)), (self.after, (x, x))):
+            if function is not None:
+                known = isinstance(function, jax.tree_util.Partial)
+                function = function if known else jax.tree_util.Partial(function)
+                program = jax.make_jaxpr(lambda f, *xs: f(*xs))(function, *operands)
+                constants = [zlib.crc32(np.asarray(x).tobytes()) for x in program.consts]
+                found.append((str(program), constants))
+        return repr(found)
+
+    @property
     def key(self) -> Any:
         """What two iterations have in common that are one: what hashes, else the arrays' ids."""
         fields = (getattr(self, field.name) for field in dataclasses.fields(self))
@@ -183,7 +206,7 @@ class NewtonSchulz:
 
     def sharded_form(self, in_dtype: jax.typing.DTypeLike) -> Form | str:
         """Returns the form of sharded matrices, or why there is none."""
-        if self.before or self.after:
+        if self.has_functions:
             return "NewtonSchulz(before=, after=) take whole matrices"
         return gram_form(self._wanted, jnp.dtype(in_dtype))
 
@@ -209,8 +232,7 @@ class NewtonSchulz:
     def accumulates(self, stack: Accumulated) -> bool:
         """Returns whether a kernel computes that stack where it is read."""
         m, n = sorted(stack.shape[1:])
-        has_functions = self.before or self.after
-        if not jnp.issubdtype(stack.dtype, jnp.floating) or not stack.size or has_functions:
+        if not jnp.issubdtype(stack.dtype, jnp.floating) or not stack.size or self.has_functions:
             return False
         form = self.form((m, n), stack.dtype)
         chosen = form.chosen((m, n))
@@ -232,7 +254,7 @@ class NewtonSchulz:
             form: of their matrices.
             operand: the matrices, whole.
         """
-        if not (self.before or self.after):
+        if not self.has_functions:
             return self._run(stacks, form, operand)
         wide = [transposed(x) if is_tall(x) else x for x in stacks]
         given = [_alike("before", x, self.before(x)) for x in wide] if self.before else wide
@@ -322,6 +344,11 @@ class NewtonSchulz:
         if schedule is not None:
             made.__dict__["schedule"] = schedule
         return made
+
+
+def _as_operand(leaf: Any) -> Any:
+    """An array of numpy as an array of JAX, which traces know for an operand."""
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _alike(name: str, x: jax.Array, y: Any) -> jax.Array:

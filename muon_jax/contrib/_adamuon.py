@@ -87,11 +87,13 @@ def scale_by_adamuon(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.ScaleByRmsState]:
         del params, extra_args
-        check_gradients(updates, state.nu, "the state")
+        # The shapes alone have to agree: moments of complex parameters are real.
+        like = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, jnp.complex64), state.nu)
+        check_gradients(updates, like, "the state")
         if of_muon is None:
             of_muon = parameters_of(weight_dimension_numbers, updates, shardings, whole)
         moments = jax.tree.map(moment_of, updates, state.nu)
-        normalized = jax.tree.map(lambda o, v: wide(o) / (root(v) + eps), updates, moments)
+        normalized = jax.tree.map(lambda o, v: over(wide(o), root(v) + eps), updates, moments)
         matrices, unflatten = matrices_of_tree(of_muon, normalized)
         scaled = unflatten(map(to_norm, itertools.chain(*matrices)))
         new = jax.tree.map(lambda o, x: x.astype(o.dtype), updates, scaled)

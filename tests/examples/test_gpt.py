@@ -322,6 +322,7 @@ def test_rows_after_a_checkpoint_come_once(tmp_path):
         ("--width 30", "--width 30 must be a multiple of 2 × --heads 2"),
         ("--eval-every 7", "--eval-every 7 must be a multiple of --log-every 5"),
         ("--steps 0", "--steps must be at least 1"),
+        ("--adam-scale nan", "--adam-scale nan must be 0 or more"),
         ("--processes 2", "--coordinator, --processes and --process go together"),
         (
             "--coordinator localhost:1 --processes 2 --process 2",

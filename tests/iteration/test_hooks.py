@@ -108,6 +108,74 @@ def test_sharded_matrices_are_those_of_one_device(kind):
     assert_equal(jax.jit(run)(jax.device_put(u, shardings), weights), expected)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("ns_coeffs", ["standard", "balanced"])  # exchanged in 16 bits otherwise
+def test_sharded_matrices_come_in_their_own_dtype_and_digits(kind, ns_coeffs):
+    u = helpers.random_tree({"wide": (8, 24), "layers": (4, 24, 8)}, 0)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
+    sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
+    weights = jax.device_put(jnp.linspace(0.5, 2.0, 8), NamedSharding(mesh, PartitionSpec("x")))
+
+    def run(u, weights):
+        before = jax.tree_util.Partial(rows_scaled, weights)
+        iteration = NewtonSchulz(ns_coeffs, before=before, after=lambda o, x: x)
+        return direction(u, ns_coeffs=iteration)
+
+    expected = {name: x / 1 for name, x in u.items()}  # the momentum of the first step
+    results = jax.jit(run)(jax.device_put(u, sharding), weights)
+    for name, x in expected.items():
+        np.testing.assert_array_equal(results[name], x, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "exchange", [Exchange("block"), Exchange(block_period=2)], ids=["block", "block_period"]
+)
+def test_matrices_are_not_cut_in_blocks(exchange):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    u = {"w": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, PartitionSpec(None, "x")))}
+    with pytest.raises(ValueError, match=r"\(before=, after=\) take whole matrices, and 'block'"):
+        direction(u, ns_coeffs=NewtonSchulz(before=jnp.sign), shardings=exchange)
+
+
+def test_arrays_of_numpy_in_a_partial_are_operands():
+    u = helpers.random_tree({"w": (8, 24)}, 0)
+    weights = np.linspace(0.5, 2.0, 8, dtype=np.float32)
+    before = jax.tree_util.Partial(rows_scaled, weights)
+    result = jax.jit(lambda u: direction(u, ns_coeffs=IN_FLOAT32(before=before)))(u)
+    assert_equal(result, {"w": polar(weights[:, None] * u["w"])})
+
+
+def test_programs_in_a_cache_are_told_apart_by_what_functions_compute():
+    def named(factor):
+        return lambda x: factor * x
+
+    programs = [
+        NewtonSchulz(before=named(factor)).programs_of_functions((8, 24), jnp.dtype(dtype))
+        for factor in (2.0, 3.0, jnp.float32(3.0), np.linspace(1, 2, 24), np.linspace(1, 3, 24))
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert len({*programs}) == len(programs)
+    again = NewtonSchulz(before=named(2.0)).programs_of_functions((8, 24), jnp.dtype("float32"))
+    assert again == programs[0]
+
+
+def test_a_function_of_a_traced_array_raises():
+    def update(u, weights):
+        return direction(u, ns_coeffs=NewtonSchulz(before=lambda x: weights[:, None] * x))
+
+    with pytest.raises(TypeError, match=r"before must not close over a traced array.*Partial"):
+        jax.jit(update)({"w": jnp.ones((8, 24))}, jnp.ones(8))
+
+
+def test_a_function_that_does_not_hash_raises():
+    class Unhashable(dict):
+        def __call__(self, x):
+            return x
+
+    with pytest.raises(TypeError, match=r"before must be hashable.*Partial"):
+        NewtonSchulz(before=Unhashable())
+
+
 def test_matrices_do_not_stay_sharded():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
     sharding = NamedSharding(mesh, PartitionSpec(None, "x"))

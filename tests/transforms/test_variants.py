@@ -140,6 +140,22 @@ def test_normuon_evens_out_the_neurons_of_muon():
     np.testing.assert_allclose(ratios[1], 1.0, rtol=1e-5)
 
 
+def test_adamuon_of_one_entry_without_eps():
+    transform = scale_by_adamuon(eps=0.0)
+    o = jnp.zeros((4, 4)).at[0, 0].set(2.0)
+    update, _ = transform.update(o, transform.init(o))
+    np.testing.assert_allclose(update, jnp.zeros((4, 4)).at[0, 0].set(2.0), rtol=1e-6)  # √4
+
+
+def test_adamuon_of_complex_matrices():
+    o = helpers.random_tree({"w": (8, 24)}, 0, jnp.complex64)["w"]
+    transform = scale_by_adamuon(0.9, 0.0)
+    update, state = transform.update(o, transform.init(o))
+    phases = np.asarray(o) / np.abs(o)
+    np.testing.assert_allclose(update, phases * np.sqrt(8 / phases.size), rtol=1e-5)
+    assert state.nu.dtype == jnp.float32
+
+
 @pytest.mark.parametrize("make", [scale_by_normuon, scale_by_adamuon])
 def test_a_parameter_without_a_view_is_named(make):
     with pytest.raises(ValueError, match=r"\['stack'\] of shape \(3, 6, 9\) is no matrix"):
