@@ -97,11 +97,24 @@ class NewtonSchulz:
             such groups. None is 1 GiB, or less for 256 MiB of Gram matrices. 0 takes each parameter
             by itself. A parameter is never cut: a larger stack of layers or experts is a group of
             its own.
+        before: a function of the matrices, `x -> y`, or None. The iteration runs on y instead of x.
+            AdaMuon's is `jnp.sign`.
+        after: a function of the polar factors and the matrices, `(o, x) -> result`, or None. x is
+            what `before` got.
+
+            Both get stacks `(..., m, n)` with m ≤ n, in which tall matrices are transposed, and
+            return arrays of that shape and dtype. Which matrices a stack holds depends on groups
+            and on shardings, so the functions must treat each matrix alike. Arrays that a function
+            needs belong in a `jax.tree_util.Partial`, which passes them on as operands. Matrices
+            with these functions do not stay sharded, nor are they cut in blocks: their owners
+            receive them whole, in the dtype of the momentum.
 
     Raises:
-        TypeError: an attribute has another type.
+        TypeError: an attribute has another type; or `before` or `after` does not hash or closes
+            over a traced array.
         ValueError: an attribute is none of the values above or out of range, or two contradict each
-            other.
+            other. An update raises where `before` or `after` returns another shape or dtype, or
+            would get blocks.
     """
 
     coeffs: NSCoeffs = "standard"

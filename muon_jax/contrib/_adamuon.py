@@ -87,8 +87,9 @@ def scale_by_adamuon(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.ScaleByRmsState]:
         del params, extra_args
-        # The shapes alone have to agree: moments of complex parameters are real.
-        like = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, jnp.complex64), state.nu)
+        like = state.nu
+        if any(map(jnp.iscomplexobj, jax.tree.leaves(updates))):  # whose moments are real
+            like = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, jnp.complex64), like)
         check_gradients(updates, like, "the state")
         if of_muon is None:
             of_muon = parameters_of(weight_dimension_numbers, updates, shardings, whole)
