@@ -271,6 +271,10 @@ def test_times_of_wide_matrices_are_those_of_the_results():
         row = f"| {m}×{n} | {n / m:.1f} | {ratios[0]:.2f} | {ratios[1]:.2f} |"
         is_shown = n >= 2 * m or (m, n) == (7168, 12288)
         assert (row in DOCUMENTS["docs/performance.md"]) == is_shown, row
+    *_, widest = results("newton_schulz_fused_muon_h200.json")
+    times = medians(widest, "device")
+    share = times["balanced"] / times["gram_newton_schulz"]
+    assert f'`"balanced"` takes {share:.2f} of the other' in DOCUMENTS["docs/performance.md"]
 
 
 def test_speeds_of_single_products_are_those_of_the_results():
