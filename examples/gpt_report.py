@@ -110,7 +110,7 @@ def plot(paths: Sequence[Path], output: Path, title: str) -> None:
 
 
 def compare(paths: Sequence[Path]) -> str:
-    """Returns a table in Markdown: last held-out losses, and what it took to reach the first run's.
+    """Returns a Markdown table: final held-out losses, and seconds and tokens to the first run's.
 
     Between two evaluations the loss is taken to be linear.
     """

@@ -15,7 +15,6 @@ In the gram form (`form`), several quintic steps share a Gram matrix and an appl
 import dataclasses
 import functools
 import itertools
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -184,16 +183,23 @@ class NewtonSchulz:
         return self.before is not None or self.after is not None
 
     def programs_of_functions(self, shape: tuple[int, int], dtype: np.dtype) -> str:
-        """Returns what `before` and `after` compute of a matrix, for keys of compiled programs."""
-        x = jax.ShapeDtypeStruct((1, *shape), dtype)
-        found = []
+        """Returns what `before` and `after` compute of a matrix, for keys of compiled programs.
+
+        It is lowered text, because that has the constants of inner functions too.
+        """
+
+        def like(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+
+        x, found = jax.ShapeDtypeStruct((1, *shape), dtype), []
         for function, operands in ((self.before, (x,)), (self.after, (x, x))):
             if function is not None:
-                known = isinstance(function, jax.tree_util.Partial)
-                function = function if known else jax.tree_util.Partial(function)
-                program = jax.make_jaxpr(lambda f, *xs: f(*xs))(function, *operands)
-                constants = [zlib.crc32(np.asarray(x).tobytes()) for x in program.consts]
-                found.append((str(program), constants))
+                is_partial = isinstance(function, jax.tree_util.Partial)
+                called = function if is_partial else jax.tree_util.Partial(function)
+                lowered = jax.jit(lambda f, *xs: f(*xs)).lower(
+                    jax.tree.map(like, called), *operands
+                )
+                found.append(lowered.as_text())
         return repr(found)
 
     @property

@@ -149,9 +149,12 @@ def test_programs_in_a_cache_are_told_apart_by_what_functions_compute():
     def named(factor):
         return lambda x: factor * x
 
+    functions = [named(x) for x in (2.0, 3.0, np.linspace(1, 2, 24), np.linspace(1, 3, 24))]
+    # Programs within programs have constants of their own.
+    functions += [jax.jit(named(jnp.linspace(1, end, 4096)[:, None, None])) for end in (4, 5)]
     programs = [
-        NewtonSchulz(before=named(factor)).programs_of_functions((8, 24), jnp.dtype(dtype))
-        for factor in (2.0, 3.0, jnp.float32(3.0), np.linspace(1, 2, 24), np.linspace(1, 3, 24))
+        NewtonSchulz(before=function).programs_of_functions((8, 24), jnp.dtype(dtype))
+        for function in functions
         for dtype in ("float32", "bfloat16")
     ]
     assert len({*programs}) == len(programs)
