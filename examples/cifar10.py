@@ -39,7 +39,7 @@ from cifar10_data import BATCHES, Cifar10, load
 from muon_jax import Routes, by_use, muon, scale_by_muon
 
 # The best rates of the search, which `--tune` repeats. Beside a Muon, AdamW has AdamW's rate.
-LEARNING_RATES = {"AdamW": 0.02, "optax's Muon": 0.15, "muon": 0.15, "muon, balanced": 0.15}
+LEARNING_RATES = {"AdamW": 0.04, "optax's Muon": 0.15, "muon": 0.3, "muon, balanced": 0.15}
 WEIGHT_DECAY = 0.01
 WARM_UP = 0.2  # of the steps; then the learning rate falls to zero, linearly
 TUNING_SEEDS = (1000, 1001)  # used for nothing else
@@ -603,7 +603,7 @@ def conclusion(report) -> str:
     apart = abs(ours.mean() - others.mean())
     spread = max(ours.std(), others.std())
     views = 100 * np.array(report["views"])
-    reaches = "reaches" if views.mean() >= AIRBENCH_ACCURACY else "does not reach"
+    error = views.std(ddof=1) / math.sqrt(len(views)) if len(views) > 1 else math.nan
     far, ms = differences(report), report["optimizer_ms"]
     exact, in_16_bits = (far[name] for name in EQUIVALENT[1:])
     quicker = ms["optax's Muon, 16 bits"] / ms["muon"]
@@ -614,9 +614,9 @@ def conclusion(report) -> str:
             f" {accuracy[best].mean():.2f}% over {runs} runs. `muon` and optax's Muon are"
             f" {apart:.2f} points apart, and the larger standard deviation of the two is"
             f" {spread:.2f}.",
-            f"airbench's recipe {reaches} {AIRBENCH_ACCURACY:g}% with six views of each image:"
-            f" {views.mean():.2f}% over {len(views)} runs, and {accuracy['airbench'].mean():.2f}%"
-            " with each image once.",
+            f"airbench's recipe, which is made for {AIRBENCH_ACCURACY:g}%, has {views.mean():.2f}% with"
+            f" six views of each image, the mean of {len(views)} runs with a standard error of"
+            f" {error:.2f}, and {accuracy['airbench'].mean():.2f}% with each image once.",
             'In float32, at one rate and seed, the test losses of `muon(preset="optax")` and'
             f" optax's Muon differ by {exact:.1e} at most, those of `muon` in 16 bits by"
             f" {in_16_bits:.1e}. Seeds of optax's Muon differ by up to {far['seeds']:.1e}.",

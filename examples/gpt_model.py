@@ -120,7 +120,8 @@ class GPT(nnx.Module):
     def __call__(self, text: jax.Array) -> jax.Array:
         """Maps tokens `(batch, context)` to float32 logits `(…, vocabulary)` of the next."""
 
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        # A GPU spends a third less time in a step whose layers are unrolled; a CPU, no less.
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, unroll=jax.default_backend() == "gpu")
         def through(x: jax.Array, block: Block) -> jax.Array:
             return jax.lax.with_sharding_constraint(block(x), P(BATCH_AXES))
 

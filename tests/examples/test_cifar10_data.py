@@ -1,3 +1,5 @@
+"""The loader reads every form of the images, refuses what is damaged, and resumes downloads."""
+
 import hashlib
 import http.server
 import io
@@ -9,14 +11,11 @@ import tarfile
 import threading
 from pathlib import Path
 
-import nbformat
 import numpy as np
 import pytest
-from nbclient import NotebookClient
 
 import cifar10_data
 
-NOTEBOOK = Path(cifar10_data.__file__).with_name("cifar10.ipynb")
 RECORDS = 20  # in each file
 
 
@@ -246,24 +245,3 @@ def test_a_wrong_checksum_deletes_nothing(name, server, tmp_path):
     with pytest.raises(ValueError, match=rf"{re.escape(name)} has the MD5 \w+, needed is c32a"):
         download(server, tmp_path, cifar10_data.MD5)
     assert (tmp_path / name).stat().st_size == len(server.content) + 1
-
-
-@pytest.mark.nightly
-def test_the_notebook_runs(binary, monkeypatch):
-    settings = {"EPOCHS": 2, "SEEDS": 2, "BATCH_SIZE": 10, "WIDTH": 1 / 32, "TUNE": 1}
-    for name, value in (settings | {"CIFAR10_DIR": binary, "JAX_PLATFORMS": "cpu"}).items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.syspath_prepend(NOTEBOOK.parents[1])
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    path = {"metadata": {"path": str(NOTEBOOK.parent)}}
-    NotebookClient(notebook, timeout=250, kernel_name="python3", resources=path).execute()
-    outputs = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
-    text = {name: "".join(o.get("text", "") for o in cell) for name, cell in outputs.items()}
-    assert "100 training and 20 test images" in text["data"]
-    assert text["data"].count(": not CIFAR-10's") == 6
-    assert re.search(r"A batch takes about \S+ s here, all runs about [\d.]+ min", text["duration"])
-    assert len(re.findall(r"^.+, learning rate \S+: validation loss \d", text["rates"], re.M)) >= 12
-    rows = re.findall(r"^(\S.*?)  +\S+ +([\d.]+) ± [\d.]+ % +([\d.]+) ±", text["table"], re.M)
-    assert [row[0] for row in rows] == ["AdamW", "optax's Muon", "Muon", "Muon, balanced"]
-    assert all(float(loss) < 3.0 for *_, loss in rows)  # ln 10 = 2.3 is a guess
-    assert outputs["plots"][-1].data["image/png"]
