@@ -614,8 +614,8 @@ def conclusion(report) -> str:
             f" {accuracy[best].mean():.2f}% over {runs} runs. `muon` and optax's Muon are"
             f" {apart:.2f} points apart, and the larger standard deviation of the two is"
             f" {spread:.2f}.",
-            f"airbench's recipe, which is made for {AIRBENCH_ACCURACY:g}%, has {views.mean():.2f}% with"
-            f" six views of each image, the mean of {len(views)} runs with a standard error of"
+            f"airbench's recipe, which is made for {AIRBENCH_ACCURACY:g}%, has"
+            f" {views.mean():.2f}% with six views of each image, the mean of {len(views)} runs with a standard error of"
             f" {error:.2f}, and {accuracy['airbench'].mean():.2f}% with each image once.",
             'In float32, at one rate and seed, the test losses of `muon(preset="optax")` and'
             f" optax's Muon differ by {exact:.1e} at most, those of `muon` in 16 bits by"
