@@ -615,8 +615,9 @@ def conclusion(report) -> str:
             f" {apart:.2f} points apart, and the larger standard deviation of the two is"
             f" {spread:.2f}.",
             f"airbench's recipe, which is made for {AIRBENCH_ACCURACY:g}%, has"
-            f" {views.mean():.2f}% with six views of each image, the mean of {len(views)} runs with a standard error of"
-            f" {error:.2f}, and {accuracy['airbench'].mean():.2f}% with each image once.",
+            f" {views.mean():.2f}% with six views of each image, the mean of {len(views)} runs with"
+            f" a standard error of {error:.2f}, and {accuracy['airbench'].mean():.2f}% with each"
+            " image once.",
             'In float32, at one rate and seed, the test losses of `muon(preset="optax")` and'
             f" optax's Muon differ by {exact:.1e} at most, those of `muon` in 16 bits by"
             f" {in_16_bits:.1e}. Seeds of optax's Muon differ by up to {far['seeds']:.1e}.",
