@@ -143,7 +143,7 @@ def launch_chain(
     plan, num_places = plan_chain(structure, 1 + len(others))
     nums_addends = tuple(len(addends) for addends, _ in structure)
     _, out = launch_ring(
-        functools.partial(ChainProgram, widths=(config.tile_n,), num_tiles=num_tiles, **sizes),
+        functools.partial(ChainProgram, num_tiles=num_tiles, **sizes),
         {"coefficients": coefficients, "plan": plan, "inputs": (first, *others)},
         tuple(
             jax.ShapeDtypeStruct((number, m, m), first.dtype)
@@ -193,7 +193,7 @@ class ChainProgram(SymmetricProgram):
         del tile
         return self.out.shape[-1] // TILE_K
 
-    def visit_tiles(self, visit: Callable[[Tile, int], None]) -> jax.Array:
+    def visit_tiles(self, visit: Callable[[Tile], None]) -> jax.Array:
         """Visits each tile, or those of this warpgroup's turns; returns the ring's steps."""
         turns = self.config.num_turns
         is_producer = self.warpgroup == self.config.num_warpgroups
@@ -209,8 +209,7 @@ class ChainProgram(SymmetricProgram):
             i = first + number * stride
             following = read(i + stride)  # in advance, so that no tile waits for the list
             batch, row, col, product, step = found
-            tile = Tile(batch, row * ROWS, col * TILE_K, lax.rem(i, turns), step, product)
-            visit(tile, self.config.tile_n)
+            visit(Tile(batch, row * ROWS, col * TILE_K, lax.rem(i, turns), step, product))
             return following
 
         lax.fori_loop(0, lax.div(count - first + stride - 1, stride), visit_one, read(first))
@@ -237,10 +236,10 @@ class ChainProgram(SymmetricProgram):
         """Counts this warpgroup's part of the tile as stored."""
         plgpu.semaphore_signal(self._counter(tile.batch, tile.product), memory_scope="gpu")
 
-    def load(self, tile: Tile, width: int) -> None:
+    def load(self, tile: Tile) -> None:
         """Waits for the result before, and copies its strips and then the addends' tiles."""
         self.wait_for_result_before(tile)
-        load_factors = functools.partial(self._load_factors, tile, width)
+        load_factors = functools.partial(self._load_factors, tile)
         factor = self.plan[tile.product, Column.FACTOR]
         self._with_matrix(factor, tile, load_factors, self.inputs[:1])
 
@@ -269,9 +268,9 @@ class ChainProgram(SymmetricProgram):
     def _term(self, place: jax.Array, tile: Tile) -> jax.Array:
         return place * self.together + lax.rem(tile.batch, self.together)
 
-    def _load_factors(self, tile: Tile, width: int, stack: Ref, index: jax.Array | int) -> None:
+    def _load_factors(self, tile: Tile, stack: Ref, index: jax.Array | int) -> None:
         """Copies the strips of rows that make the tile. On the diagonal they are one."""
-        tile_m = self.config.tile_m
+        tile_m, tile_n = self.config.tile_m, self.config.tile_n
 
         def load(slot: jax.Array, columns: Any) -> None:
             def copy(ring: Ref, row: jax.Array, first: int, size: int) -> None:
@@ -284,7 +283,7 @@ class ChainProgram(SymmetricProgram):
 
             def copy_both() -> None:
                 copy(self.a_ring, tile.row, 0, tile_m)
-                copy(self.b_ring, tile.col, 0, width)
+                copy(self.b_ring, tile.col, 0, tile_n)
 
             pl.when(_is_diagonal(tile))(copy_one_strip)
             pl.when(~_is_diagonal(tile))(copy_both)
@@ -302,7 +301,7 @@ class ChainProgram(SymmetricProgram):
             block = ring.at[slot, pl.ds(first, size)]
             self.copy(tile, slot, stack.at[index, rows, columns], block)
 
-    def multiply(self, tile: Tile, width: int, accumulator: Ref) -> None:
+    def multiply(self, tile: Tile, accumulator: Ref) -> None:
         """Multiplies this warpgroup's rows of the tile, on the diagonal by their own strip."""
 
         def multiply_by(ring: Ref) -> None:

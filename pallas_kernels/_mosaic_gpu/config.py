@@ -7,10 +7,8 @@ import dataclasses
 import functools
 from typing import ClassVar
 
-import numpy as np
-
 from pallas_kernels import _tuning
-from pallas_kernels._mosaic_gpu.work_list import deal_triangles
+from pallas_kernels._mosaic_gpu.work_list import lower_triangle
 
 ROWS = 64  # rows of the blocks that are stored, and of a warpgroup's share of a tile
 TILE_K = 64  # columns of A in a step of the ring: 128 bytes, the widest swizzle
@@ -61,13 +59,8 @@ class RingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicSyrkxConfig(RingConfig):
-    """A tile of a symmetric product, whose blocks are stored twice, once transposed.
+    """A tile of a symmetric product, whose blocks are stored twice, once transposed."""
 
-    With `narrow_tiles`, some tiles in turns are three quarters as wide, so that programs have equal
-    shares of the work. That takes twice the code.
-    """
-
-    narrow_tiles: bool = False
     num_stores: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
@@ -78,10 +71,6 @@ class MosaicSyrkxConfig(RingConfig):
             raise ValueError(
                 f"tile_n must be a multiple of 32, at most {widest}, got {self.tile_n}"
             )
-        if self.narrow_tiles and not (self.in_turns and self.tile_n % 128 == 0):
-            raise ValueError(
-                f"narrow_tiles needs in_turns=True and a multiple of 128 as tile_n, got {self}"
-            )
         if self.num_stages < 2 or self.num_buffers < 1:
             raise ValueError(f"num_stages must be at least 2, and fit in shared memory, got {self}")
 
@@ -89,18 +78,12 @@ class MosaicSyrkxConfig(RingConfig):
     def name(self) -> str:
         """The name in the tables of measured times."""
         tile = f"{self.tile_m}x{self.tile_n}x{self.num_stages}"
-        in_turns = " in turns" if self.in_turns else ""
-        return f"mosaic_gpu {tile}{in_turns}{', some narrow' if self.narrow_tiles else ''}"
+        return f"mosaic_gpu {tile}{' in turns' * self.in_turns}"
 
     @property
     def block_n(self) -> int:
         """The width of the blocks that are stored."""
-        return 32 if self.narrow_tiles or self.tile_n % 64 else 64
-
-    def deal(self, batch: int, m: int, num_programs: int) -> np.ndarray:
-        """Returns the work list of `deal_triangles`."""
-        sizes, narrow = (batch, m, self.tile_m, self.tile_n), self.narrow_tiles
-        return deal_triangles(*sizes, narrow_tiles=narrow, num_programs=num_programs)
+        return 32 if self.tile_n % 64 else 64
 
 
 class MosaicGemmConfig(RingConfig):
@@ -116,7 +99,6 @@ MOSAIC_SYRKX_CONFIGS = (
     MosaicSyrkxConfig(128, 64, 8),
     MosaicSyrkxConfig(128, 96, 6),
     MosaicSyrkxConfig(128, 128, 6, in_turns=True),
-    MosaicSyrkxConfig(128, 128, 6, in_turns=True, narrow_tiles=True),
     MosaicSyrkxConfig(128, 160, 4),
     MosaicSyrkxConfig(128, 192, 4),
     MosaicSyrkxConfig(128, 224, 4),
@@ -126,10 +108,7 @@ MOSAIC_SYRKX_CONFIGS = (
 def default_mosaic_syrkx_config(
     shape: tuple[int, ...], *, addend: bool, mirrored_on_diagonal: bool = False
 ) -> MosaicSyrkxConfig:
-    """Returns the fastest config for stacks `(batch, m, n)`, as measured or else by the model.
-
-    Narrow tiles take twice as long to compile, so they must be faster by 2%.
-    """
+    """Returns the fastest config for stacks `(batch, m, n)`, as measured or else by the model."""
     configs = [
         config
         for config in MOSAIC_SYRKX_CONFIGS
@@ -140,7 +119,7 @@ def default_mosaic_syrkx_config(
     times = times or {
         config: predict_syrkx_microseconds(shape, config, addend=addend) for config in configs
     }
-    return min(times, key=lambda config: times[config] * (1.02 if config.narrow_tiles else 1.0))
+    return min(times, key=times.__getitem__)
 
 
 def mosaic_syrkx_beats_xla(shape: tuple[int, ...], *, addend: bool) -> bool:
@@ -173,14 +152,14 @@ def predict_syrkx_microseconds(
     to all programs together.
     """
     batch, m, n = shape
-    widths = config.deal(batch, m, num_programs=132)[..., 3]
-    flops = 2.0 * config.tile_m * widths * n
-    l2 = 4096 * (1 / config.tile_m + 1 / np.maximum(widths, 1)) / 74
+    tile_m, tile_n = config.tile_m, config.tile_n
+    num_tiles = batch * len(lower_triangle(m, tile_m, tile_n))
+    flops = 2.0 * tile_m * tile_n * n
+    l2 = 4096 * (1 / tile_m + 1 / tile_n) / 74
     per_tile, last = (0.3, 1.0) if config.in_turns else (1.2, 0.0)
-    tiles = flops / 6.6e6 * np.maximum(1.0, l2) + np.where(widths > 0, per_tile, 0.0)
-    power = flops.sum() / 820e6
+    longest = -(-num_tiles // 132) * (flops / 6.6e6 * max(1.0, l2) + per_tile) + last
     num_bytes = 2 * batch * (m * n + (1 + addend) * m * m)
-    return 1.5 + max(tiles.sum(axis=0).max() + last, power) + num_bytes / 14e6
+    return 1.5 + max(longest, num_tiles * flops / 820e6) + num_bytes / 14e6
 
 
 _MULTIPROCESSOR_FLOPS = 5.6e6  # per µs, as the power limit leaves

@@ -26,7 +26,7 @@ from pallas_kernels._mosaic_gpu import config as configs
 from pallas_kernels._mosaic_gpu import ring
 from pallas_kernels._mosaic_gpu.config import ROWS, TILE_K
 from pallas_kernels._mosaic_gpu.ring import Ref, Tile, ids
-from pallas_kernels._mosaic_gpu.work_list import deal_rectangles
+from pallas_kernels._mosaic_gpu.work_list import deal_rectangles, deal_triangles
 from pallas_kernels._stacked import Arrays, call_on_stacks, padded
 
 
@@ -124,7 +124,7 @@ def launch_mosaic_syrkx(
         {"coefficients": coefficients, "cs": cs, "a": a, "b": b},
         (jax.ShapeDtypeStruct((batch, m, m), dtype),) * (1 + residual),
         config=config,
-        tiles=config.deal(batch, m, num_programs),
+        tiles=deal_triangles(batch, m, config.tile_m, config.tile_n, num_programs=num_programs),
         b_block=(config.tile_n, TILE_K),
         buffers={"out_buffers": (ROWS, config.block_n), "mirror_buffers": (config.block_n, ROWS)},
         interpret=interpret,
@@ -176,28 +176,32 @@ class SyrkxProgram(ring.SymmetricProgram):
         """Returns the number of blocks of the tile's A in a strip of rows."""
         return ring.width_of(self.a, tile, unit=TILE_K)
 
-    def num_others(self, width: jax.Array) -> jax.Array:
-        """Returns the number of blocks of all C."""
-        return len(self.cs) * pl.cdiv(width, TILE_K)
+    @property
+    def num_others(self) -> int:
+        """The number of blocks of all C."""
+        return len(self.cs) * self._num_chunks
 
-    def load(self, tile: Tile, width: int) -> None:
+    @property
+    def _num_chunks(self) -> int:
+        return pl.cdiv(self.config.tile_n, TILE_K)
+
+    def load(self, tile: Tile) -> None:
         """Copies A and B, then one C after another, in chunks of TILE_K columns."""
-        tile_m = self.config.tile_m
+        tile_m, tile_n = self.config.tile_m, self.config.tile_n
 
         def load_factors(number: int, index: jax.Array) -> None:
             a, b = self.a[number], self.b[number]
 
             def load(slot: jax.Array, columns: Any) -> None:
-                rows, cols = pl.ds(tile.row, tile_m), pl.ds(tile.col, width)
+                rows, cols = pl.ds(tile.row, tile_m), pl.ds(tile.col, tile_n)
                 self.copy(tile, slot, a.at[index, rows, columns], self.a_ring.at[slot])
-                strip = self.b_ring.at[slot, pl.ds(0, width)]
-                self.copy(tile, slot, b.at[index, cols, columns], strip)
+                self.copy(tile, slot, b.at[index, cols, columns], self.b_ring.at[slot])
 
             self.load_steps(tile, a.shape[-1] // TILE_K, load)
 
         ring.in_stack(self.a, tile, load_factors)
         first = tile.step + self.num_products(tile)
-        chunks = itertools.product(self.cs, range(pl.cdiv(width, TILE_K)))
+        chunks = itertools.product(self.cs, range(self._num_chunks))
         for step, (c, i) in enumerate(chunks):
             slot = self.empty_slot(first + step)
             columns = pl.ds((lax.div(tile.col, TILE_K) + i) * TILE_K, TILE_K)
@@ -206,10 +210,9 @@ class SyrkxProgram(ring.SymmetricProgram):
                 source = c.at[batch, pl.ds(tile.row + half, tile_m // 2), columns]
                 self.copy(tile, slot, source, self.a_ring.at[slot, pl.ds(half, tile_m // 2)])
 
-    def multiply(self, tile: Tile, width: int, accumulator: Ref) -> None:
+    def multiply(self, tile: Tile, accumulator: Ref) -> None:
         """Multiplies by Bᵀ."""
-        strip = pl.ds(0, width)
-        self.accumulate(tile, accumulator, lambda i: self.b_ring.at[i, strip].transpose((1, 0)))
+        self.accumulate(tile, accumulator, lambda slot: self.b_ring.at[slot].transpose((1, 0)))
 
     def storing(self, tile: Tile) -> Callable[[jax.Array], None]:
         """Reads the coefficients, and returns what stores the tile."""
@@ -259,25 +262,25 @@ class SyrkxProgram(ring.SymmetricProgram):
         self, product: jax.Array, tile: Tile, alpha: jax.Array, betas: list[jax.Array]
     ) -> list[jax.Array]:
         """Returns α·product + Σ β·C, for each `block_n` columns."""
-        block_n, width = self.config.block_n, product.shape[1]
+        block_n, width = self.config.block_n, self.config.tile_n
         # With the barrier, sums are fused as in the kernel of a chain.
         sums = [
             lax.optimization_barrier(alpha * product[:, i : i + block_n])
             for i in range(0, width, block_n)
         ]
         for index, beta in enumerate(betas):
-            for i, c in enumerate(self._blocks_of_c(index, tile, width)):
+            for i, c in enumerate(self._blocks_of_c(index, tile)):
                 sums[i] += beta * c.astype(jnp.float32)
         return sums
 
-    def _blocks_of_c(self, index: int, tile: Tile, width: int) -> Iterator[jax.Array]:
+    def _blocks_of_c(self, index: int, tile: Tile) -> Iterator[jax.Array]:
         """Yields the block of the C of that index for each `block_n` columns.
 
         C comes in chunks of TILE_K columns, read when a block needs them. Where the width is no
         multiple of TILE_K, tiles start at the start or in the middle of a chunk.
         """
-        block_n, num_chunks = self.config.block_n, pl.cdiv(width, TILE_K)
-        first_step = tile.step + self.num_products(tile) + index * num_chunks
+        block_n, width = self.config.block_n, self.config.tile_n
+        first_step = tile.step + self.num_products(tile) + index * self._num_chunks
 
         @functools.cache
         def chunk(j: int) -> jax.Array:
@@ -307,21 +310,21 @@ class GemmProgram(ring.RingProgram):
         del tile
         return self.a.shape[-1] // TILE_K
 
-    def load(self, tile: Tile, width: int) -> None:
+    def load(self, tile: Tile) -> None:
         """Copies A and B. TMA reads nothing beyond the last column."""
 
         def load_factors(number: int, index: jax.Array) -> None:
             def load(slot: jax.Array, block: Any) -> None:
                 a = self.a.at[tile.batch, pl.ds(tile.row, self.config.tile_m), block]
                 self.copy(tile, slot, a, self.a_ring.at[slot])
-                b = self.bs[number].at[index, block, pl.ds(tile.col, width)]
+                b = self.bs[number].at[index, block, pl.ds(tile.col, self.config.tile_n)]
                 self.copy(tile, slot, b, self.b_ring.at[slot])
 
             self.load_steps(tile, self.num_products(tile), load)
 
         ring.in_stack(self.bs, tile, load_factors)
 
-    def multiply(self, tile: Tile, width: int, accumulator: Ref) -> None:
+    def multiply(self, tile: Tile, accumulator: Ref) -> None:
         """Multiplies by B."""
         self.accumulate(tile, accumulator, lambda slot: self.b_ring.at[slot])
 

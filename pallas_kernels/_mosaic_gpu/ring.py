@@ -91,11 +91,9 @@ def launch_ring(
     """
     program = functools.partial(program, config=config)
     if tiles.ndim == 3:  # a work list
-        widths = tuple({*tiles[..., 3].ravel().tolist()} - {0})
-        program = functools.partial(program, widths=widths)
         options["num_programs"] = tiles.shape[1]
         # In blocks, so that the compiler sees that rows and columns are multiples of a block.
-        tiles = tiles // np.array([1, ROWS, config.block_n, 1], np.int32)
+        tiles = tiles // np.array([1, ROWS, config.block_n], np.int32)
     operands = jax.tree.map(jnp.asarray, OrderedDict(tiles=tiles, **operands))
     stages, dtype = config.num_stages, jax.tree.leaves(operands)[-1].dtype
     staging = (config.num_warpgroups, config.num_buffers)
@@ -136,7 +134,6 @@ class RingProgram:
     """One warpgroup of one program, with the ring and its barriers."""
 
     config: RingConfig
-    widths: tuple[int, ...]  # that tiles have
     warpgroup: jax.Array
     index: jax.Array  # of the program
     tiles: Ref  # the work list, in units of the blocks that are stored
@@ -152,16 +149,16 @@ class RingProgram:
         """Returns the number of steps in which the tile is multiplied."""
         raise NotImplementedError
 
-    def num_others(self, width: jax.Array) -> jax.Array | int:
-        """Returns the number of steps after the products, for a tile of that width."""
-        del width
+    @property
+    def num_others(self) -> int:
+        """The number of steps after the products of a tile."""
         return 0
 
-    def load(self, tile: Tile, width: int) -> None:
+    def load(self, tile: Tile) -> None:
         """Fills the slots of the tile's steps, each with two copies."""
         raise NotImplementedError
 
-    def multiply(self, tile: Tile, width: int, accumulator: Ref) -> None:
+    def multiply(self, tile: Tile, accumulator: Ref) -> None:
         """Multiplies this warpgroup's rows of the tile, by `accumulate`."""
         raise NotImplementedError
 
@@ -193,17 +190,15 @@ class RingProgram:
             self.visit_tiles(self._take_turn)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def visit_tiles(self, visit: Callable[[Tile, int], None]) -> jax.Array:
-        """Visits each tile, with its width as a static number; returns the ring's steps."""
+    def visit_tiles(self, visit: Callable[[Tile], None]) -> jax.Array:
+        """Visits each tile; returns the ring's steps."""
 
         def visit_one(index: jax.Array, step: jax.Array) -> jax.Array:
-            batch, row, col, width = (self.tiles[index, self.index, i] for i in range(4))
+            batch, row, col = (self.tiles[index, self.index, i] for i in range(3))
             turn = lax.rem(index, self.config.num_turns)
             tile = Tile(batch, row * ROWS, col * self.config.block_n, turn, step)
-            for static in self.widths:
-                pl.when(width == static)(functools.partial(visit, tile, static))
-            steps = self.num_products(tile) + self.num_others(width)
-            return step + jnp.where(width > 0, steps, 0)
+            pl.when(batch >= 0)(functools.partial(visit, tile))
+            return step + jnp.where(batch >= 0, self.num_products(tile) + self.num_others, 0)
 
         return lax.fori_loop(0, self.tiles.shape[0], visit_one, jnp.int32(0))
 
@@ -244,24 +239,25 @@ class RingProgram:
         """This warpgroup's rows of a tile."""
         return pl.ds(self.first_row, self.config.rows)
 
-    def _take_turn(self, tile: Tile, width: int) -> None:
+    def _take_turn(self, tile: Tile) -> None:
         own_turn = pl.when(not self.config.in_turns or tile.turn == self.warpgroup)
-        own_turn(functools.partial(self._multiply_and_store, tile, width))
+        own_turn(functools.partial(self._multiply_and_store, tile))
 
-    def _multiply_and_store(self, tile: Tile, width: int) -> None:
+    def _multiply_and_store(self, tile: Tile) -> None:
         store = self.storing(tile)
+        sums = self.config.rows, self.config.tile_n
         # The stubs of plgpu do not export this documented name.
-        in_registers = plgpu.ACC((self.config.rows, width), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+        in_registers = plgpu.ACC(sums, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
         @functools.partial(pl.run_scoped, accumulator=in_registers)
         def _(accumulator: Ref) -> None:
-            self.multiply(tile, width, accumulator)
+            self.multiply(tile, accumulator)
             product = accumulator[...]
             self.release(tile.step + self.num_products(tile) - 1)
             store(product)
 
     def accumulate(self, tile: Tile, accumulator: Ref, b_block: Callable[[jax.Array], Ref]) -> None:
-        """Adds up the products of all steps, by the blocks `b_block(slot)`, `(TILE_K, width)`."""
+        """Adds up the products of all steps, by the blocks `b_block(slot)`, `(TILE_K, tile_n)`."""
 
         def multiply(k: jax.Array, _: None) -> None:
             slot = self.slot(tile.step + k)

@@ -1,21 +1,13 @@
 """The tiles of stacks of products, dealt out to a fixed number of programs.
 
 A result is cut into strips of `tile_m` rows, and each strip into tiles of `tile_n` columns. A
-symmetric (m, m) result needs the tiles that touch the lower triangle. Three whole tiles in a row
-may become four narrow ones:
+symmetric (m, m) result needs the tiles that touch the lower triangle.
 
-    rows   0–127 |   whole   |
-    rows 128–255 |   whole   |   whole   |
-    rows 256–383 |   whole   |   whole   |   whole   |
-    rows 384–511 | narrow | narrow | narrow | narrow |   whole   |
-
-Work lists are int32 arrays. Element [r, p] is the r-th tile of program p, (batch, row, col, width),
-or no tile where the width is 0. Whole tiles go round, so that at any time all programs work on
-neighbouring tiles. Narrow tiles go to the program with the least to do.
+Work lists are int32 arrays. Element [r, p] is the r-th tile of program p, (batch, row, col), or no
+tile where batch is -1. Tiles go round, so that at any time all programs work on neighbouring tiles.
 """
 
 import functools
-import heapq
 from collections.abc import Iterable
 
 import numpy as np
@@ -23,15 +15,12 @@ import numpy as np
 
 @functools.cache
 def deal_triangles(
-    batch: int, m: int, tile_m: int, tile_n: int, *, narrow_tiles: bool, num_programs: int
+    batch: int, m: int, tile_m: int, tile_n: int, *, num_programs: int
 ) -> np.ndarray:
     """Deals the lower triangles of `batch` (m, m) results to at most `num_programs` programs."""
-    one = np.pad(lower_triangle(m, tile_m, tile_n), [(0, 0), (1, 1)], constant_values=tile_n)
-    tiles = np.tile(one, (batch, 1))
-    tiles[:, 0] = np.repeat(np.arange(batch), len(one))
-    if narrow_tiles:
-        tiles = _narrowed(tiles, tile_n, num_programs)
-    return _deal(tiles, 4 * tile_m, tile_n, num_programs)
+    one = lower_triangle(m, tile_m, tile_n)
+    images = np.repeat(np.arange(batch, dtype=np.int32), len(one))
+    return _deal(np.column_stack([images, np.tile(one, (batch, 1))]), 4 * tile_m, num_programs)
 
 
 @functools.cache
@@ -81,36 +70,20 @@ def deal_rectangles(
         found = np.indices(sizes, np.int32).reshape(3, -1).T
         tiles.append(found * np.array([1, tile_m, tile_n], np.int32) + np.array([begin, 0, 0]))
         begin += batch
-    tiles = np.concatenate(tiles).astype(np.int32)
-    tiles = np.pad(tiles, [(0, 0), (0, 1)], constant_values=tile_n)
-    return _deal(tiles, 8 * tile_m, tile_n, num_programs)
+    return _deal(np.concatenate(tiles).astype(np.int32), 8 * tile_m, num_programs)
 
 
-def _deal(tiles: np.ndarray, num_rows: int, tile_n: int, num_programs: int) -> np.ndarray:
-    """Returns the work list of tiles, which are rows of (batch, row, col, width).
+def _deal(tiles: np.ndarray, num_rows: int, num_programs: int) -> np.ndarray:
+    """Returns the work list of tiles, which are rows of (batch, row, col).
 
     Programs visit `num_rows` rows of the result together, column by column. So the operands of the
     tiles that are computed at one time stay in the L2 cache.
     """
-    image, row, col, _ = tiles.T
+    image, row, col = tiles.T
     tiles = tiles[np.lexsort((row, col, row // num_rows, image))]
-    is_whole = tiles[:, 3] == tile_n
-    whole, narrow = np.flatnonzero(is_whole), np.flatnonzero(~is_whole)
     num_programs = min(num_programs, len(tiles))
-    # Place r·num_programs + p is round r of program p. An empty place holds len(tiles).
-    dealt = np.full(len(tiles) + 3 * num_programs, len(tiles))
-    dealt[: len(whole)] = whole
-    places = range(len(whole), len(whole) + num_programs)
-    programs = [(tile_n * (i // num_programs), i % num_programs, i) for i in places]
-    heapq.heapify(programs)  # each is (columns to do, program, its next free place)
-    for tile in narrow:
-        columns, p, place = programs[0]
-        heapq.heapreplace(programs, (columns + tiles[tile, 3], p, place + num_programs))
-        dealt[place] = tile
-    num_rounds = 1 + np.flatnonzero(dealt < len(tiles))[-1] // num_programs
-    dealt = dealt[: num_rounds * num_programs].reshape(num_rounds, num_programs)
-    tiles = np.append(tiles, np.zeros((1, 4), np.int32), axis=0)
-    return tiles[np.sort(dealt, axis=0)]  # programs keep to the order of the list
+    missing = [(0, -len(tiles) % num_programs), (0, 0)]
+    return np.pad(tiles, missing, constant_values=-1).reshape(-1, num_programs, 3)
 
 
 @functools.cache
@@ -120,23 +93,6 @@ def lower_triangle(m: int, tile_m: int, tile_n: int) -> np.ndarray:
         (row, col) for row in range(0, m, tile_m) for col in range(0, min(row + tile_m, m), tile_n)
     ]
     return np.array(starts, np.int32)
-
-
-def _narrowed(tiles: np.ndarray, tile_n: int, num_programs: int) -> np.ndarray:
-    """Replaces whole tiles by narrow ones, the same number for every program.
-
-    That pays where the last round has room for more tiles.
-    """
-    starts = np.flatnonzero(tiles[:, 2] % (3 * tile_n) == 0)
-    threes = starts[np.diff(starts, append=len(tiles)) == 3]
-    num_replaced = min(-len(tiles) % num_programs, len(threes))
-    narrow_each = 4 * num_replaced // num_programs
-    threes = threes[len(threes) - -(-narrow_each * num_programs // 4) :]
-    narrow = np.repeat(tiles[threes], 4, axis=0)
-    narrow[:, 3] = 3 * tile_n // 4
-    narrow[:, 2] += narrow[:, 3] * np.tile(np.arange(4, dtype=np.int32), len(threes))
-    others = np.delete(tiles, threes[:, None] + np.arange(3), axis=0)
-    return np.concatenate([others, narrow])
 
 
 # For each product the sources of its addends, and whether its residual is a source. Sources number

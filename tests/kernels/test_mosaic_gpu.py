@@ -1,6 +1,5 @@
 """The Hopper kernel in its interpreter, which checks for races, and lowered for an H200."""
 
-import dataclasses
 import functools
 
 import chex
@@ -22,8 +21,8 @@ from pallas_kernels._mosaic_gpu.products import syrkx as mosaic_gpu_syrkx
 
 SQUARE_BLOCKS = [config for config in MOSAIC_SYRKX_CONFIGS if config.block_n == 64]
 QUICK = [MosaicSyrkxConfig(64, 64, 8)]
-# In turns, and with narrow tiles, whose blocks are not square.
-SLOW = [MosaicSyrkxConfig(128, 128, 6, in_turns=True, narrow_tiles=True)]
+# In turns, and with blocks that are not square.
+SLOW = [MosaicSyrkxConfig(128, 128, 6, in_turns=True), MosaicSyrkxConfig(64, 96, 6)]
 
 by_mosaic = functools.partial(syrk, implementation="mosaic_gpu")
 checked = functools.partial(helpers.interpreted_mosaic, num_programs=2, detect_races=True)
@@ -44,9 +43,6 @@ def test_every_config_is_exact_and_free_of_races(config):
     """Ragged strips and tiles, several for each program, and more steps than the ring has slots."""
     rng = np.random.default_rng(0)
     batch, m, n = (2, 320, 64) if config.tile_n < 160 else (1, 448, 128)
-    if config.narrow_tiles:
-        batch, m, n = 1, 576, 64
-        assert {*config.deal(batch, m, num_programs=2)[..., 3].flat} == {96, 128}
     a = helpers.integers(rng, (batch, m, n), jnp.bfloat16)
     c = helpers.symmetric(helpers.integers(rng, (batch, m, m), jnp.bfloat16))
     alpha = rng.integers(1, 4, batch).astype(np.float32)
@@ -209,14 +205,6 @@ def test_it_states_its_limits(shape, dtype, reason):
         ((64, 80, 4), "tile_n must be a multiple of 32, .*got 80"),
         ((64, 64, 1), "num_stages must be at least 2, .*num_stages=1"),
         ((128, 256, 5), "num_stages must .*fit in shared memory, .*num_stages=5"),
-        (
-            (128, 128, 4, False, True),
-            "narrow_tiles needs in_turns=True and .* 128 as tile_n, .*in_turns=False",
-        ),
-        (
-            (128, 96, 6, True, True),
-            "narrow_tiles needs in_turns=True and .* 128 as tile_n, .*tile_n=96",
-        ),
     ],
 )
 def test_a_config_is_validated(sizes, message):
@@ -235,8 +223,6 @@ def test_two_operands_need_square_blocks():
 def test_configs_have_names_of_their_own():
     assert MosaicSyrkxConfig(128, 224, 4).name == "mosaic_gpu 128x224x4"
     assert MosaicSyrkxConfig(128, 128, 6, in_turns=True).name == "mosaic_gpu 128x128x6 in turns"
-    narrow = MosaicSyrkxConfig(128, 128, 6, in_turns=True, narrow_tiles=True)
-    assert narrow.name == "mosaic_gpu 128x128x6 in turns, some narrow"
     assert len({config.name for config in MOSAIC_SYRKX_CONFIGS}) == len(MOSAIC_SYRKX_CONFIGS)
 
 
@@ -258,15 +244,6 @@ def test_the_default_config_is_the_fastest_that_was_measured(monkeypatch, addend
     assert wide.block_n == 32
     config = default_mosaic_syrkx_config(shape, addend=addend, mirrored_on_diagonal=True)
     assert config == narrow
-
-
-@pytest.mark.parametrize(("microseconds", "narrow_tiles"), [(9.9, False), (9.7, True)])
-def test_narrow_tiles_must_be_worth_their_compilation(monkeypatch, microseconds, narrow_tiles):
-    whole = MosaicSyrkxConfig(128, 128, 6, in_turns=True)
-    narrow = dataclasses.replace(whole, narrow_tiles=True)
-    times = {whole.name: 10.0, narrow.name: microseconds}
-    monkeypatch.setattr(_tuning, "lookup", lambda shape, *, addend: times)
-    assert default_mosaic_syrkx_config((8, 2048, 2048), addend=True).narrow_tiles == narrow_tiles
 
 
 @pytest.mark.parametrize("times", [None, {"xla": 1.0}], ids=["unmeasured", "others measured"])
