@@ -32,7 +32,6 @@ from pallas_kernels._mosaic_gpu.ring import (
     ids,
     launch_ring,
     pick,
-    store_where,
 )
 from pallas_kernels._mosaic_gpu.small_chain import fits_shared_memory, launch_small_chain
 from pallas_kernels._mosaic_gpu.work_list import (
@@ -288,7 +287,7 @@ class ChainProgram(SymmetricProgram):
             pl.when(_is_diagonal(tile))(copy_one_strip)
             pl.when(~_is_diagonal(tile))(copy_both)
 
-        self.load_steps(tile, self.num_products(), load)
+        self.load_steps(tile, load)
 
     def _load_addend(self, tile: Tile, slot: jax.Array, stack: Ref, index: jax.Array | int) -> None:
         """Copies the tile of an addend to one slot, its second block of columns to B's ring."""
@@ -332,14 +331,14 @@ class ChainProgram(SymmetricProgram):
 
             @pl.when(residual_place >= 0)
             def _() -> None:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self.await_stores()
                 store((block - rounded.astype(jnp.float32)).astype(rounded.dtype), residual_place)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self.await_stores()
 
         blocks = self.blocks(tile, self._sums(product, tile, alpha, betas))
         for i, (row, col, block) in enumerate(blocks):
             is_stored = (row < self.out.shape[1]) & (col < row + ROWS)
-            store_where(is_stored, functools.partial(store, i, row, col, block))
+            self.store_where(is_stored, functools.partial(store, i, row, col, block))
         plgpu.wait_smem_to_gmem(0)  # until all is in global memory
         self.count(tile)
 
@@ -370,14 +369,14 @@ class ChainProgram(SymmetricProgram):
         direct, mirror = buffer.at[pl.ds(0, ROWS)], buffer.at[pl.ds(ROWS, ROWS)]
         mirror.transpose((1, 0))[...] = block
         direct[...] = block
-        plgpu.commit_smem()
+        self.commit()
 
         def copy(stack: Ref, matrix: jax.Array) -> None:
             self.copy_out(direct, mirror, stack, matrix, *start)
 
         pl.when(place < 0)(functools.partial(copy, self.out, tile.batch))
         pl.when(place >= 0)(functools.partial(copy, self.outs[0], self._term(place, tile)))
-        plgpu.commit_smem_to_gmem_group()
+        self.end_group()
 
 
 def _is_diagonal(tile: Tile) -> jax.Array:

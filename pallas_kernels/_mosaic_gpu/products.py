@@ -177,42 +177,40 @@ class SyrkxProgram(ring.SymmetricProgram):
         return ring.width_of(self.a, tile, unit=TILE_K)
 
     @property
-    def num_others(self) -> int:
-        """The number of blocks of all C."""
-        return len(self.cs) * self._num_chunks
+    def stacks(self) -> tuple[Ref, ...]:
+        """Those of A."""
+        return self.a
+
+    def load_factors(
+        self, tile: Tile, number: int, index: jax.Array, slot: jax.Array, columns: Any
+    ) -> None:
+        """Copies A and B."""
+        rows, cols = pl.ds(tile.row, self.config.tile_m), pl.ds(tile.col, self.config.tile_n)
+        a, b = self.a[number].at[index, rows, columns], self.b[number].at[index, cols, columns]
+        self.copy(tile, slot, a, self.a_ring.at[slot])
+        self.copy(tile, slot, b, self.b_ring.at[slot])
+
+    @property
+    def others(self) -> tuple[tuple[Ref, int], ...]:
+        """One C after another, in chunks of TILE_K columns."""
+        return (*itertools.product(self.cs, range(self._num_chunks)),)
 
     @property
     def _num_chunks(self) -> int:
         return pl.cdiv(self.config.tile_n, TILE_K)
 
-    def load(self, tile: Tile) -> None:
-        """Copies A and B, then one C after another, in chunks of TILE_K columns."""
-        tile_m, tile_n = self.config.tile_m, self.config.tile_n
+    def load_other(self, tile: Tile, slot: jax.Array, other: tuple[Ref, int]) -> None:
+        """Copies a chunk of C in two halves."""
+        (c, i), size = other, self.config.tile_m // 2
+        columns = pl.ds((lax.div(tile.col, TILE_K) + i) * TILE_K, TILE_K)
+        batch = tile.batch if c.shape[0] > 1 else 0  # one C may serve for all
+        for half in (0, size):
+            source = c.at[batch, pl.ds(tile.row + half, size), columns]
+            self.copy(tile, slot, source, self.a_ring.at[slot, pl.ds(half, size)])
 
-        def load_factors(number: int, index: jax.Array) -> None:
-            a, b = self.a[number], self.b[number]
-
-            def load(slot: jax.Array, columns: Any) -> None:
-                rows, cols = pl.ds(tile.row, tile_m), pl.ds(tile.col, tile_n)
-                self.copy(tile, slot, a.at[index, rows, columns], self.a_ring.at[slot])
-                self.copy(tile, slot, b.at[index, cols, columns], self.b_ring.at[slot])
-
-            self.load_steps(tile, a.shape[-1] // TILE_K, load)
-
-        ring.in_stack(self.a, tile, load_factors)
-        first = tile.step + self.num_products(tile)
-        chunks = itertools.product(self.cs, range(self._num_chunks))
-        for step, (c, i) in enumerate(chunks):
-            slot = self.empty_slot(first + step)
-            columns = pl.ds((lax.div(tile.col, TILE_K) + i) * TILE_K, TILE_K)
-            batch = tile.batch if c.shape[0] > 1 else 0  # one C may serve for all
-            for half in (0, tile_m // 2):
-                source = c.at[batch, pl.ds(tile.row + half, tile_m // 2), columns]
-                self.copy(tile, slot, source, self.a_ring.at[slot, pl.ds(half, tile_m // 2)])
-
-    def multiply(self, tile: Tile, accumulator: Ref) -> None:
-        """Multiplies by Bᵀ."""
-        self.accumulate(tile, accumulator, lambda slot: self.b_ring.at[slot].transpose((1, 0)))
+    def b_block(self, slot: jax.Array) -> Ref:
+        """Returns the block of Bᵀ."""
+        return self.b_ring.at[slot].transpose((1, 0))
 
     def storing(self, tile: Tile) -> Callable[[jax.Array], None]:
         """Reads the coefficients, and returns what stores the tile."""
@@ -229,7 +227,7 @@ class SyrkxProgram(ring.SymmetricProgram):
             (row, col, lax.optimization_barrier(block))
             for row, col, block in self.blocks(tile, self._sums(product, tile, alpha, betas))
         ]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.await_stores()
 
         def store(i: int, row: jax.Array, col: jax.Array, block: jax.Array) -> None:
             block = jnp.where(row_ids + row == col_ids + col, block + diagonal, block)
@@ -239,11 +237,11 @@ class SyrkxProgram(ring.SymmetricProgram):
                 block -= rounded.astype(jnp.float32)
                 direct, mirror = self._stage(rounded, index, below_diagonal)
                 self.copy_out(direct, mirror, out, tile.batch, row, col)
-                plgpu.commit_smem_to_gmem_group()
+                self.end_group()
 
         for i, (row, col, block) in enumerate(blocks):
             is_stored = (row < self.outs[0].shape[1]) & (col < row + ROWS)
-            ring.store_where(is_stored, functools.partial(store, i, row, col, block))
+            self.store_where(is_stored, functools.partial(store, i, row, col, block))
 
     def _stage(self, block: jax.Array, index: int, below_diagonal: jax.Array) -> tuple[Ref, Ref]:
         """Writes a rounded block and its transpose to buffers, and returns these."""
@@ -251,11 +249,11 @@ class SyrkxProgram(ring.SymmetricProgram):
         mirror = self.mirror_buffers.at[self.warpgroup, index % self.config.num_buffers]
         mirror.transpose((1, 0))[...] = block
         if self.mirrored_on_diagonal:
-            plgpu.commit_smem()  # all threads have written it
+            self.commit()  # all threads have written it
             mirrored = plgpu.load(mirror, layout=plgpu.Layout.WGMMA)
             block = jnp.where(below_diagonal, block, mirrored)
         direct[...] = block
-        plgpu.commit_smem()
+        self.commit()
         return direct, mirror
 
     def _sums(
@@ -310,23 +308,23 @@ class GemmProgram(ring.RingProgram):
         del tile
         return self.a.shape[-1] // TILE_K
 
-    def load(self, tile: Tile) -> None:
+    @property
+    def stacks(self) -> tuple[Ref, ...]:
+        """Those of B."""
+        return self.bs
+
+    def load_factors(
+        self, tile: Tile, number: int, index: jax.Array, slot: jax.Array, columns: Any
+    ) -> None:
         """Copies A and B. TMA reads nothing beyond the last column."""
+        a = self.a.at[tile.batch, pl.ds(tile.row, self.config.tile_m), columns]
+        b = self.bs[number].at[index, columns, pl.ds(tile.col, self.config.tile_n)]
+        self.copy(tile, slot, a, self.a_ring.at[slot])
+        self.copy(tile, slot, b, self.b_ring.at[slot])
 
-        def load_factors(number: int, index: jax.Array) -> None:
-            def load(slot: jax.Array, block: Any) -> None:
-                a = self.a.at[tile.batch, pl.ds(tile.row, self.config.tile_m), block]
-                self.copy(tile, slot, a, self.a_ring.at[slot])
-                b = self.bs[number].at[index, block, pl.ds(tile.col, self.config.tile_n)]
-                self.copy(tile, slot, b, self.b_ring.at[slot])
-
-            self.load_steps(tile, self.num_products(tile), load)
-
-        ring.in_stack(self.bs, tile, load_factors)
-
-    def multiply(self, tile: Tile, accumulator: Ref) -> None:
-        """Multiplies by B."""
-        self.accumulate(tile, accumulator, lambda slot: self.b_ring.at[slot])
+    def b_block(self, slot: jax.Array) -> Ref:
+        """Returns the block of B."""
+        return self.b_ring.at[slot]
 
     def storing(self, tile: Tile) -> Callable[[jax.Array], None]:
         """Returns what stores the tile. It needs nothing in advance."""
@@ -336,13 +334,13 @@ class GemmProgram(ring.RingProgram):
         """Rounds the sums of this warpgroup's rows and stores them block by block."""
         columns = self.buffers.shape[-1]
         product = product.astype(self.outs[0].dtype)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.await_stores()
         height, width = product.shape
         starts = itertools.product(range(0, height, ROWS), range(0, width, columns))
         for i, (row, col) in enumerate(starts):
             buffer = self.free_buffer(self.buffers, i)
             buffer[...] = product[row : row + ROWS, col : col + columns]
-            plgpu.commit_smem()
+            self.commit()
             rows = pl.ds(tile.row + self.first_row + row, ROWS)
             copy = functools.partial(self._copy, buffer, rows, pl.ds(tile.col + col, columns))
             # TMA writes nothing beyond the last row. Beyond the last column it does write where the
@@ -351,10 +349,9 @@ class GemmProgram(ring.RingProgram):
 
             def store(copy: Callable[[int, jax.Array], None] = copy) -> None:
                 ring.in_stack(self.outs, tile, copy)
-                plgpu.commit_smem_to_gmem_group()
+                self.end_group()
 
-            ring.store_where(is_stored, store)
+            self.store_where(is_stored, store)
 
     def _copy(self, buffer: Ref, rows: Any, columns: Any, number: int, index: jax.Array) -> None:
-        out = self.outs[number].at[index, rows, columns]
-        plgpu.copy_smem_to_gmem(buffer, out, commit_group=False)
+        self.start_store(buffer, self.outs[number].at[index, rows, columns])

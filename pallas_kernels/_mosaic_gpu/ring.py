@@ -150,16 +150,27 @@ class RingProgram:
         raise NotImplementedError
 
     @property
-    def num_others(self) -> int:
-        """The number of steps after the products of a tile."""
-        return 0
-
-    def load(self, tile: Tile) -> None:
-        """Fills the slots of the tile's steps, each with two copies."""
+    def stacks(self) -> tuple[Ref, ...]:
+        """The operands whose stack of a tile says what is copied for it."""
         raise NotImplementedError
 
-    def multiply(self, tile: Tile, accumulator: Ref) -> None:
-        """Multiplies this warpgroup's rows of the tile, by `accumulate`."""
+    def load_factors(
+        self, tile: Tile, number: int, index: jax.Array, slot: jax.Array, columns: Any
+    ) -> None:
+        """Copies the factors of a step, those of a matrix of the stack of that number."""
+        raise NotImplementedError
+
+    @property
+    def others(self) -> tuple[Any, ...]:
+        """What the steps after the products copy."""
+        return ()
+
+    def load_other(self, tile: Tile, slot: jax.Array, other: Any) -> None:
+        """Copies one of `others`."""
+        raise NotImplementedError
+
+    def b_block(self, slot: jax.Array) -> Ref:
+        """Returns the block of the second factor of a step, `(TILE_K, tile_n)`."""
         raise NotImplementedError
 
     def storing(self, tile: Tile) -> Callable[[jax.Array], None]:
@@ -188,7 +199,7 @@ class RingProgram:
         def _() -> None:
             plgpu.set_max_registers(232, action="increase")
             self.visit_tiles(self._take_turn)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.await_stores()
 
     def visit_tiles(self, visit: Callable[[Tile], None]) -> jax.Array:
         """Visits each tile; returns the ring's steps."""
@@ -198,7 +209,7 @@ class RingProgram:
             turn = lax.rem(index, self.config.num_turns)
             tile = Tile(batch, row * ROWS, col * self.config.block_n, turn, step)
             pl.when(batch >= 0)(functools.partial(visit, tile))
-            return step + jnp.where(batch >= 0, self.num_products(tile) + self.num_others, 0)
+            return step + jnp.where(batch >= 0, self.num_products(tile) + len(self.others), 0)
 
         return lax.fori_loop(0, self.tiles.shape[0], visit_one, jnp.int32(0))
 
@@ -217,13 +228,24 @@ class RingProgram:
         """Gives the step's slot back to the producer."""
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
-    def load_steps(self, tile: Tile, number: int, load: Callable[[jax.Array, Any], None]) -> None:
+    def load(self, tile: Tile) -> None:
+        """Fills the slots of the tile's steps, each with two copies."""
+
+        def load_factors(number: int, index: jax.Array) -> None:
+            self.load_steps(tile, functools.partial(self.load_factors, tile, number, index))
+
+        in_stack(self.stacks, tile, load_factors)
+        first = tile.step + self.num_products(tile)
+        for step, other in enumerate(self.others):
+            self.load_other(tile, self.empty_slot(first + step), other)
+
+    def load_steps(self, tile: Tile, load: Callable[[jax.Array, Any], None]) -> None:
         """Calls `load(slot, columns)` for the steps of the products, in empty slots."""
 
         def load_step(k: jax.Array, _: None) -> None:
             load(self.empty_slot(tile.step + k), pl.ds(k * TILE_K, TILE_K))
 
-        lax.fori_loop(0, number, load_step, None)
+        lax.fori_loop(0, self.num_products(tile), load_step, None)
 
     def copy(self, tile: Tile, slot: jax.Array, source: Ref, block: Ref) -> None:
         """Starts one of a step's two copies."""
@@ -256,6 +278,10 @@ class RingProgram:
             self.release(tile.step + self.num_products(tile) - 1)
             store(product)
 
+    def multiply(self, tile: Tile, accumulator: Ref) -> None:
+        """Multiplies this warpgroup's rows of the tile."""
+        self.accumulate(tile, accumulator, self.b_block)
+
     def accumulate(self, tile: Tile, accumulator: Ref, b_block: Callable[[jax.Array], Ref]) -> None:
         """Adds up the products of all steps, by the blocks `b_block(slot)`, `(TILE_K, tile_n)`."""
 
@@ -274,7 +300,7 @@ class RingProgram:
         plgpu.barrier_wait(self.full.at[tile.turn, slot])
         place = slot, rows or self.own_rows
         blocks = [plgpu.load(ring.at[place], layout=plgpu.Layout.WGMMA) for ring in rings]
-        plgpu.commit_smem()  # all threads have read it
+        self.commit()  # all threads have read it
         self.release(step)
         return blocks
 
@@ -282,14 +308,29 @@ class RingProgram:
         """Returns a buffer of this warpgroup to store from; `index` blocks were stored before."""
         num_buffers = self.config.num_buffers
         if index >= num_buffers:
-            plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
+            self.await_stores(num_buffers - 1)
         return buffers.at[self.warpgroup, index % num_buffers]
 
+    def store_where(self, is_stored: jax.Array, store: Callable[[], None]) -> None:
+        """Stores a block or skips it. Later blocks count on the buffers as if it were stored."""
+        pl.when(is_stored)(store)
+        pl.when(~is_stored)(self.await_stores)
 
-def store_where(is_stored: jax.Array, store: Callable[[], None]) -> None:
-    """Stores a block or skips it. Later blocks count on the buffers as if it were stored."""
-    pl.when(is_stored)(store)
-    pl.when(~is_stored)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+    def commit(self) -> None:
+        """Lets all threads and TMA see what this warpgroup has done in shared memory."""
+        plgpu.commit_smem()
+
+    def start_store(self, buffer: Ref, block: Ref) -> None:
+        """Starts to copy a buffer to global memory."""
+        plgpu.copy_smem_to_gmem(buffer, block, commit_group=False)
+
+    def end_group(self) -> None:
+        """Makes one group of all stores since the last one."""
+        plgpu.commit_smem_to_gmem_group()
+
+    def await_stores(self, num_groups: int = 0) -> None:
+        """Waits until the buffers of all but the last groups are free."""
+        plgpu.wait_smem_to_gmem(num_groups, wait_read_only=True)
 
 
 class SymmetricProgram(RingProgram):
@@ -316,9 +357,8 @@ class SymmetricProgram(RingProgram):
     ) -> None:
         """Starts to store a block, and off the diagonal also its transpose."""
         rows, cols = pl.ds(row, ROWS), pl.ds(col, self.config.block_n)
-        copy = functools.partial(plgpu.copy_smem_to_gmem, commit_group=False)
-        copy(direct, stack.at[matrix, rows, cols])
-        pl.when(col < row)(lambda: copy(mirror, stack.at[matrix, cols, rows]))
+        self.start_store(direct, stack.at[matrix, rows, cols])
+        pl.when(col < row)(lambda: self.start_store(mirror, stack.at[matrix, cols, rows]))
 
 
 def ids(*shape: int) -> Iterator[jax.Array]:
