@@ -97,10 +97,14 @@ def jitted[F: Callable[..., Any]](launch: F) -> F:
     return call  # pyright: ignore[reportReturnType]
 
 
-def padded(x: jax.Array) -> jax.Array:
-    """Returns `(..., m, n)` with rows and columns of zeros added, up to multiples of 64."""
-    rows, cols = ((0, -size % 64) for size in x.shape[-2:])
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])
+def padded(matrices: Arrays, multiple: int) -> Arrays:
+    """Returns `(..., m, n)` with rows and columns of zeros added, up to multiples of a number."""
+
+    def pad(x: jax.Array) -> jax.Array:
+        rows, cols = ((0, -size % multiple) for size in x.shape[-2:])
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])
+
+    return tuple(map(pad, matrices))
 
 
 def stack_coefficients(

@@ -26,6 +26,7 @@ class Device(NamedTuple):
         num_multiprocessors: of a GPU.
         default: JAX's default device, by name, since a cached device would keep its backend alive.
             Pallas asks it for the compute capability of a described GPU that it does not know.
+        capability: the compute capability of an NVIDIA GPU, or None where it is not known.
     """
 
     platform: str
@@ -33,17 +34,32 @@ class Device(NamedTuple):
     num_multiprocessors: int
     default: str
 
+    capability: tuple[int, int] | None
+
     @property
     def is_hopper(self) -> bool:
         """Whether the device is an NVIDIA GPU of compute capability 9.0."""
-        return bool(_HOPPER.search(self.kind))
+        return self.capability == (9, 0)
 
 
 def current() -> Device:
     """Returns the device that functions are traced for."""
     device = jax.sharding.get_abstract_mesh().abstract_device or backend.get_default_device()
     cores = getattr(device, "num_cores", None) or getattr(device, "core_count", None) or 0
-    return Device(device.platform, device.device_kind, cores, str(jax.config.jax_default_device))
+    default, kind = str(jax.config.jax_default_device), device.device_kind
+    return Device(device.platform, kind, cores, default, _capability_of(device))
+
+
+def _capability_of(device: Any) -> tuple[int, int] | None:
+    """Returns the compute capability of an NVIDIA GPU, as far as it is known.
+
+    A described device has none, for which Pallas takes 9.0.
+    """
+    text = getattr(device, "compute_capability", None)
+    if text is None and _HOPPER.search(device.device_kind):
+        return 9, 0
+    major, dot, minor = (text or "").partition(".")
+    return (int(major), int(minor)) if dot and (major + minor).isdecimal() else None
 
 
 def memoized[R](function: Callable[..., R]) -> Callable[..., R]:

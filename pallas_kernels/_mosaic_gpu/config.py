@@ -28,6 +28,7 @@ class RingConfig:
     num_stages: int
     in_turns: bool = False
     num_stores: ClassVar[int] = 1  # how often each block is stored
+    num_producers: ClassVar[int] = 1  # warpgroups that copy
 
     @property
     def num_turns(self) -> int:
@@ -88,6 +89,30 @@ class MosaicSyrkxConfig(RingConfig):
 
 class MosaicGemmConfig(RingConfig):
     """A tile of a product that is not symmetric, whose blocks are stored once."""
+
+
+class MmaConfig(RingConfig):
+    """A tile of one warpgroup, which copies, multiplies and stores it."""
+
+    num_producers: ClassVar[int] = 0
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the tile."""
+        return self.tile_m
+
+    @property
+    def num_buffers(self) -> int:
+        """The number of blocks that are stored at a time."""
+        return 1
+
+
+class MmaSyrkxConfig(MmaConfig, MosaicSyrkxConfig):
+    """A tile of a symmetric product by mma."""
+
+
+class MmaGemmConfig(MmaConfig, MosaicGemmConfig):
+    """A tile of another product by mma."""
 
 
 # The tuner measures these. Rings are as long as fits beside the staging buffers: two for each

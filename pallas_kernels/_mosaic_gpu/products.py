@@ -37,18 +37,19 @@ def syrkx(
     coefficients: Arrays,
     *,
     symmetrize_output: bool,
+    multiple: int = 64,
     **options: Any,
 ) -> Arrays:
     """Computes what `_reference.syrkx` defines, with the options of `launch_mosaic_syrkx`.
 
-    Operands are padded with zeros to multiples of 64, each in a pass of its own.
+    Operands are padded with zeros to multiples of that number, each in a pass of its own.
     """
     options["mirrored_on_diagonal"] = symmetrize_output and b_matrix is not None
     # A·Aᵀ also passes A twice, so that its program is the one of A·Bᵀ.
     b_matrix = a_matrix if b_matrix is None else b_matrix
-    a, b, cs = jax.tree.map(padded, (a_matrix, b_matrix, c_matrices))
+    a, b, cs = (padded(x, multiple) for x in ((a_matrix,), (b_matrix,), c_matrices))
     *batch, m, _ = a_matrix.shape
-    operands = ((a,), (b,), cs, _stacked.stack_coefficients(coefficients, tuple(batch)))
+    operands = (a, b, cs, _stacked.stack_coefficients(coefficients, tuple(batch)))
     results = call_on_stacks(launch_mosaic_syrkx, "mosaic_gpu", *operands, **options)
     return tuple(out[..., :m, :m] for out in results)
 
@@ -71,12 +72,17 @@ def syrk_of_stacks(stacks: Sequence[jax.Array], alpha: float | jax.Array, **opti
 
 
 def gemm(
-    a_matrix: jax.Array, b_matrix: jax.Array, *, out_dtype: Any = None, **options: Any
+    a_matrix: jax.Array,
+    b_matrix: jax.Array,
+    *,
+    out_dtype: Any = None,
+    multiple: int = 64,
+    **options: Any,
 ) -> jax.Array:
     """A·B, padded as by `syrkx`, with the options of `launch_mosaic_gemm`."""
     options["out_dtype"] = jnp.dtype(out_dtype or a_matrix.dtype)
-    operands = padded(a_matrix), (padded(b_matrix),)
-    (out,) = call_on_stacks(launch_mosaic_gemm, "mosaic_gpu", *operands, **options)
+    a, b = padded((a_matrix, b_matrix), multiple)
+    (out,) = call_on_stacks(launch_mosaic_gemm, "mosaic_gpu", a, (b,), **options)
     return out[..., : a_matrix.shape[-2], : b_matrix.shape[-1]]
 
 
@@ -104,6 +110,7 @@ def launch_mosaic_syrkx(
     mirrored_on_diagonal: bool,
     residual: bool,
     num_programs: int,
+    program: type[ring.RingProgram] | None = None,
     config: configs.MosaicSyrkxConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Arrays:
@@ -120,7 +127,7 @@ def launch_mosaic_syrkx(
     if mirrored_on_diagonal and config.block_n != ROWS:
         raise ValueError(f"config must have a block_n of {ROWS} for A·Bᵀ, got {config}")
     return ring.launch_ring(
-        functools.partial(SyrkxProgram, mirrored_on_diagonal=mirrored_on_diagonal),
+        functools.partial(program or SyrkxProgram, mirrored_on_diagonal=mirrored_on_diagonal),
         {"coefficients": coefficients, "cs": cs, "a": a, "b": b},
         (jax.ShapeDtypeStruct((batch, m, m), dtype),) * (1 + residual),
         config=config,
@@ -139,6 +146,7 @@ def launch_mosaic_gemm(
     *,
     out_dtype: jnp.dtype,
     num_programs: int,
+    program: type[ring.RingProgram] | None = None,
     config: configs.MosaicGemmConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Arrays:
@@ -148,7 +156,7 @@ def launch_mosaic_gemm(
         mean_n = sum(number * n for number, n in stacks) // batch
         config = configs.default_mosaic_gemm_config(a.shape, mean_n, num_programs)
     return ring.launch_ring(
-        functools.partial(GemmProgram),
+        functools.partial(program or GemmProgram),
         {"a": a, "bs": bs},
         tuple(jax.ShapeDtypeStruct((number, m, n), out_dtype) for number, n in stacks),
         config=config,
@@ -235,7 +243,7 @@ class SyrkxProgram(ring.SymmetricProgram):
             for index, out in enumerate(self.outs, i * len(self.outs)):
                 rounded = block.astype(out.dtype)
                 block -= rounded.astype(jnp.float32)
-                direct, mirror = self._stage(rounded, index, below_diagonal)
+                direct, mirror = self.stage(rounded, index, below_diagonal)
                 self.copy_out(direct, mirror, out, tile.batch, row, col)
                 self.end_group()
 
@@ -243,7 +251,7 @@ class SyrkxProgram(ring.SymmetricProgram):
             is_stored = (row < self.outs[0].shape[1]) & (col < row + ROWS)
             self.store_where(is_stored, functools.partial(store, i, row, col, block))
 
-    def _stage(self, block: jax.Array, index: int, below_diagonal: jax.Array) -> tuple[Ref, Ref]:
+    def stage(self, block: jax.Array, index: int, below_diagonal: jax.Array) -> tuple[Ref, Ref]:
         """Writes a rounded block and its transpose to buffers, and returns these."""
         direct = self.free_buffer(self.out_buffers, index)
         mirror = self.mirror_buffers.at[self.warpgroup, index % self.config.num_buffers]

@@ -104,18 +104,21 @@ def launch_ring(
         "empty": plgpu.Barrier(num_arrivals=config.tile_m // config.rows, num_barriers=stages),
         **{name: shared(out_type[-1].dtype, *staging, *x) for name, x in buffers.items()},
     }
-    num_threads = config.num_warpgroups + 1
+    num_threads = config.num_warpgroups + config.num_producers
     return launch(program, operands, out_type, num_threads=num_threads, scratch=scratch, **options)
 
 
 def shared(dtype: jnp.dtype, *shape: int) -> Any:
-    """Returns the type of a buffer in shared memory, swizzled as TMA and wgmma need it."""
-    swizzle = plgpu.find_swizzle(8 * dtype.itemsize * shape[-1])
+    """Returns the type of a buffer in shared memory, swizzled as the matrix units need it."""
+    return plgpu.SMEM(shape, dtype, transforms=transforms(dtype, shape[-1]))
+
+
+def transforms(dtype: jnp.dtype, columns: int) -> tuple[Any, Any]:
+    """Returns those of a buffer with that many columns."""
+    swizzle = plgpu.find_swizzle(8 * dtype.itemsize * columns)
     # The transforms are abstract to pyright, because a decorator adds their methods.
-    tile = (8, swizzle // dtype.itemsize)
-    tiled = plgpu.TilingTransform(tile)  # pyright: ignore[reportAbstractUsage]
-    swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, dtype, transforms=(tiled, swizzled))
+    tiled = plgpu.TilingTransform((8, swizzle // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
+    return tiled, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
 class Tile(NamedTuple):
