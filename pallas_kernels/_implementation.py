@@ -7,7 +7,7 @@ Nothing here imports a back end of Pallas unless the device may need it.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -21,7 +21,7 @@ from pallas_kernels.device import memoized
 
 type Operand = jax.Array | jax.ShapeDtypeStruct
 
-IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu")
+IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu", "mosaic_gpu_mma", "mosaic_gpu_tcgen05")
 _TRITON_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -29,12 +29,12 @@ def unsupported_reason(implementation: str, a_matrix: Operand) -> str | None:
     """Returns why `syrkx(a_matrix, …, implementation=implementation)` would raise, or None.
 
     Args:
-        implementation: `"xla"`, `"triton"` or `"mosaic_gpu"`.
+        implementation: one of `IMPLEMENTATIONS`.
         a_matrix: the operand, or anything with its `shape` and `dtype`.
 
     Raises:
         TypeError: `a_matrix` has no shape of a matrix.
-        ValueError: `implementation` is not one of the three.
+        ValueError: `implementation` is none of them.
     """
     check_name("implementation", implementation, sorted(IMPLEMENTATIONS))
     check_operand("a_matrix", a_matrix)
@@ -45,7 +45,7 @@ class Selection(NamedTuple):
     """An implementation and the basis of its choice.
 
     Attributes:
-        implementation: `"xla"`, `"triton"` or `"mosaic_gpu"`.
+        implementation: one of `IMPLEMENTATIONS`.
         basis: `"measured …"`, `"modelled …"` or `"only …"`.
     """
 
@@ -127,33 +127,47 @@ def _triton_reason(a_matrix: Operand) -> str | None:
         return f"the shape {a_matrix.shape} has no elements"
     if device.current().platform not in ("gpu", "cuda", "rocm"):
         return "the default device is not a GPU"
-    from jax.experimental.pallas import triton as plt
-
     try:
+        from jax.experimental.pallas import triton as plt
+
         info = plt.get_gpu_info()
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         return str(error)
     if info.compute_capability < 80:
         return f"{info.arch_name} is not an NVIDIA GPU of compute capability 8.0 or higher"
     return None
 
 
-def _mosaic_reason(a_matrix: Operand) -> str | None:
+def _mosaic_reason(majors: Collection[int], a_matrix: Operand) -> str | None:
     if a_matrix.dtype not in (jnp.bfloat16, jnp.float16):
         return f"the dtype {a_matrix.dtype} is neither bfloat16 nor float16"
     if not a_matrix.size:
         return f"the shape {a_matrix.shape} has no elements"
     here = device.current()
-    if not here.is_hopper:
-        return f"the default device, {here.kind}, is no Hopper GPU (H100, H200, GH200)"
+    if not (here.capability and here.capability[0] in majors):
+        needed = " or ".join(map(str, majors))
+        return (
+            f"the default device, {here.kind}, is not known to be an NVIDIA GPU of compute"
+            f" capability {needed}"
+        )
     return None
 
 
 _REASONS: dict[str, Callable[[Operand], str | None]] = {
     "xla": lambda _: None,
     "triton": _triton_reason,
-    "mosaic_gpu": _mosaic_reason,
+    "mosaic_gpu": functools.partial(_mosaic_reason, (8, 9, 10, 12)),
+    "mosaic_gpu_mma": functools.partial(_mosaic_reason, (8, 9, 10, 12)),
+    "mosaic_gpu_tcgen05": functools.partial(_mosaic_reason, (10,)),
 }
+
+
+def kernel_of(implementation: str) -> str:
+    """Returns the implementation, or the kernel that `"mosaic_gpu"` stands for on this device."""
+    if implementation != "mosaic_gpu" or not (capability := device.current().capability):
+        return implementation
+    kernels = {9: "mosaic_gpu", 10: "mosaic_gpu_tcgen05"}
+    return kernels.get(capability[0], "mosaic_gpu_mma")
 
 
 @memoized
@@ -163,8 +177,19 @@ def reasons_against(operand: Operand) -> dict[str, str | None]:
 
 
 def supported_implementations(operand: Operand) -> tuple[str, ...]:
-    """Returns the implementations that run here."""
-    return tuple(name for name, reason in reasons_against(operand).items() if reason is None)
+    """Returns the implementations that run here and that None may stand for.
+
+    No card has run `"mosaic_gpu_tcgen05"`. `"mosaic_gpu_mma"` takes the place of `"triton"` where a
+    version of JAX does not have that any more, or where the device has a table.
+    """
+    reasons = reasons_against(operand)
+    found = [name for name in ("xla", "triton", "mosaic_gpu") if reasons[name] is None]
+    if "mosaic_gpu" in found and not device.current().is_hopper:
+        found.remove("mosaic_gpu")
+        measured = _tuning.table_path(device.current().kind).exists()
+        if kernel_of("mosaic_gpu") == "mosaic_gpu_mma" and (measured or "triton" not in found):
+            found.append("mosaic_gpu_mma")
+    return tuple(found)
 
 
 # Which is the fastest. Limits were measured on an H200 by `python -m benchmarks syrk` and `gemm`;
@@ -187,7 +212,8 @@ def _modelled_fastest(operand: Operand, addend: bool, supported: tuple[str, ...]
     is_aligned = operand.dtype.itemsize == 2 and m % 8 == n % 8 == 0
     rows = -(-m // 64)
     fills = n < 4 * m or batch * rows * (rows + 1) // 2 > 264
-    return "triton" if "triton" in supported and is_aligned and (fills or is_small) else "xla"
+    kernel = next((name for name in ("triton", "mosaic_gpu_mma") if name in supported), "xla")
+    return kernel if is_aligned and (fills or is_small) else "xla"
 
 
 def gemm_unsupported_reason(
@@ -205,7 +231,8 @@ def fastest_gemm(a: Operand, b: Operand, out_dtype: jnp.dtype) -> str:
     (batch, m, k), n, is_half = _as_one_stack(a), b.shape[-1], a.dtype.itemsize == 2
 
     def runs(implementation: str) -> bool:
-        return not gemm_unsupported_reason(implementation, a, b, out_dtype=out_dtype)
+        reason = gemm_unsupported_reason(implementation, a, b, out_dtype=out_dtype)
+        return implementation in supported_implementations(a) and not reason
 
     # Its time over that of cuBLAS: 0.62 for 64², 1.05 for 384²·384×1536, up to 1.5 with four times
     # as many products.
@@ -253,7 +280,7 @@ class Implementation:
         """Returns the implementation of that name, or the choice among all that run here.
 
         Args:
-            name: `"xla"`, `"triton"`, `"mosaic_gpu"` or None.
+            name: one of `IMPLEMENTATIONS`, or None.
             *operands: one of the operands, or anything with its `shape` and `dtype`; or several.
             out_dtype: the widest dtype of a result, or None for the operands'.
 
@@ -265,7 +292,7 @@ class Implementation:
             return cls(supported_implementations(operands[0]))
         check_name("implementation", name, sorted(IMPLEMENTATIONS), or_none=True)
         check_supported(name, gemm_unsupported_reason(name, *operands, out_dtype=out_dtype))
-        return cls((name,))
+        return cls((kernel_of(name),))
 
     def name_for(
         self,
@@ -446,6 +473,8 @@ def _module(name: str) -> Any:
             from pallas_kernels import _triton as module
         case "mosaic_gpu":
             from pallas_kernels._mosaic_gpu import products as module
+        case "mosaic_gpu_mma":
+            from pallas_kernels._mosaic_gpu import mma as module
         case "momentum":
             from pallas_kernels import _momentum as module
         case _:

@@ -27,12 +27,26 @@ from pallas_kernels._triton import syrkx as triton_syrkx
 INTERPRETED = TritonConfig(32, 32, 16, num_warps=4, num_stages=3)
 INTERPRETED_MOSAIC = MosaicSyrkxConfig(tile_m=64, tile_n=64, num_stages=2)
 
+
+class DescribedGPU(AbstractDevice):
+    """A GPU of a compute capability, as a real one states it."""
+
+    compute_capability: str
+
+
+def gpu(capability: str, *fields: Any) -> DescribedGPU:
+    """The GPU of that name and number of multiprocessors."""
+    device = DescribedGPU(*fields, "gpu")
+    object.__setattr__(device, "compute_capability", capability)
+    return device
+
+
 GPUS = {
-    "A100": AbstractDevice("NVIDIA A100", 108, "gpu"),
-    "H200": AbstractDevice("NVIDIA H200", 132, "gpu"),
-    "B200": AbstractDevice("NVIDIA B200", 148, "gpu"),
-    "RTX 4090": AbstractDevice("NVIDIA GeForce RTX 4090", 128, "gpu"),
-    "RTX PRO 6000": AbstractDevice("NVIDIA RTX PRO 6000", 188, "gpu"),
+    "A100": gpu("8.0", "NVIDIA A100", 108),
+    "H200": gpu("9.0", "NVIDIA H200", 132),
+    "B200": gpu("10.0", "NVIDIA B200", 148),
+    "RTX 4090": gpu("8.9", "NVIDIA GeForce RTX 4090", 128),
+    "RTX PRO 6000": gpu("12.0", "NVIDIA RTX PRO 6000", 188),
 }
 # Those that no kernel runs on, with the platform that they are lowered for.
 OTHER_GPUS = {
@@ -248,6 +262,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "triton": by_name("triton"),
     "mosaic_gpu, interpreted": interpreted_mosaic,
     "mosaic_gpu": by_name("mosaic_gpu"),
+    "mosaic_gpu_mma": by_name("mosaic_gpu_mma"),
 }
 # Those of all tests, the widest last.
 DTYPES = {
@@ -258,6 +273,7 @@ needs_hopper = pytest.mark.skipif(not device.current().is_hopper, reason="needs 
 MARKS = {
     "triton": [pytest.mark.gpu],
     "mosaic_gpu": [pytest.mark.gpu, needs_hopper],
+    "mosaic_gpu_mma": [pytest.mark.gpu],
 }
 each_implementation = pytest.mark.parametrize(
     "implementation", [pytest.param(name, marks=MARKS.get(name, [])) for name in IMPLEMENTATIONS]

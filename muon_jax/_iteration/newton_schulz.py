@@ -262,7 +262,8 @@ class NewtonSchulz:
         m, n = sorted(stack.shape[-2:])
         form = self.form((m, n), stack.dtype)
         is_shared = self.schedule.is_composed or form.method == "gram"
-        return is_shared and form.implementation == "mosaic_gpu" and self.preconditioning != "aol"
+        is_kernel = form.implementation and form.chosen((m, n)).names == ("mosaic_gpu",)
+        return is_shared and bool(is_kernel) and self.preconditioning != "aol"
 
     def run(self, stacks: Sequence[Any], form: Form, operand: WholeMatrices) -> list[Any]:
         """Returns what `map` does of all stacks, in that form.

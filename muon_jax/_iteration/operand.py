@@ -388,7 +388,7 @@ def pad_for_kernels(x: jax.Array, operand: WholeMatrices) -> jax.Array:
 
     Sizes become multiples of
 
-    - 64 for the implementation `"mosaic_gpu"`, which needs them,
+    - 64 for the implementation `"mosaic_gpu"` and 128 for its relatives, which need them,
     - 8 for the others: matrix units load 16 bytes at a time.
 
     XLA pads in the pass that scales x. The columns are padded in eights, for XLA to load several
@@ -406,7 +406,8 @@ def pad_for_kernels(x: jax.Array, operand: WholeMatrices) -> jax.Array:
 
 def padded_sizes(x: jax.Array | jax.ShapeDtypeStruct, operand: WholeMatrices) -> tuple[int, int]:
     """Returns the sizes that matrices have with the padding that products in their dtype need."""
-    return _round_up(x, 64 if _implementation(x, x.dtype, operand) == "mosaic_gpu" else 8)
+    name = _implementation(x, x.dtype, operand)
+    return _round_up(x, {"mosaic_gpu": 64, "triton": 8, "xla": 8}.get(name, 128))
 
 
 def cut_padding(x: jax.Array, rows: int, cols: int, operand: WholeMatrices) -> jax.Array:

@@ -111,15 +111,17 @@ def test_an_implementation_is_asked_once_for_each_shape_dtype_and_device(monkeyp
 
 
 def test_an_implementation_is_named_or_all_that_run():
-    names = {"A100": ("xla", "triton"), "H200": IMPLEMENTATIONS, "B200": ("xla", "triton")}
+    of_hopper = ("xla", "triton", "mosaic_gpu")
+    names = {"A100": ("xla", "triton"), "H200": of_hopper, "B200": ("xla", "triton")}
     for gpu, expected in names.items():
         with helpers.described_gpu(gpu):
             assert Implementation.chosen(None, MATRIX).names == expected
             assert Implementation.chosen("triton", MATRIX).names == ("triton",)
             assert Implementation.chosen(None, operand((0, 64, 64))).names == ("xla",)
     with helpers.described_gpu("A100"):
-        with pytest.raises(NotImplementedError, match="'mosaic_gpu' cannot run: .*A100"):
-            Implementation.chosen("mosaic_gpu", MATRIX)
+        assert Implementation.chosen("mosaic_gpu", MATRIX).names == ("mosaic_gpu_mma",)
+        with pytest.raises(NotImplementedError, match="'mosaic_gpu_tcgen05' cannot run: .*A100"):
+            Implementation.chosen("mosaic_gpu_tcgen05", MATRIX)
         with pytest.raises(NotImplementedError, match="out_dtype=float64 is none of"):
             Implementation.chosen("triton", MATRIX, out_dtype=jnp.dtype("float64"))
     with pytest.raises(ValueError, match="one of .* got 'cuda'"):

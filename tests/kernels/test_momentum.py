@@ -26,7 +26,7 @@ WEIGHTS = np.array([0.9, 0.5, 0.7, 0.25], np.float32)
 # On GPUs the kernels run.
 INTERPRET = jax.default_backend() != "gpu"
 interpreted = functools.partial(accumulate, interpret=INTERPRET)
-GPU = Device("gpu", "", 0, "")
+GPU = Device("gpu", "", 0, "", None)
 
 
 def arrays(shapes, dtype, seed, scale=1.0):

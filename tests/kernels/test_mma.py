@@ -1,0 +1,152 @@
+"""The kernels by mma, in an interpreter that knows neither mma nor cp.async, and lowered."""
+
+import functools
+import sys
+
+import chex
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.interpreters import mlir
+from jax._src.pallas.mosaic_gpu import primitives
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from muon_jax import newton_schulz
+from pallas_kernels import _implementation, gemm, select_implementation, syrk, unsupported_reason
+from pallas_kernels._mosaic_gpu import mma
+from pallas_kernels._mosaic_gpu.config import MmaGemmConfig, MmaSyrkxConfig
+from pallas_kernels._mosaic_gpu.ring import RingProgram
+
+CHECKED = plgpu.InterpretGPUParams(detect_races=True)
+
+
+def dot(sums, a, b):
+    product = jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
+    return sums + product
+
+
+mlir.register_lowering(primitives.mma_p, mlir.lower_fun(dot, multiple_results=False), "cpu")
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """Copies are TMA's, and barriers tell when they have come."""
+
+    def await_copies(self, tile, slot):
+        plgpu.barrier_wait(self.full.at[tile.turn, slot])
+        self.commit()
+
+    for name in ("copy", "commit"):
+        monkeypatch.setattr(mma.MmaProgram, name, getattr(RingProgram, name))
+    monkeypatch.setattr(mma.MmaProgram, "skip_copies", lambda self: None)
+    monkeypatch.setattr(mma.MmaProgram, "await_copies", await_copies)
+    jax.clear_caches()
+    yield monkeypatch
+    jax.clear_caches()
+
+
+def random_case(seed):
+    """Ragged sizes, several tiles for each program, and each part of the epilogue."""
+    rng = np.random.default_rng([60, seed])
+    batch, m, n = (int(x) for x in (rng.integers(1, 3), rng.integers(1, 400), rng.integers(1, 300)))
+    dtype = (jnp.bfloat16, jnp.float16)[rng.integers(2)]
+    a = helpers.integers(rng, (batch, m, n), dtype)
+    cs = tuple(
+        helpers.symmetric(helpers.integers(rng, (batch, m, m), dtype))
+        for _ in range(rng.integers(3))
+    )
+    config = MmaSyrkxConfig(128, int(rng.choice([64, 128])), int(rng.integers(2, 5)))
+    return rng, a, 2 * a if rng.integers(2) else None, cs, bool(rng.integers(2)), config
+
+
+@pytest.mark.parametrize("seed", helpers.mostly_nightly(range(30), (0, 1), (2, 3)))
+def test_random_symmetric_products_are_exact_and_free_of_races(interpreter, seed):
+    rng, a, b, cs, residual, config = random_case(seed)
+    kwargs = {"alpha": 0.5, "diagonal": 3.0, "beta": (-2.0, 0.25)[: len(cs)]}
+    high, *low = mma.syrkx(
+        a,
+        b,
+        cs,
+        tuple(map(jnp.float32, (0.5, 3.0, *kwargs["beta"]))),
+        symmetrize_output=True,
+        residual=residual,
+        config=config,
+        num_programs=int(rng.integers(1, 5)),
+        interpret=CHECKED,
+    )
+    exact = helpers.exact_syrkx(a, b, cs, **kwargs)
+    chex.assert_trees_all_equal(high, exact.astype(a.dtype))
+    for left in low:
+        chex.assert_trees_all_equal(left, (exact - np.asarray(high, float)).astype(a.dtype))
+    assert not helpers.found_races()
+
+
+@pytest.mark.parametrize("tile_n", helpers.mostly_nightly([64, 128], [128]))
+@pytest.mark.parametrize("out_dtype", helpers.mostly_nightly([jnp.bfloat16, jnp.float32], (), ()))
+def test_other_products_are_exact_and_free_of_races(interpreter, tile_n, out_dtype):
+    rng = np.random.default_rng(0)
+    a, b = (helpers.integers(rng, shape, jnp.bfloat16) for shape in ((2, 130, 200), (2, 200, 260)))
+    config = MmaGemmConfig(128, tile_n, 2)
+    out = mma.gemm(a, b, out_dtype=out_dtype, config=config, num_programs=3, interpret=CHECKED)
+    exact = np.asarray(a, float) @ np.asarray(b, float)
+    chex.assert_trees_all_equal(out, exact.astype(out_dtype))
+    assert not helpers.found_races()
+
+
+def test_the_interpreter_finds_a_step_that_is_overwritten_while_it_is_read(interpreter):
+    def await_copies(self, tile, slot):
+        plgpu.barrier_wait(self.full.at[tile.turn, slot])  # but not for the other threads
+
+    interpreter.setattr(mma.MmaProgram, "await_copies", await_copies)
+    a, coefficients = jnp.ones((256, 256), jnp.bfloat16), (jnp.float32(1), jnp.float32(0))
+    run = functools.partial(mma.syrkx, symmetrize_output=True, residual=False, interpret=CHECKED)
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        jax.block_until_ready(run(a, None, (), coefficients, num_programs=2))
+    assert helpers.found_races() or "RACE DETECTED" in str(error.value)  # JAX 0.11, or since 0.12
+
+
+def lowered(function, *shapes):
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    return jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("gpu", helpers.GPUS)
+@pytest.mark.parametrize("function", [syrk, lambda a, **kwargs: gemm(a, a, **kwargs)])
+def test_it_is_mosaic_gpu_but_on_hopper_and_blackwell(gpu, function):
+    with helpers.described_gpu(gpu):
+        by_mma = lowered(functools.partial(function, implementation="mosaic_gpu_mma"), (256, 256))
+        assert by_mma.count("@mosaic_gpu") == 1
+        matrix = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+        assert unsupported_reason("mosaic_gpu", matrix) is None
+        chosen = _implementation.kernel_of("mosaic_gpu")
+        kernels = {"H200": "mosaic_gpu", "B200": "mosaic_gpu_tcgen05"}
+        assert chosen == kernels.get(gpu, "mosaic_gpu_mma")
+
+
+@pytest.mark.parametrize("gpu", helpers.GPUS)
+def test_it_takes_the_place_of_a_lowering_that_jax_has_removed(gpu, monkeypatch):
+    large = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
+    with helpers.described_gpu(gpu):
+        before = select_implementation(large).implementation
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    monkeypatch.delattr(jax.experimental.pallas, "triton", raising=False)
+    jax.clear_caches()
+    with helpers.described_gpu(gpu):
+        uncached = _implementation._REASONS["triton"]
+        assert "triton" in uncached(large)
+        monkeypatch.setattr(_implementation, "reasons_against", reasons)
+        monkeypatch.setattr(
+            _implementation, "fastest_syrkx", _implementation.fastest_syrkx.__wrapped__
+        )
+        after = select_implementation(large).implementation
+        text = lowered(functools.partial(newton_schulz, dtype="bfloat16"), (1024, 1024))
+    assert before == ("mosaic_gpu" if gpu == "H200" else "triton")
+    expected = {"H200": "mosaic_gpu", "B200": "xla"}.get(gpu, "mosaic_gpu_mma")
+    assert after == expected
+    assert ("@mosaic_gpu" in text) == (expected != "xla") and "triton" not in text
+
+
+def reasons(operand):
+    return {name: reason(operand) for name, reason in _implementation._REASONS.items()}
