@@ -51,15 +51,17 @@ def current() -> Device:
 
 
 def _capability_of(device: Any) -> tuple[int, int] | None:
-    """Returns the compute capability of an NVIDIA GPU, as far as it is known.
+    """Returns the compute capability of an NVIDIA GPU, or None where it is not known.
 
-    A described device has none, for which Pallas takes 9.0.
+    An abstract mesh says no more than the device's name. Where that is not the default device's, it
+    is known of Hopper GPUs alone: there Pallas takes 9.0 in any case.
     """
-    text = getattr(device, "compute_capability", None)
-    if text is None and _HOPPER.search(device.device_kind):
-        return 9, 0
-    major, dot, minor = (text or "").partition(".")
-    return (int(major), int(minor)) if dot and (major + minor).isdecimal() else None
+    if device.device_kind == (default := backend.get_default_device()).device_kind:
+        device = default
+    if capability := getattr(device, "compute_capability", None):
+        found = re.fullmatch(r"(\d+)\.(\d+)", capability)
+        return (int(found[1]), int(found[2])) if found else None
+    return (9, 0) if _HOPPER.search(device.device_kind) else None
 
 
 def memoized[R](function: Callable[..., R]) -> Callable[..., R]:

@@ -33,7 +33,8 @@ gpu_device_info {{
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: 2000000000000 l2_cache_size: 41943040 clock_rate_ghz: 1.5
   device_memory_size: {memory}000000000 registers_per_core_limit: 65536
-  registers_per_block_limit: 65536 cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
@@ -94,6 +95,7 @@ needs_compiler = pytest.mark.skipif(
 def output_of(program: str, name: str, **environment: str) -> str:
     """What the program prints, which compiles for the GPU of that name."""
     major, minor, cores, shared_per_core, shared_per_block, memory = (TARGETS | OLD_TARGETS)[name]
+    extension = "feature_extension: ACCELERATED_FEATURES" if major >= 10 else ""  # sm_100a, …
     process = subprocess.run(
         [sys.executable, "-c", PROLOGUE + program],
         input=DESCRIPTION.format(**locals()),

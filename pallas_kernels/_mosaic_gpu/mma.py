@@ -138,7 +138,7 @@ class MmaProgram(RingProgram):
             nvvm.cp_async_commit_group()
             nvvm.cp_async_commit_group()
 
-        skip()
+        skip()  # pyright: ignore[reportCallIssue]
 
     def await_copies(self, tile: Tile, slot: jax.Array) -> None:
         """Waits for the copies of a step. All threads have read the slot before."""
@@ -150,7 +150,7 @@ class MmaProgram(RingProgram):
 
     def commit(self) -> None:
         """Waits for all threads. `plgpu.commit_smem` has a fence that came with Hopper."""
-        plgpu.inline_mgpu()(lambda _: utils.warpgroup_barrier())()  # pyright: ignore[reportCallIssue]
+        plgpu.inline_mgpu()(lambda _: utils.warpgroup_barrier())()
 
     def start_store(self, buffer: Ref, block: Ref) -> None:
         """Copies a buffer to global memory."""
