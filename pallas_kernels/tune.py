@@ -23,8 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels import _tuning, syrk, unsupported_reason
+from pallas_kernels import _tuning, device, syrk, unsupported_reason
+from pallas_kernels._mosaic_gpu import mma
 from pallas_kernels._mosaic_gpu.config import (
+    MMA_SYRKX_CONFIGS,
     MOSAIC_SYRKX_CONFIGS,
     MosaicSyrkxConfig,
     predict_syrkx_microseconds,
@@ -173,15 +175,16 @@ def _candidates(a: jax.Array, addend: bool) -> dict[str, Callable[..., jax.Array
     }
     if unsupported_reason("triton", a) is None:
         candidates["triton"] = functools.partial(_plus_half_addend, implementation="triton")
-    if unsupported_reason("mosaic_gpu", a) is None:
+    if unsupported_reason("mosaic_gpu", a):
+        return candidates
+    kernel, configs = (mma.syrkx, MMA_SYRKX_CONFIGS)
+    if device.current().is_hopper:
         predict = functools.partial(predict_syrkx_microseconds, a.shape, addend=addend)
         slowest = _SLACK * min(map(predict, MOSAIC_SYRKX_CONFIGS))
-        candidates |= {
-            config.name: functools.partial(_with_config, config)
-            for config in MOSAIC_SYRKX_CONFIGS
-            if predict(config) <= slowest
-        }
-    return candidates
+        kernel, configs = syrkx, [x for x in MOSAIC_SYRKX_CONFIGS if predict(x) <= slowest]
+    return candidates | {
+        config.name: functools.partial(_with_config, kernel, config) for config in configs
+    }
 
 
 def _plus_half_addend(a: jax.Array, c: jax.Array | None = None, **options: Any) -> jax.Array:
@@ -189,8 +192,10 @@ def _plus_half_addend(a: jax.Array, c: jax.Array | None = None, **options: Any) 
     return syrk(a, c, beta=0 if c is None else 0.5, **options)
 
 
-def _with_config(config: MosaicSyrkxConfig, a: jax.Array, *cs: jax.Array) -> jax.Array:
-    """The same by the Mosaic GPU kernel with this config."""
+def _with_config(
+    syrkx: Callable[..., Any], config: MosaicSyrkxConfig, a: jax.Array, *cs: jax.Array
+) -> jax.Array:
+    """The same by a Mosaic GPU kernel with this config."""
     coefficients = tuple(map(jnp.float32, (1, 0, *[0.5] * len(cs))))
     (out,) = syrkx(a, None, cs, coefficients, symmetrize_output=True, residual=False, config=config)
     return out

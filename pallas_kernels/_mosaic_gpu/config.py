@@ -5,6 +5,7 @@ This module imports no back end of Pallas, because the models choose the impleme
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import ClassVar
 
 from pallas_kernels import _tuning
@@ -63,6 +64,7 @@ class MosaicSyrkxConfig(RingConfig):
     """A tile of a symmetric product, whose blocks are stored twice, once transposed."""
 
     num_stores: ClassVar[int] = 2
+    implementation: ClassVar[str] = "mosaic_gpu"
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128):
@@ -79,7 +81,7 @@ class MosaicSyrkxConfig(RingConfig):
     def name(self) -> str:
         """The name in the tables of measured times."""
         tile = f"{self.tile_m}x{self.tile_n}x{self.num_stages}"
-        return f"mosaic_gpu {tile}{' in turns' * self.in_turns}"
+        return f"{self.implementation} {tile}{' in turns' * self.in_turns}"
 
     @property
     def block_n(self) -> int:
@@ -110,13 +112,15 @@ class MmaConfig(RingConfig):
 class MmaSyrkxConfig(MmaConfig, MosaicSyrkxConfig):
     """A tile of a symmetric product by mma."""
 
+    implementation: ClassVar[str] = "mosaic_gpu_mma"
+
 
 class MmaGemmConfig(MmaConfig, MosaicGemmConfig):
     """A tile of another product by mma."""
 
 
-# The tuner measures these. Rings are as long as fits beside the staging buffers: two for each
-# warpgroup, or one where tiles are in turns and the other warpgroup multiplies meanwhile.
+# The tuner measures these. Hopper's rings are as long as fits beside the staging buffers: two for
+# each warpgroup, or one where tiles are in turns and the other warpgroup multiplies meanwhile.
 MOSAIC_SYRKX_CONFIGS = (
     MosaicSyrkxConfig(64, 64, 8),
     MosaicSyrkxConfig(64, 96, 6),
@@ -129,6 +133,8 @@ MOSAIC_SYRKX_CONFIGS = (
     MosaicSyrkxConfig(128, 224, 4),
 )
 
+MMA_SYRKX_CONFIGS = tuple(MmaSyrkxConfig(128, n, stages) for n in (64, 128) for stages in (2, 3))
+
 
 def default_mosaic_syrkx_config(
     shape: tuple[int, ...], *, addend: bool, mirrored_on_diagonal: bool = False
@@ -139,12 +145,17 @@ def default_mosaic_syrkx_config(
         for config in MOSAIC_SYRKX_CONFIGS
         if config.block_n == ROWS or not mirrored_on_diagonal
     ]
-    measured = _tuning.lookup(shape, addend=addend) or {}
-    times = {config: measured[config.name] for config in configs if config.name in measured}
-    times = times or {
-        config: predict_syrkx_microseconds(shape, config, addend=addend) for config in configs
-    }
-    return min(times, key=times.__getitem__)
+    predict = functools.partial(predict_syrkx_microseconds, shape, addend=addend)
+    return measured_config(configs, shape, addend=addend) or min(configs, key=predict)
+
+
+def measured_config(
+    configs: Iterable[MosaicSyrkxConfig], shape: tuple[int, ...], *, addend: bool
+) -> MosaicSyrkxConfig | None:
+    """Returns the config that was the fastest on this device, or None where none was measured."""
+    times = _tuning.lookup(shape, addend=addend) or {}
+    measured = [config for config in configs if config.name in times]
+    return min(measured, key=lambda config: times[config.name], default=None)
 
 
 def mosaic_syrkx_beats_xla(shape: tuple[int, ...], *, addend: bool) -> bool:

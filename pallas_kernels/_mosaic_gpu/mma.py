@@ -28,31 +28,45 @@ from pallas_kernels._mosaic_gpu.work_list import lower_triangle
 from pallas_kernels._stacked import Arrays
 
 
-def syrkx(a_matrix: jax.Array, *operands: Any, **options: Any) -> Arrays:
+def syrkx(
+    a_matrix: jax.Array,
+    b_matrix: jax.Array | None,
+    c_matrices: Arrays,
+    coefficients: Arrays,
+    **options: Any,
+) -> Arrays:
     """Computes what `_reference.syrkx` defines, with the options of `products.syrkx`."""
-    *batch, m, _ = a_matrix.shape
+    *batch, m, n = a_matrix.shape
+    shape = math.prod(batch), m, n
+    measured = configs.measured_config(configs.MMA_SYRKX_CONFIGS, shape, addend=bool(c_matrices))
     num_tiles = math.prod(batch) * len(lower_triangle(m, 128, 128))
-    chosen = _options(num_tiles, MmaSyrkxProgram, configs.MmaSyrkxConfig)
-    return products.syrkx(a_matrix, *operands, **chosen | options)
+    config = measured or configs.MmaSyrkxConfig(128, _tile_n(num_tiles), 2)
+    options = _options(MmaSyrkxProgram, config) | options
+    return products.syrkx(a_matrix, b_matrix, c_matrices, coefficients, **options)
 
 
 def gemm(a_matrix: jax.Array, b_matrix: jax.Array, **options: Any) -> jax.Array:
     """A·B, with the options of `products.gemm`."""
     *batch, m, _ = a_matrix.shape
     num_tiles = math.prod(batch) * pl.cdiv(m, 128) * pl.cdiv(b_matrix.shape[-1], 128)
-    chosen = _options(num_tiles, MmaGemmProgram, configs.MmaGemmConfig)
-    return products.gemm(a_matrix, b_matrix, **chosen | options)
+    config = configs.MmaGemmConfig(128, _tile_n(num_tiles), 2)
+    return products.gemm(a_matrix, b_matrix, **_options(MmaGemmProgram, config) | options)
 
 
-def _options(
-    num_tiles: int, program: type[RingProgram], config: type[configs.RingConfig]
-) -> dict[str, Any]:
-    """Returns options for that many tiles of 128×128. Where they are few, tiles are narrower."""
+def _num_programs() -> int:
+    """Returns how many run at a time. Where shared memory is 100 KB, it has room for one each."""
     here = device.current()
-    num_programs = here.num_multiprocessors * (2 if here.capability in {(8, 0), (9, 0)} else 1)
-    tile_n = 128 if num_tiles >= num_programs else 64
-    options = {"config": config(128, tile_n, 2), "num_programs": num_programs, "multiple": 128}
-    return {"program": program, **options}
+    return here.num_multiprocessors * (2 if here.capability in {(8, 0), (9, 0), (10, 0)} else 1)
+
+
+def _tile_n(num_tiles: int) -> int:
+    """Returns the width of tiles, of which there would be so many of 128×128."""
+    return 128 if num_tiles >= _num_programs() else 64
+
+
+def _options(program: type[RingProgram], config: configs.RingConfig) -> dict[str, Any]:
+    programs = {"program": program, "num_programs": _num_programs()}
+    return {"config": config, "multiple": 128, **programs}
 
 
 class MmaProgram(RingProgram):

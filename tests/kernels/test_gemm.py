@@ -223,7 +223,7 @@ def test_the_tile_follows_the_number_of_rounds(shape, n, tile_n):
         ),
         (
             lambda: gemm(jnp.ones((2, 2)), jnp.ones((2, 2)), implementation="cublas"),
-            r"one of \['mosaic_gpu', 'triton', 'xla'\] or None, got 'cublas'",
+            r"one of .*'mosaic_gpu_mma', .*'xla'\] or None, got 'cublas'",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import sys
 
 import chex
@@ -15,9 +16,21 @@ from jax._src.pallas.mosaic_gpu import primitives
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from muon_jax import newton_schulz
-from pallas_kernels import _implementation, gemm, select_implementation, syrk, unsupported_reason
+from pallas_kernels import (
+    _implementation,
+    _tuning,
+    gemm,
+    select_implementation,
+    syrk,
+    unsupported_reason,
+)
 from pallas_kernels._mosaic_gpu import mma
-from pallas_kernels._mosaic_gpu.config import MmaGemmConfig, MmaSyrkxConfig
+from pallas_kernels._mosaic_gpu.config import (
+    MMA_SYRKX_CONFIGS,
+    MmaGemmConfig,
+    MmaSyrkxConfig,
+    measured_config,
+)
 from pallas_kernels._mosaic_gpu.ring import RingProgram
 
 CHECKED = plgpu.InterpretGPUParams(detect_races=True)
@@ -124,6 +137,24 @@ def test_it_is_mosaic_gpu_but_on_hopper_and_blackwell(gpu, function):
         chosen = _implementation.kernel_of("mosaic_gpu")
         kernels = {"H200": "mosaic_gpu", "B200": "mosaic_gpu_tcgen05"}
         assert chosen == kernels.get(gpu, "mosaic_gpu_mma")
+
+
+def test_a_table_of_the_device_decides(monkeypatch, tmp_path):
+    """Which implementation runs, and which config; elsewhere None stays with Triton."""
+    times = {"mosaic_gpu_mma 128x64x3": 1.0, "mosaic_gpu_mma 128x128x2": 2.0, "triton": 3.0}
+    entry = {"shape": (1, 2048, 2048), "addend": False, "microseconds": times}
+    (tmp_path / "nvidia_a100.json").write_text(json.dumps({"entries": [entry]}))
+    monkeypatch.setattr(_tuning, "TABLES", tmp_path)
+    monkeypatch.setattr(_tuning, "_table", inspect.unwrap(_tuning._table))
+    monkeypatch.setattr(
+        _implementation, "fastest_syrkx", inspect.unwrap(_implementation.fastest_syrkx)
+    )
+    with helpers.described_gpu("A100"):
+        choice = select_implementation(jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16))
+        assert choice == ("mosaic_gpu_mma", "measured on an NVIDIA A100")
+        config = measured_config(MMA_SYRKX_CONFIGS, (1, 2048, 2048), addend=False)
+        assert config == MmaSyrkxConfig(128, 64, 3)
+        assert measured_config(MMA_SYRKX_CONFIGS, (2, 2048, 2048), addend=False) is None
 
 
 @pytest.mark.parametrize("gpu", helpers.GPUS)

@@ -1,5 +1,6 @@
 """The tuner writes the table that implementations are chosen by, of results that are right."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import pytest
@@ -18,6 +19,14 @@ def test_tune_writes_the_table_that_the_dispatch_reads(tmp_path, monkeypatch):
         times = _tuning.lookup(shape, addend=addend)
         assert times and set(times) == {"xla", "xla, not symmetrized"}
         assert min(times.values()) > 0
+
+
+def test_it_measures_the_kernel_of_the_device():
+    for gpu, kernel in (("H200", "mosaic_gpu"), ("RTX 4090", "mosaic_gpu_mma")):
+        with helpers.described_gpu(gpu):
+            names = tune._candidates(jax.ShapeDtypeStruct((1, 2048, 2048), jnp.bfloat16), True)
+        kernels = [name.split()[0] for name in names if "mosaic" in name]
+        assert {*kernels} == {kernel}
 
 
 def test_tune_fails_where_a_result_is_wrong(monkeypatch):
