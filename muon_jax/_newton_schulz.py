@@ -109,8 +109,8 @@ def newton_schulz(
                 "fast"                             10   13   19   31
                 "balanced"                         12   15   21   33
                 "accurate"                         15   21   33   57
-        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"` or None, as for `pallas_kernels.syrk`
-            and `pallas_kernels.gemm`.
+        implementation: one of `pallas_kernels.IMPLEMENTATIONS` or None, as for
+            `pallas_kernels.syrk` and `pallas_kernels.gemm`.
 
     Returns:
         The approximate polar factors, in the shape and dtype of `x`. Those of wide matrices in

@@ -74,8 +74,9 @@ def syrkx(
 
     `"xla"` also takes float64 and complex operands, and can be differentiated. Those operands
     accumulate in their own precision. For complex operands the product is A·Bᴴ, which is Hermitian.
-    Two implementations are kernels without derivatives: `"triton"` (NVIDIA GPUs since Ampere) and
-    `"mosaic_gpu"` (Hopper GPUs; bfloat16 and float16).
+    The other implementations are kernels without derivatives, for NVIDIA GPUs since Ampere:
+    `"triton"`, and in bfloat16 and float16 `"mosaic_gpu"`, which is another kernel on each
+    architecture.
 
     Args:
         a_matrix: shape `(..., m, n)`, m, n ≥ 1; bfloat16, float16 or float32.
@@ -88,7 +89,7 @@ def syrkx(
             tuple of the same length.
         symmetrize_output: pass False to let the two halves differ in rounding, which saves `"xla"`
             a pass.
-        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"`, or None for the choice of
+        implementation: one of `IMPLEMENTATIONS`, or None for the choice of
             `select_implementation`.
 
     Returns:
@@ -124,16 +125,16 @@ def gemm(
     between formats of 16 bits in a pass of its own. Leading dimensions are a batch, which takes one
     launch, also under `jax.vmap`.
 
-    Two implementations are kernels: `"mosaic_gpu"` (Hopper GPUs; bfloat16 and float16) and
-    `"triton"` (NVIDIA GPUs since Ampere). A kernel's result for a matrix is the same in any stack,
-    bit for bit. XLA's libraries choose among kernels by the size of the stack.
+    All implementations but `"xla"` are kernels, as those of `syrkx`. A kernel's result for a matrix
+    is the same in any stack, bit for bit. XLA's libraries choose among kernels by the size of the
+    stack.
 
     Args:
         a_matrix: shape `(..., m, k)`.
         b_matrix: shape `(..., k, n)` and dtype of `a_matrix`.
         out_dtype: float dtype of the product, or None for the operands'. The kernels take bfloat16,
             float16 and float32.
-        implementation: `"xla"`, `"triton"`, `"mosaic_gpu"`, or None for the one expected to be the
+        implementation: one of `IMPLEMENTATIONS`, or None for the one expected to be the
             fastest. That is `"triton"` for small products of 16 bits, and `"mosaic_gpu"` for large
             k or where it spares a conversion, in sizes that the measurements cover.
 

@@ -89,7 +89,7 @@ class NewtonSchulz:
         method: `"standard"` or `"gram"`, see `newton_schulz`; None for the faster form. In an
             optimizer it is the one that is faster on a stack of 16, however many matrices there
             are.
-        implementation: of the products, `"xla"`, `"triton"`, `"mosaic_gpu"` or None for the
+        implementation: of the products, one of `pallas_kernels.IMPLEMENTATIONS` or None for the
             fastest; see `newton_schulz`.
         max_group_bytes: an optimizer orthogonalizes matrices of one shape, or of the transposed
             shape, together, in groups of at most this many bytes of momentum, and exchanges them in
