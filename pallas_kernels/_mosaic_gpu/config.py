@@ -11,7 +11,7 @@ from typing import ClassVar
 from pallas_kernels import _tuning
 from pallas_kernels._mosaic_gpu.work_list import lower_triangle
 
-ROWS = 64  # rows of the blocks that are stored, and of a warpgroup's share of a tile
+ROWS = 64  # rows of a block, and of a warpgroup's share of a tile
 TILE_K = 64  # columns of A in a step of the ring: 128 bytes, the widest swizzle
 SHARED_MEMORY = 226 * 1024  # bytes for ring and staging buffers; the 227th KiB holds the barriers
 
@@ -30,6 +30,7 @@ class RingConfig:
     in_turns: bool = False
     num_stores: ClassVar[int] = 1  # how often each block is stored
     num_producers: ClassVar[int] = 1  # warpgroups that copy
+    block_m: ClassVar[int] = ROWS  # rows of the blocks that are stored
 
     @property
     def num_turns(self) -> int:
@@ -55,7 +56,7 @@ class RingConfig:
     def num_buffers(self) -> int:
         """The number of blocks that a warpgroup can be storing at a time."""
         free = SHARED_MEMORY - self.num_stages * (self.tile_m + self.tile_n) * TILE_K * 2
-        buffer = self.num_stores * ROWS * self.block_n * 2
+        buffer = self.num_stores * self.block_m * self.block_n * 2
         return min(self.tile_n // self.block_n, free // (self.num_warpgroups * buffer))
 
 
@@ -117,6 +118,33 @@ class MmaSyrkxConfig(MmaConfig, MosaicSyrkxConfig):
 
 class MmaGemmConfig(MmaConfig, MosaicGemmConfig):
     """A tile of another product by mma."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tcgen05Config(RingConfig):
+    """A tile whose sums have one of two places in tensor memory, in turns."""
+
+    tile_m: int = 128
+    tile_n: int = 128
+    num_stages: int = 4
+    in_turns: bool = True
+    num_producers: ClassVar[int] = 2  # one copies, and one multiplies
+    block_m: ClassVar[int] = 128
+
+    @property
+    def num_warpgroups(self) -> int:
+        """The number of warpgroups that store."""
+        return 1
+
+
+class Tcgen05SyrkxConfig(Tcgen05Config, MosaicSyrkxConfig):
+    """A tile of a symmetric product by tcgen05."""
+
+    implementation: ClassVar[str] = "mosaic_gpu_tcgen05"
+
+
+class Tcgen05GemmConfig(Tcgen05Config, MosaicGemmConfig):
+    """A tile of another product by tcgen05."""
 
 
 # The tuner measures these. Hopper's rings are as long as fits beside the staging buffers: two for

@@ -126,6 +126,7 @@ def launch_mosaic_syrkx(
         )
     if mirrored_on_diagonal and config.block_n != ROWS:
         raise ValueError(f"config must have a block_n of {ROWS} for A·Bᵀ, got {config}")
+    rows, columns = config.block_m, config.block_n
     return ring.launch_ring(
         functools.partial(program or SyrkxProgram, mirrored_on_diagonal=mirrored_on_diagonal),
         {"coefficients": coefficients, "cs": cs, "a": a, "b": b},
@@ -133,7 +134,7 @@ def launch_mosaic_syrkx(
         config=config,
         tiles=deal_triangles(batch, m, config.tile_m, config.tile_n, num_programs=num_programs),
         b_block=(config.tile_n, TILE_K),
-        buffers={"out_buffers": (ROWS, config.block_n), "mirror_buffers": (config.block_n, ROWS)},
+        buffers={"out_buffers": (rows, columns), "mirror_buffers": (columns, rows)},
         interpret=interpret,
         kernel_name="syrkx",
     )
@@ -162,7 +163,7 @@ def launch_mosaic_gemm(
         config=config,
         tiles=deal_rectangles(m, stacks, config.tile_m, config.tile_n, num_programs=num_programs),
         b_block=(TILE_K, config.tile_n),
-        buffers={"buffers": (ROWS, 2 * config.block_n // out_dtype.itemsize)},
+        buffers={"buffers": (config.block_m, 2 * config.block_n // out_dtype.itemsize)},
         interpret=interpret,
         kernel_name="gemm",
     )
@@ -228,7 +229,8 @@ class SyrkxProgram(ring.SymmetricProgram):
     def _store(self, tile: Tile, coefficients: list[jax.Array], product: jax.Array) -> None:
         """Finishes, rounds and stores the sums of this warpgroup's rows, block by block."""
         alpha, diagonal, *betas = coefficients
-        row_ids, col_ids = ids(ROWS, self.config.block_n)
+        rows = self.config.block_m
+        row_ids, col_ids = ids(rows, self.config.block_n, layout=self.layout)
         # Without barriers, some configs add the diagonal to α·A·Aᵀ in one instruction, which rounds
         # once. In other configs sums wait for the buffers.
         blocks = [
@@ -248,7 +250,7 @@ class SyrkxProgram(ring.SymmetricProgram):
                 self.end_group()
 
         for i, (row, col, block) in enumerate(blocks):
-            is_stored = (row < self.outs[0].shape[1]) & (col < row + ROWS)
+            is_stored = (row < self.outs[0].shape[1]) & (col < row + rows)
             self.store_where(is_stored, functools.partial(store, i, row, col, block))
 
     def stage(self, block: jax.Array, index: int, below_diagonal: jax.Array) -> tuple[Ref, Ref]:
@@ -256,7 +258,7 @@ class SyrkxProgram(ring.SymmetricProgram):
         direct = self.free_buffer(self.out_buffers, index)
         mirror = self.mirror_buffers.at[self.warpgroup, index % self.config.num_buffers]
         mirror.transpose((1, 0))[...] = block
-        if self.mirrored_on_diagonal:
+        if self.mirrored_on_diagonal and mirror.shape == direct.shape:  # else `copy_out` mirrors
             self.commit()  # all threads have written it
             mirrored = plgpu.load(mirror, layout=plgpu.Layout.WGMMA)
             block = jnp.where(below_diagonal, block, mirrored)
@@ -341,16 +343,16 @@ class GemmProgram(ring.RingProgram):
     def _store(self, tile: Tile, product: jax.Array) -> None:
         """Rounds the sums of this warpgroup's rows and stores them block by block."""
         columns = self.buffers.shape[-1]
-        product = product.astype(self.outs[0].dtype)
+        rows, product = self.config.block_m, product.astype(self.outs[0].dtype)
         self.await_stores()
         height, width = product.shape
-        starts = itertools.product(range(0, height, ROWS), range(0, width, columns))
+        starts = itertools.product(range(0, height, rows), range(0, width, columns))
         for i, (row, col) in enumerate(starts):
             buffer = self.free_buffer(self.buffers, i)
-            buffer[...] = product[row : row + ROWS, col : col + columns]
+            buffer[...] = product[row : row + rows, col : col + columns]
             self.commit()
-            rows = pl.ds(tile.row + self.first_row + row, ROWS)
-            copy = functools.partial(self._copy, buffer, rows, pl.ds(tile.col + col, columns))
+            place = pl.ds(tile.row + self.first_row + row, rows), pl.ds(tile.col + col, columns)
+            copy = functools.partial(self._copy, buffer, place)
             # TMA writes nothing beyond the last row. Beyond the last column it does write where the
             # result has one block of columns, because its map of the result has no axis for them.
             is_stored = tile.col + col < ring.width_of(self.outs, tile)
@@ -361,5 +363,5 @@ class GemmProgram(ring.RingProgram):
 
             self.store_where(is_stored, store)
 
-    def _copy(self, buffer: Ref, rows: Any, columns: Any, number: int, index: jax.Array) -> None:
-        self.start_store(buffer, self.outs[number].at[index, rows, columns])
+    def _copy(self, buffer: Ref, place: tuple[Any, Any], number: int, index: jax.Array) -> None:
+        self.start_store(buffer, self.outs[number].at[index, *place])

@@ -17,7 +17,7 @@ import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,8 +100,7 @@ def launch_ring(
     scratch = {
         "a_ring": shared(dtype, stages, config.tile_m, TILE_K),
         "b_ring": shared(dtype, stages, *b_block),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=(config.num_turns, stages)),
-        "empty": plgpu.Barrier(num_arrivals=config.tile_m // config.rows, num_barriers=stages),
+        **program.func.scratch(config),  # pyright: ignore[reportFunctionMemberAccess]
         **{name: shared(out_type[-1].dtype, *staging, *x) for name, x in buffers.items()},
     }
     num_threads = config.num_warpgroups + config.num_producers
@@ -145,6 +144,18 @@ class RingProgram:
     b_ring: Ref
     full: Ref  # barriers of each slot of the ring, for each turn
     empty: Ref  # barriers of each slot of the ring
+
+    layout: ClassVar[Any] = plgpu.Layout.WGMMA  # of the sums
+    max_registers: ClassVar[int] = 232  # of a thread that stores
+
+    @staticmethod
+    def scratch(config: RingConfig) -> dict[str, Any]:
+        """Returns the types of the barriers."""
+        stages, num_arrivals = config.num_stages, config.tile_m // config.rows
+        return {
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=(config.num_turns, stages)),
+            "empty": plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=stages),
+        }
 
     # Each kernel defines these.
 
@@ -200,7 +211,7 @@ class RingProgram:
 
         @pl.when(self.warpgroup < consumers)
         def _() -> None:
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(self.max_registers, action="increase")
             self.visit_tiles(self._take_turn)
             self.await_stores()
 
@@ -302,7 +313,7 @@ class RingProgram:
         slot = self.slot(step)
         plgpu.barrier_wait(self.full.at[tile.turn, slot])
         place = slot, rows or self.own_rows
-        blocks = [plgpu.load(ring.at[place], layout=plgpu.Layout.WGMMA) for ring in rings]
+        blocks = [plgpu.load(ring.at[place], layout=self.layout) for ring in rings]
         self.commit()  # all threads have read it
         self.release(step)
         return blocks
@@ -343,30 +354,23 @@ class SymmetricProgram(RingProgram):
         self, tile: Tile, strips: list[jax.Array]
     ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
         """Returns (row, col, block) for each block of strips of `block_n` columns."""
+        rows = self.config.block_m
         return [
-            (tile.row + self.first_row + j, tile.col + i * self.config.block_n, strip[j : j + ROWS])
+            (tile.row + self.first_row + j, tile.col + i * self.config.block_n, strip[j : j + rows])
             for i, strip in enumerate(strips)
-            for j in range(0, self.config.rows, ROWS)
+            for j in range(0, self.config.rows, rows)
         ]
 
-    def copy_out(
-        self,
-        direct: Ref,
-        mirror: Ref,
-        stack: Ref,
-        matrix: jax.Array,
-        row: jax.Array,
-        col: jax.Array,
-    ) -> None:
-        """Starts to store a block, and off the diagonal also its transpose."""
+    def copy_out(self, direct: Ref, mirror: Ref, stack: Ref, *place: jax.Array) -> None:
+        """Starts to store a block to (matrix, row, col), and off the diagonal its transpose."""
+        matrix, row, col = place
         rows, cols = pl.ds(row, ROWS), pl.ds(col, self.config.block_n)
         self.start_store(direct, stack.at[matrix, rows, cols])
         pl.when(col < row)(lambda: self.start_store(mirror, stack.at[matrix, cols, rows]))
 
 
-def ids(*shape: int) -> Iterator[jax.Array]:
+def ids(*shape: int, layout: Any = plgpu.Layout.WGMMA) -> Iterator[jax.Array]:
     """Returns the rows and the columns of a block's elements."""
-    layout = plgpu.Layout.WGMMA
     return (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in (0, 1))
 
 
