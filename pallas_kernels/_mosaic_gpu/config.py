@@ -29,7 +29,7 @@ class RingConfig:
     num_stages: int
     in_turns: bool = False
     num_stores: ClassVar[int] = 1  # how often each block is stored
-    num_producers: ClassVar[int] = 1  # warpgroups that copy
+    num_producers: ClassVar[int] = 1  # warpgroups that do not store
     block_m: ClassVar[int] = ROWS  # rows of the blocks that are stored
 
     @property

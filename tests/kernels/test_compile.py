@@ -58,6 +58,25 @@ for config in MOSAIC_GEMM_CONFIGS:
         compiled(function, (2048, 2048), (2048, 2048))
 """
 
+TCGEN05 = """
+from pallas_kernels._mosaic_gpu import tcgen05
+
+def kernel(has_b, residual, a, *others):
+    b, cs = (others[0], others[1:]) if has_b else (None, others)
+    coefficients = tuple(np.float32((0.5, 2.0, 3.0, 4.0)))[:2 + len(cs)]
+    return tcgen05.syrkx(
+        a, b, cs, coefficients, symmetrize_output=True, residual=residual, num_programs=148
+    )
+
+jax.config.update("jax_default_device", mesh.devices.item())  # Pallas asks it for its capability
+for has_b, num_cs, residual in ((False, 0, False), (True, 2, False), (False, 2, True)):
+    function = functools.partial(kernel, has_b, residual)
+    compiled(function, *[(2048, 2048)] * (1 + has_b + num_cs))
+for out_dtype in (None, jnp.dtype("float32")):
+    function = functools.partial(tcgen05.gemm, out_dtype=out_dtype, num_programs=148)
+    compiled(function, (2048, 2048), (2048, 2048))
+"""
+
 NEWTON_SCHULZ = """
 iteration = functools.partial(newton_schulz, **{{"implementation": "mosaic_gpu"}} | {kwargs})
 print(compiled(iteration, {shape}))
@@ -201,6 +220,13 @@ def test_no_config_of_the_full_product_spills_registers():
     found = re.findall(r"^gemm .+|\d+ bytes spill stores", report, re.MULTILINE)
     expected = [(f"gemm {n}", "0 bytes spill stores") for n in (128, 192, 256) for _ in "12"]
     assert found == [*itertools.chain.from_iterable(expected)]
+
+
+@needs_compiler
+@pytest.mark.nightly
+def test_no_kernel_by_tcgen05_spills_registers():
+    report = output_of(TCGEN05, "NVIDIA B200", MOSAIC_GPU_DUMP_PTXAS="1")
+    assert re.findall(r"\d+ bytes spill stores", report) == ["0 bytes spill stores"] * 5
 
 
 @needs_compiler
