@@ -475,6 +475,8 @@ def _module(name: str) -> Any:
             from pallas_kernels._mosaic_gpu import products as module
         case "mosaic_gpu_mma":
             from pallas_kernels._mosaic_gpu import mma as module
+        case "mosaic_gpu_tcgen05":
+            from pallas_kernels._mosaic_gpu import tcgen05 as module
         case "momentum":
             from pallas_kernels import _momentum as module
         case _:

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import re
 import sys
 
 import chex
@@ -130,8 +131,9 @@ def lowered(function, *shapes):
 @pytest.mark.parametrize("function", [syrk, lambda a, **kwargs: gemm(a, a, **kwargs)])
 def test_it_is_mosaic_gpu_but_on_hopper_and_blackwell(gpu, function):
     with helpers.described_gpu(gpu):
-        by_mma = lowered(functools.partial(function, implementation="mosaic_gpu_mma"), (256, 256))
-        assert by_mma.count("@mosaic_gpu") == 1
+        for name in ("mosaic_gpu", "mosaic_gpu_mma"):
+            text = lowered(functools.partial(function, implementation=name), (256, 256))
+            assert text.count("@mosaic_gpu") == 1
         matrix = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
         assert unsupported_reason("mosaic_gpu", matrix) is None
         chosen = _implementation.kernel_of("mosaic_gpu")
@@ -155,6 +157,18 @@ def test_a_table_of_the_device_decides(monkeypatch, tmp_path):
         config = measured_config(MMA_SYRKX_CONFIGS, (1, 2048, 2048), addend=False)
         assert config == MmaSyrkxConfig(128, 64, 3)
         assert measured_config(MMA_SYRKX_CONFIGS, (2, 2048, 2048), addend=False) is None
+
+
+@pytest.mark.parametrize("gpu", ["A100", "B200"])
+@pytest.mark.parametrize("ns_coeffs", ["standard", "balanced"])
+def test_an_iteration_by_name_has_kernels_for_all_products(gpu, ns_coeffs):
+    """Chains in one launch are Hopper's. Sizes are padded once, for all products."""
+    iteration = functools.partial(newton_schulz, ns_coeffs=ns_coeffs, implementation="mosaic_gpu")
+    with helpers.described_gpu(gpu):
+        text = lowered(iteration, (2, 200, 400))
+    assert "@mosaic_gpu" in text and "dot_general" not in text and "syrk_chain" not in text
+    pads = re.findall(r"stablehlo\.pad .*high = \[(.*?)\]", text)
+    assert [high for high in pads if high != "0, 0, 0"] == ["0, 56, 56"]  # two columns at a time
 
 
 @pytest.mark.parametrize("gpu", helpers.GPUS)
