@@ -33,7 +33,9 @@ _METHODS = {
 _DOCS = {
     "PRESETS": "The arguments of `muon` that make it [another Muon](parameters.md#presets),"
     " by name.",
-    "IMPLEMENTATIONS": "The names of the implementations.",
+    "IMPLEMENTATIONS": "The names of the [implementations](kernels.md#implementations).\n\n"
+    + ", ".join(f'`"{name}"`' for name in pallas_kernels.IMPLEMENTATIONS)
+    + ".",
     "MuonDimensionNumbers": "The rows and the columns of a parameter: the class of `optax.contrib`."
     "\n\nEach is an axis or a tuple of axes. Axes that neither names are batch axes.\n\n"
     "Attributes:\n    reduction_axis: the rows (inputs) of the parameter's matrices.\n"

@@ -21,7 +21,13 @@ from pallas_kernels.device import memoized
 
 type Operand = jax.Array | jax.ShapeDtypeStruct
 
-IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu", "mosaic_gpu_mma", "mosaic_gpu_tcgen05")
+IMPLEMENTATIONS: tuple[str, ...] = (
+    "xla",
+    "triton",
+    "mosaic_gpu",
+    "mosaic_gpu_mma",
+    "mosaic_gpu_tcgen05",
+)
 _TRITON_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 

@@ -19,7 +19,7 @@ from muon_jax import contrib
 
 TREE = Path(__file__).parents[1]
 ALLOWED = {
-    "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
+    "pallas_kernels": {"jax", "jaxlib", "numpy", "pallas_kernels"},
     "muon_jax": {"jax", "muon_jax", "numpy", "optax", "pallas_kernels"},
 }
 # The rooms, the lowest first. A room imports from lower rooms alone.

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
+from jax.interpreters.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm
 
 from pallas_kernels import device
