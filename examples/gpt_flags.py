@@ -23,7 +23,7 @@ SIZES = {
 LEARNING_RATES = {
     "small": {"muon": 0.01, "optax": 0.01, "adamw": 0.005},
     "128m": {"muon": 0.003, "optax": 0.003, "adamw": 0.001},
-    "60m": {"muon": 0.004, "optax": 0.004, "adamw": 0.002},
+    "60m": {"muon": 0.004, "optax": 0.004, "adamw": 0.001},
 }
 
 
