@@ -7,7 +7,7 @@ Nothing here imports a back end of Pallas unless the device may need it.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -144,27 +144,27 @@ def _triton_reason(a_matrix: Operand) -> str | None:
     return None
 
 
-def _mosaic_reason(majors: Collection[int], a_matrix: Operand) -> str | None:
+def _mosaic_reason(least: tuple[int, int], below: tuple[int, int], a_matrix: Operand) -> str | None:
     if a_matrix.dtype not in (jnp.bfloat16, jnp.float16):
         return f"the dtype {a_matrix.dtype} is neither bfloat16 nor float16"
     if not a_matrix.size:
         return f"the shape {a_matrix.shape} has no elements"
     here = device.current()
-    if not (here.capability and here.capability[0] in majors):
-        needed = " or ".join(map(str, majors))
-        return (
-            f"the default device, {here.kind}, is not known to be an NVIDIA GPU of compute"
-            f" capability {needed}"
-        )
-    return None
+    if here.capability and least <= here.capability < below:
+        return None
+    reason = f"{here.kind} is not known to be an NVIDIA GPU of compute capability {least[0]}.0"
+    reason += " or higher" if below[0] > least[0] + 1 else ""
+    if here.platform in ("gpu", "cuda") and not here.capability:
+        reason += ", which a described GPU states only as jax_default_device"
+    return reason
 
 
 _REASONS: dict[str, Callable[[Operand], str | None]] = {
     "xla": lambda _: None,
     "triton": _triton_reason,
-    "mosaic_gpu": functools.partial(_mosaic_reason, (8, 9, 10, 12)),
-    "mosaic_gpu_mma": functools.partial(_mosaic_reason, (8, 9, 10, 12)),
-    "mosaic_gpu_tcgen05": functools.partial(_mosaic_reason, (10,)),
+    "mosaic_gpu": functools.partial(_mosaic_reason, (8, 0), (13, 0)),
+    "mosaic_gpu_mma": functools.partial(_mosaic_reason, (8, 0), (13, 0)),
+    "mosaic_gpu_tcgen05": functools.partial(_mosaic_reason, (10, 0), (11, 0)),
 }
 
 
@@ -185,16 +185,16 @@ def reasons_against(operand: Operand) -> dict[str, str | None]:
 def supported_implementations(operand: Operand) -> tuple[str, ...]:
     """Returns the implementations that run here and that None may stand for.
 
-    No card has run `"mosaic_gpu_tcgen05"`. `"mosaic_gpu_mma"` takes the place of `"triton"` where a
-    version of JAX does not have that any more, or where the device has a table.
+    On Ampere and Blackwell that is the kernel of `"mosaic_gpu"` where the device has a table. By
+    mma it also takes the place of `"triton"`, where JAX has that no more, or not for this device.
     """
     reasons = reasons_against(operand)
-    found = [name for name in ("xla", "triton", "mosaic_gpu") if reasons[name] is None]
-    if "mosaic_gpu" in found and not device.current().is_hopper:
-        found.remove("mosaic_gpu")
-        measured = _tuning.table_path(device.current().kind).exists()
-        if kernel_of("mosaic_gpu") == "mosaic_gpu_mma" and (measured or "triton" not in found):
-            found.append("mosaic_gpu_mma")
+    found = [name for name in ("xla", "triton") if reasons[name] is None]
+    if reasons["mosaic_gpu"] is None:
+        kernel = kernel_of("mosaic_gpu")
+        replaces = kernel == "mosaic_gpu_mma" and "triton" not in found
+        if device.current().is_hopper or replaces or _tuning.is_measured():
+            found.append(kernel)
     return tuple(found)
 
 

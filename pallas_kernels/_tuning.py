@@ -17,6 +17,11 @@ def table_path(device_kind: str) -> Path:
     return TABLES / f"{device_kind.lower().replace(' ', '_')}.json"
 
 
+def is_measured() -> bool:
+    """Returns whether this device has a table."""
+    return table_path(device.current().kind).exists()
+
+
 def lookup(shape: tuple[int, ...], *, addend: bool) -> dict[str, float] | None:
     """Returns the µs measured on this device for 16-bit stacks `(batch, m, n)`, or None.
 

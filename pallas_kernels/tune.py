@@ -24,11 +24,13 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import _tuning, device, syrk, unsupported_reason
-from pallas_kernels._mosaic_gpu import mma
+from pallas_kernels._implementation import kernel_of
+from pallas_kernels._mosaic_gpu import mma, tcgen05
 from pallas_kernels._mosaic_gpu.config import (
     MMA_SYRKX_CONFIGS,
     MOSAIC_SYRKX_CONFIGS,
     MosaicSyrkxConfig,
+    Tcgen05SyrkxConfig,
     predict_syrkx_microseconds,
 )
 from pallas_kernels._mosaic_gpu.products import syrkx
@@ -177,7 +179,9 @@ def _candidates(a: jax.Array, addend: bool) -> dict[str, Callable[..., jax.Array
         candidates["triton"] = functools.partial(_plus_half_addend, implementation="triton")
     if unsupported_reason("mosaic_gpu", a):
         return candidates
-    kernel, configs = (mma.syrkx, MMA_SYRKX_CONFIGS)
+    kernel, configs = mma.syrkx, MMA_SYRKX_CONFIGS
+    if kernel_of("mosaic_gpu") == "mosaic_gpu_tcgen05":
+        kernel, configs = tcgen05.syrkx, (Tcgen05SyrkxConfig(),)
     if device.current().is_hopper:
         predict = functools.partial(predict_syrkx_microseconds, a.shape, addend=addend)
         slowest = _SLACK * min(map(predict, MOSAIC_SYRKX_CONFIGS))

@@ -107,7 +107,7 @@ class MmaConfig(RingConfig):
     @property
     def num_buffers(self) -> int:
         """The number of blocks that are stored at a time."""
-        return 1
+        return min(1, super().num_buffers)
 
 
 class MmaSyrkxConfig(MmaConfig, MosaicSyrkxConfig):
@@ -161,7 +161,12 @@ MOSAIC_SYRKX_CONFIGS = (
     MosaicSyrkxConfig(128, 224, 4),
 )
 
-MMA_SYRKX_CONFIGS = tuple(MmaSyrkxConfig(128, n, stages) for n in (64, 128) for stages in (2, 3))
+# These fit in the 99 KB that a program has at most on Ada.
+MMA_SYRKX_CONFIGS = (
+    MmaSyrkxConfig(128, 64, 2),
+    MmaSyrkxConfig(128, 64, 3),
+    MmaSyrkxConfig(128, 128, 2),
+)
 
 
 def default_mosaic_syrkx_config(

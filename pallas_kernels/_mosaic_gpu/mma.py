@@ -66,7 +66,7 @@ def _tile_n(num_tiles: int) -> int:
 
 def _options(program: type[RingProgram], config: configs.RingConfig) -> dict[str, Any]:
     programs = {"program": program, "num_programs": _num_programs()}
-    return {"config": config, "multiple": 128, **programs}
+    return {"config": config, "multiple": 128, "implementation": "mosaic_gpu_mma", **programs}
 
 
 class MmaProgram(RingProgram):

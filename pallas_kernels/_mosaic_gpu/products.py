@@ -38,6 +38,7 @@ def syrkx(
     *,
     symmetrize_output: bool,
     multiple: int = 64,
+    implementation: str = "mosaic_gpu",
     **options: Any,
 ) -> Arrays:
     """Computes what `_reference.syrkx` defines, with the options of `launch_mosaic_syrkx`.
@@ -50,7 +51,7 @@ def syrkx(
     a, b, cs = (padded(x, multiple) for x in ((a_matrix,), (b_matrix,), c_matrices))
     *batch, m, _ = a_matrix.shape
     operands = (a, b, cs, _stacked.stack_coefficients(coefficients, tuple(batch)))
-    results = call_on_stacks(launch_mosaic_syrkx, "mosaic_gpu", *operands, **options)
+    results = call_on_stacks(launch_mosaic_syrkx, implementation, *operands, **options)
     return tuple(out[..., :m, :m] for out in results)
 
 
@@ -77,12 +78,13 @@ def gemm(
     *,
     out_dtype: Any = None,
     multiple: int = 64,
+    implementation: str = "mosaic_gpu",
     **options: Any,
 ) -> jax.Array:
     """A·B, padded as by `syrkx`, with the options of `launch_mosaic_gemm`."""
     options["out_dtype"] = jnp.dtype(out_dtype or a_matrix.dtype)
     a, b = padded((a_matrix, b_matrix), multiple)
-    (out,) = call_on_stacks(launch_mosaic_gemm, "mosaic_gpu", a, (b,), **options)
+    (out,) = call_on_stacks(launch_mosaic_gemm, implementation, a, (b,), **options)
     return out[..., : a_matrix.shape[-2], : b_matrix.shape[-1]]
 
 

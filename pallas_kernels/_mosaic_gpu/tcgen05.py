@@ -36,7 +36,8 @@ def gemm(a_matrix: jax.Array, b_matrix: jax.Array, **options: Any) -> jax.Array:
 
 def _options(program: type[RingProgram], config: configs.RingConfig) -> dict[str, Any]:
     num_programs = device.current().num_multiprocessors
-    return {"program": program, "config": config, "num_programs": num_programs, "multiple": 128}
+    options = {"config": config, "multiple": 128, "implementation": "mosaic_gpu_tcgen05"}
+    return {"program": program, "num_programs": num_programs, **options}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

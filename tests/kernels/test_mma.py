@@ -144,8 +144,10 @@ def test_it_is_mosaic_gpu_but_on_hopper_and_blackwell(gpu, function):
 def test_a_table_of_the_device_decides(monkeypatch, tmp_path):
     """Which implementation runs, and which config; elsewhere None stays with Triton."""
     times = {"mosaic_gpu_mma 128x64x3": 1.0, "mosaic_gpu_mma 128x128x2": 2.0, "triton": 3.0}
-    entry = {"shape": (1, 2048, 2048), "addend": False, "microseconds": times}
-    (tmp_path / "nvidia_a100.json").write_text(json.dumps({"entries": [entry]}))
+    for name in ("a100", "b200"):
+        entry = {"shape": (1, 2048, 2048), "addend": False, "microseconds": times}
+        (tmp_path / f"nvidia_{name}.json").write_text(json.dumps({"entries": [entry]}))
+        times = {"mosaic_gpu_tcgen05 128x128x4 in turns": 1.0, "triton": 3.0}
     monkeypatch.setattr(_tuning, "TABLES", tmp_path)
     monkeypatch.setattr(_tuning, "_table", inspect.unwrap(_tuning._table))
     monkeypatch.setattr(
@@ -157,6 +159,19 @@ def test_a_table_of_the_device_decides(monkeypatch, tmp_path):
         config = measured_config(MMA_SYRKX_CONFIGS, (1, 2048, 2048), addend=False)
         assert config == MmaSyrkxConfig(128, 64, 3)
         assert measured_config(MMA_SYRKX_CONFIGS, (2, 2048, 2048), addend=False) is None
+    with helpers.described_gpu("B200"):
+        choice = select_implementation(jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16))
+        assert choice == ("mosaic_gpu_tcgen05", "measured on an NVIDIA B200")
+
+
+@pytest.mark.parametrize("gpu", ["A100", "B200"])
+def test_it_says_that_it_has_no_derivative(gpu):
+    with helpers.described_gpu(gpu):
+        name = _implementation.kernel_of("mosaic_gpu")
+        function = functools.partial(syrk, implementation=name)
+        matrix = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+        with pytest.raises(NotImplementedError, match=f"'{name}' has no derivative"):
+            jax.eval_shape(jax.grad(lambda a: function(a).sum()), matrix)
 
 
 @pytest.mark.parametrize("gpu", ["A100", "B200"])

@@ -22,7 +22,8 @@ def test_tune_writes_the_table_that_the_dispatch_reads(tmp_path, monkeypatch):
 
 
 def test_it_measures_the_kernel_of_the_device():
-    for gpu, kernel in (("H200", "mosaic_gpu"), ("RTX 4090", "mosaic_gpu_mma")):
+    kernels_of = {"H200": "mosaic_gpu", "RTX 4090": "mosaic_gpu_mma", "B200": "mosaic_gpu_tcgen05"}
+    for gpu, kernel in kernels_of.items():
         with helpers.described_gpu(gpu):
             names = tune._candidates(jax.ShapeDtypeStruct((1, 2048, 2048), jnp.bfloat16), True)
         kernels = [name.split()[0] for name in names if "mosaic" in name]
