@@ -175,7 +175,9 @@ def test_it_says_that_it_has_no_derivative(gpu):
 
 
 @pytest.mark.parametrize("gpu", ["A100", "B200"])
-@pytest.mark.parametrize("ns_coeffs", ["standard", "balanced"])
+@pytest.mark.parametrize(
+    "ns_coeffs", helpers.mostly_nightly(["standard", "balanced"], ["standard"])
+)
 def test_an_iteration_by_name_has_kernels_for_all_products(gpu, ns_coeffs):
     """Chains in one launch are Hopper's. Sizes are padded once, for all products."""
     iteration = functools.partial(newton_schulz, ns_coeffs=ns_coeffs, implementation="mosaic_gpu")
