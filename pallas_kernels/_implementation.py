@@ -152,8 +152,9 @@ def _mosaic_reason(least: tuple[int, int], below: tuple[int, int], a_matrix: Ope
     here = device.current()
     if here.capability and least <= here.capability < below:
         return None
-    reason = f"{here.kind} is not known to be an NVIDIA GPU of compute capability {least[0]}.0"
-    reason += " or higher" if below[0] > least[0] + 1 else ""
+    needed = f"{least[0]}.0{' or higher' * (below[0] > least[0] + 1)}"
+    reason = f"the default device, {here.kind}, is no NVIDIA GPU known to have compute capability"
+    reason += f" {needed}"
     if here.platform in ("gpu", "cuda") and not here.capability:
         reason += ", which a described GPU states only as jax_default_device"
     return reason
