@@ -328,7 +328,7 @@ class Implementation:
         """Returns the product of A and B, or of A and A, and with `residual` also its residual."""
         name = self.name_for(a_matrix, bool(c_matrices), symmetrize_output)
         accumulator = jnp.finfo(jnp.promote_types(a_matrix.dtype, jnp.float32)).dtype
-        return _module(name).syrkx(
+        return module_of(name).syrkx(
             a_matrix,
             b_matrix,
             tuple(jnp.expand_dims(c, range(a_matrix.ndim - c.ndim)) for c in c_matrices),
@@ -385,7 +385,7 @@ class Implementation:
         out_dtype = out_dtype or a_matrix.dtype
         name, *others = self.names
         name = fastest_gemm(a_matrix, b_matrix, out_dtype) if others else name
-        return _module(name).gemm(a_matrix, b_matrix, out_dtype=out_dtype)
+        return module_of(name).gemm(a_matrix, b_matrix, out_dtype=out_dtype)
 
     def syrk_of_stacks(
         self, stacks: Sequence[jax.Array], *, alpha: Coefficient = 1.0, residual: bool = False
@@ -404,7 +404,7 @@ class Implementation:
         Returns:
             The products `(Σ batchᵢ, m, m)`, followed by their residuals if wanted.
         """
-        return _module(*self.names).syrk_of_stacks(stacks, alpha, residual=residual)
+        return module_of(*self.names).syrk_of_stacks(stacks, alpha, residual=residual)
 
     def gemm_of_stacks(
         self,
@@ -427,7 +427,7 @@ class Implementation:
         Returns:
             The products `(batchᵢ, m, nᵢ)`.
         """
-        return _module(*self.names).gemm_of_stacks(a_matrix, stacks, out_dtype=out_dtype)
+        return module_of(*self.names).gemm_of_stacks(a_matrix, stacks, out_dtype=out_dtype)
 
     def accumulates(self, gradient: Operand, momentum: Operand, dtype: jnp.dtype) -> bool:
         """Returns whether `accumulate` runs, to X of that dtype.
@@ -468,12 +468,12 @@ class Implementation:
         Returns:
             The new M; X, of shape `(Σ batch, m, n)`; and 2ᵏ of each matrix.
         """
-        layout = _module("momentum").Layout(tuple(transposed), shape, dtype, exponent)
-        return _module("momentum").accumulate(gradients, momenta, weights, layout)
+        layout = module_of("momentum").Layout(tuple(transposed), shape, dtype, exponent)
+        return module_of("momentum").accumulate(gradients, momenta, weights, layout)
 
 
 @functools.cache
-def _module(name: str) -> Any:
+def module_of(name: str) -> Any:
     """Returns the module of kernels, whose import takes a third of a second."""
     match name:
         case "triton":

@@ -97,14 +97,10 @@ def jitted[F: Callable[..., Any]](launch: F) -> F:
     return call  # pyright: ignore[reportReturnType]
 
 
-def padded(matrices: Arrays, multiple: int) -> Arrays:
+def padded(x: jax.Array, multiple: int) -> jax.Array:
     """Returns `(..., m, n)` with rows and columns of zeros added, up to multiples of a number."""
-
-    def pad(x: jax.Array) -> jax.Array:
-        rows, cols = ((0, -size % multiple) for size in x.shape[-2:])
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])
-
-    return tuple(map(pad, matrices))
+    rows, cols = ((0, -size % multiple) for size in x.shape[-2:])
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [rows, cols])
 
 
 def stack_coefficients(

@@ -19,7 +19,7 @@ def table_path(device_kind: str) -> Path:
 
 def is_measured() -> bool:
     """Returns whether this device has a table."""
-    return table_path(device.current().kind).exists()
+    return bool(_table(device.current().kind))
 
 
 def lookup(shape: tuple[int, ...], *, addend: bool) -> dict[str, float] | None:

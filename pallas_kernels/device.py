@@ -33,7 +33,6 @@ class Device(NamedTuple):
     kind: str
     num_multiprocessors: int
     default: str
-
     capability: tuple[int, int] | None
 
     @property
@@ -44,24 +43,26 @@ class Device(NamedTuple):
 
 def current() -> Device:
     """Returns the device that functions are traced for."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or backend.get_default_device()
+    default = backend.get_default_device()
+    device = jax.sharding.get_abstract_mesh().abstract_device or default
     cores = getattr(device, "num_cores", None) or getattr(device, "core_count", None) or 0
-    default, kind = str(jax.config.jax_default_device), device.device_kind
-    return Device(device.platform, kind, cores, default, _capability_of(device))
+    kind = device.device_kind
+    # An abstract mesh says no more than the device's name, which may be the default device's.
+    said = getattr(default if default.device_kind == kind else device, "compute_capability", "")
+    default = str(jax.config.jax_default_device)
+    return Device(device.platform, kind, cores, default, _capability_of(said, kind))
 
 
-def _capability_of(device: Any) -> tuple[int, int] | None:
+@functools.cache
+def _capability_of(said: str, kind: str) -> tuple[int, int] | None:
     """Returns the compute capability of an NVIDIA GPU, or None where it is not known.
 
-    An abstract mesh says no more than the device's name. Where that is not the default device's, it
-    is known of Hopper GPUs alone: there Pallas takes 9.0 in any case.
+    Of a GPU that does not say it, it is known for Hopper alone: there Pallas takes 9.0 in any case.
     """
-    if device.device_kind == (default := backend.get_default_device()).device_kind:
-        device = default
-    if capability := getattr(device, "compute_capability", None):
-        found = re.fullmatch(r"(\d+)\.(\d+)", capability)
+    if said:
+        found = re.fullmatch(r"(\d+)\.(\d+)", said)
         return (int(found[1]), int(found[2])) if found else None
-    return (9, 0) if _HOPPER.search(device.device_kind) else None
+    return (9, 0) if _HOPPER.search(kind) else None
 
 
 def memoized[R](function: Callable[..., R]) -> Callable[..., R]:

@@ -23,9 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels import _tuning, device, syrk, unsupported_reason
-from pallas_kernels._implementation import kernel_of
-from pallas_kernels._mosaic_gpu import mma, tcgen05
+from pallas_kernels import _implementation, _tuning, syrk, unsupported_reason
 from pallas_kernels._mosaic_gpu.config import (
     MMA_SYRKX_CONFIGS,
     MOSAIC_SYRKX_CONFIGS,
@@ -33,7 +31,6 @@ from pallas_kernels._mosaic_gpu.config import (
     Tcgen05SyrkxConfig,
     predict_syrkx_microseconds,
 )
-from pallas_kernels._mosaic_gpu.products import syrkx
 
 type Shape = tuple[int, ...]
 type Product = tuple[tuple[int, int, int], bool]  # (batch, m, n), and whether there is an addend
@@ -179,13 +176,15 @@ def _candidates(a: jax.Array, addend: bool) -> dict[str, Callable[..., jax.Array
         candidates["triton"] = functools.partial(_plus_half_addend, implementation="triton")
     if unsupported_reason("mosaic_gpu", a):
         return candidates
-    kernel, configs = mma.syrkx, MMA_SYRKX_CONFIGS
-    if kernel_of("mosaic_gpu") == "mosaic_gpu_tcgen05":
-        kernel, configs = tcgen05.syrkx, (Tcgen05SyrkxConfig(),)
-    if device.current().is_hopper:
-        predict = functools.partial(predict_syrkx_microseconds, a.shape, addend=addend)
-        slowest = _SLACK * min(map(predict, MOSAIC_SYRKX_CONFIGS))
-        kernel, configs = syrkx, [x for x in MOSAIC_SYRKX_CONFIGS if predict(x) <= slowest]
+    predict = functools.partial(predict_syrkx_microseconds, a.shape, addend=addend)
+    slowest = _SLACK * min(map(predict, MOSAIC_SYRKX_CONFIGS))
+    name = _implementation.kernel_of("mosaic_gpu")
+    configs = {
+        "mosaic_gpu": [x for x in MOSAIC_SYRKX_CONFIGS if predict(x) <= slowest],
+        "mosaic_gpu_mma": MMA_SYRKX_CONFIGS,
+        "mosaic_gpu_tcgen05": [Tcgen05SyrkxConfig()],
+    }[name]
+    kernel = _implementation.module_of(name).syrkx
     return candidates | {
         config.name: functools.partial(_with_config, kernel, config) for config in configs
     }

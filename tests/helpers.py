@@ -235,6 +235,16 @@ def found_races() -> bool:
     return bool(interpret_pallas_call.get_races().races_found)
 
 
+def assert_races_are_found(run: Callable[[], Any]) -> None:
+    """The interpreter raises an error for a race since JAX 0.12, and only reports it before."""
+    try:
+        jax.block_until_ready(run())
+    except jax.errors.JaxRuntimeError as error:
+        assert "RACE DETECTED" in str(error)
+    else:
+        assert found_races()
+
+
 def _stated(c_matrix, alpha, beta, diagonal):
     """The addends and the coefficients as implementations take them."""
     cs, betas = ((), ()) if c_matrix is None else ((c_matrix,), (beta,))

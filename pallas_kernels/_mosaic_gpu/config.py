@@ -31,6 +31,8 @@ class RingConfig:
     num_stores: ClassVar[int] = 1  # how often each block is stored
     num_producers: ClassVar[int] = 1  # warpgroups that do not store
     block_m: ClassVar[int] = ROWS  # rows of the blocks that are stored
+    multiple: ClassVar[int] = 64  # of all sizes
+    implementation: ClassVar[str] = "mosaic_gpu"
 
     @property
     def num_turns(self) -> int:
@@ -65,7 +67,6 @@ class MosaicSyrkxConfig(RingConfig):
     """A tile of a symmetric product, whose blocks are stored twice, once transposed."""
 
     num_stores: ClassVar[int] = 2
-    implementation: ClassVar[str] = "mosaic_gpu"
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128):
@@ -98,6 +99,8 @@ class MmaConfig(RingConfig):
     """A tile of one warpgroup, which copies, multiplies and stores it."""
 
     num_producers: ClassVar[int] = 0
+    multiple: ClassVar[int] = 128
+    implementation: ClassVar[str] = "mosaic_gpu_mma"
 
     @property
     def rows(self) -> int:
@@ -112,8 +115,6 @@ class MmaConfig(RingConfig):
 
 class MmaSyrkxConfig(MmaConfig, MosaicSyrkxConfig):
     """A tile of a symmetric product by mma."""
-
-    implementation: ClassVar[str] = "mosaic_gpu_mma"
 
 
 class MmaGemmConfig(MmaConfig, MosaicGemmConfig):
@@ -130,6 +131,8 @@ class Tcgen05Config(RingConfig):
     in_turns: bool = True
     num_producers: ClassVar[int] = 2  # one copies, and one multiplies
     block_m: ClassVar[int] = 128
+    multiple: ClassVar[int] = 128
+    implementation: ClassVar[str] = "mosaic_gpu_tcgen05"
 
     @property
     def num_warpgroups(self) -> int:
@@ -139,8 +142,6 @@ class Tcgen05Config(RingConfig):
 
 class Tcgen05SyrkxConfig(Tcgen05Config, MosaicSyrkxConfig):
     """A tile of a symmetric product by tcgen05."""
-
-    implementation: ClassVar[str] = "mosaic_gpu_tcgen05"
 
 
 class Tcgen05GemmConfig(Tcgen05Config, MosaicGemmConfig):

@@ -41,8 +41,8 @@ def syrkx(
     measured = configs.measured_config(configs.MMA_SYRKX_CONFIGS, shape, addend=bool(c_matrices))
     num_tiles = math.prod(batch) * len(lower_triangle(m, 128, 128))
     config = measured or configs.MmaSyrkxConfig(128, _tile_n(num_tiles), 2)
-    options = _options(MmaSyrkxProgram, config) | options
-    return products.syrkx(a_matrix, b_matrix, c_matrices, coefficients, **options)
+    chosen = {"program": MmaSyrkxProgram, "config": config, "num_programs": _num_programs()}
+    return products.syrkx(a_matrix, b_matrix, c_matrices, coefficients, **chosen | options)
 
 
 def gemm(a_matrix: jax.Array, b_matrix: jax.Array, **options: Any) -> jax.Array:
@@ -50,7 +50,8 @@ def gemm(a_matrix: jax.Array, b_matrix: jax.Array, **options: Any) -> jax.Array:
     *batch, m, _ = a_matrix.shape
     num_tiles = math.prod(batch) * pl.cdiv(m, 128) * pl.cdiv(b_matrix.shape[-1], 128)
     config = configs.MmaGemmConfig(128, _tile_n(num_tiles), 2)
-    return products.gemm(a_matrix, b_matrix, **_options(MmaGemmProgram, config) | options)
+    chosen = {"program": MmaGemmProgram, "config": config, "num_programs": _num_programs()}
+    return products.gemm(a_matrix, b_matrix, **chosen | options)
 
 
 def _num_programs() -> int:
@@ -62,11 +63,6 @@ def _num_programs() -> int:
 def _tile_n(num_tiles: int) -> int:
     """Returns the width of tiles, of which there would be so many of 128×128."""
     return 128 if num_tiles >= _num_programs() else 64
-
-
-def _options(program: type[RingProgram], config: configs.RingConfig) -> dict[str, Any]:
-    programs = {"program": program, "num_programs": _num_programs()}
-    return {"config": config, "multiple": 128, "implementation": "mosaic_gpu_mma", **programs}
 
 
 class MmaProgram(RingProgram):

@@ -37,21 +37,23 @@ def syrkx(
     coefficients: Arrays,
     *,
     symmetrize_output: bool,
-    multiple: int = 64,
-    implementation: str = "mosaic_gpu",
+    config: configs.MosaicSyrkxConfig | None = None,
     **options: Any,
 ) -> Arrays:
     """Computes what `_reference.syrkx` defines, with the options of `launch_mosaic_syrkx`.
 
-    Operands are padded with zeros to multiples of that number, each in a pass of its own.
+    Operands are padded with zeros to the config's multiples, each in a pass of its own.
     """
-    options["mirrored_on_diagonal"] = symmetrize_output and b_matrix is not None
+    kind = config or configs.RingConfig
+    mirrored_on_diagonal = symmetrize_output and b_matrix is not None
+    options |= {"config": config, "mirrored_on_diagonal": mirrored_on_diagonal}
     # A·Aᵀ also passes A twice, so that its program is the one of A·Bᵀ.
     b_matrix = a_matrix if b_matrix is None else b_matrix
-    a, b, cs = (padded(x, multiple) for x in ((a_matrix,), (b_matrix,), c_matrices))
+    pad = functools.partial(padded, multiple=kind.multiple)
+    a, b, cs = jax.tree.map(pad, (a_matrix, b_matrix, c_matrices))
     *batch, m, _ = a_matrix.shape
-    operands = (a, b, cs, _stacked.stack_coefficients(coefficients, tuple(batch)))
-    results = call_on_stacks(launch_mosaic_syrkx, implementation, *operands, **options)
+    operands = ((a,), (b,), cs, _stacked.stack_coefficients(coefficients, tuple(batch)))
+    results = call_on_stacks(launch_mosaic_syrkx, kind.implementation, *operands, **options)
     return tuple(out[..., :m, :m] for out in results)
 
 
@@ -77,14 +79,14 @@ def gemm(
     b_matrix: jax.Array,
     *,
     out_dtype: Any = None,
-    multiple: int = 64,
-    implementation: str = "mosaic_gpu",
+    config: configs.MosaicGemmConfig | None = None,
     **options: Any,
 ) -> jax.Array:
     """A·B, padded as by `syrkx`, with the options of `launch_mosaic_gemm`."""
-    options["out_dtype"] = jnp.dtype(out_dtype or a_matrix.dtype)
-    a, b = padded((a_matrix, b_matrix), multiple)
-    (out,) = call_on_stacks(launch_mosaic_gemm, implementation, a, (b,), **options)
+    kind = config or configs.RingConfig
+    options |= {"out_dtype": jnp.dtype(out_dtype or a_matrix.dtype), "config": config}
+    a, b = (padded(x, kind.multiple) for x in (a_matrix, b_matrix))
+    (out,) = call_on_stacks(launch_mosaic_gemm, kind.implementation, a, (b,), **options)
     return out[..., : a_matrix.shape[-2], : b_matrix.shape[-1]]
 
 

@@ -14,7 +14,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import device
 from pallas_kernels._mosaic_gpu import config as configs
 from pallas_kernels._mosaic_gpu import products
 from pallas_kernels._mosaic_gpu.config import ROWS
@@ -24,20 +23,14 @@ from pallas_kernels._stacked import Arrays
 
 def syrkx(a_matrix: jax.Array, *operands: Any, **options: Any) -> Arrays:
     """Computes what `_reference.syrkx` defines, with the options of `products.syrkx`."""
-    chosen = _options(Tcgen05SyrkxProgram, configs.Tcgen05SyrkxConfig())
+    chosen = {"program": Tcgen05SyrkxProgram, "config": configs.Tcgen05SyrkxConfig()}
     return products.syrkx(a_matrix, *operands, **chosen | options)
 
 
 def gemm(a_matrix: jax.Array, b_matrix: jax.Array, **options: Any) -> jax.Array:
     """A·B, with the options of `products.gemm`."""
-    chosen = _options(Tcgen05GemmProgram, configs.Tcgen05GemmConfig())
+    chosen = {"program": Tcgen05GemmProgram, "config": configs.Tcgen05GemmConfig()}
     return products.gemm(a_matrix, b_matrix, **chosen | options)
-
-
-def _options(program: type[RingProgram], config: configs.RingConfig) -> dict[str, Any]:
-    num_programs = device.current().num_multiprocessors
-    options = {"config": config, "multiple": 128, "implementation": "mosaic_gpu_tcgen05"}
-    return {"program": program, "num_programs": num_programs, **options}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
