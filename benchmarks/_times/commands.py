@@ -25,6 +25,7 @@ from benchmarks._times.one_device import (
 from benchmarks._times.shapes import QUICK_SHAPES, SETS, shapes
 from benchmarks._times.sharded import SHARDED_AXES, measure_sharded
 from benchmarks._times.timing import Turns, on_gpu
+from pallas_kernels import IMPLEMENTATIONS
 
 type Shape = tuple[int, ...]
 
@@ -47,12 +48,24 @@ def add_syrk_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the flags of `syrk`."""
     _add_dtype_and_json(command, "bfloat16")
     _add_shapes(command)
+    command.add_argument(
+        "--implementations",
+        nargs="*",
+        choices=IMPLEMENTATIONS,
+        default=("xla",),
+        help="timed beside the default",
+    )
 
 
 def run_syrk(arguments: argparse.Namespace) -> None:
     """Times XXᵀ and XXᵀ + C/2 beside their rivals, shape by shape."""
     facts = _facts_of_rivals("syrk", "syrk + C")
-    measure = functools.partial(measure_syrk, dtype=arguments.dtype, turns=arguments.turns)
+    measure = functools.partial(
+        measure_syrk,
+        dtype=arguments.dtype,
+        implementations=arguments.implementations,
+        turns=arguments.turns,
+    )
     _measure_cases(arguments, _distinct_shapes(arguments), measure, _shape_label, facts)
 
 

@@ -51,13 +51,17 @@ MUON_TOLERANCE = 0.1
 
 
 def measure_syrk(
-    shape: tuple[int, ...], dtype: str, turns: Turns = DEFAULT_TURNS
+    shape: tuple[int, ...],
+    dtype: str,
+    implementations: Sequence[str] = ("xla",),
+    turns: Turns = DEFAULT_TURNS,
 ) -> dict[str, Any]:
     """Times XXᵀ, and XXᵀ + C/2 for a symmetric C, for X of `shape`.
 
     Args:
         shape: (m, n) or (batch, m, n).
         dtype: of X and C.
+        implementations: what is timed beside `jnp` and None, by name.
         turns: as for `time_interleaved`.
 
     Raises:
@@ -68,13 +72,17 @@ def measure_syrk(
     c = symmetric(standard_normal(1, (*batch, m, m), dtype))
     product = {
         "jnp": lambda x: x @ x.mT,
-        "xla": functools.partial(syrk, implementation="xla"),
+        **{name: functools.partial(syrk, implementation=name) for name in implementations},
         "None": syrk,
         "None, symmetrize_output=False": functools.partial(syrk, symmetrize_output=False),
     }
     product_and_addend = {
         "jnp + C": lambda x, c: x @ x.mT + 0.5 * c,
-        "None + C": lambda x, c: syrk(x, c, beta=0.5),
+        **{
+            f"{name} + C": functools.partial(syrk, beta=0.5, implementation=name)
+            for name in implementations
+        },
+        "None + C": functools.partial(syrk, beta=0.5),
     }
     comparison, with_addend = (
         _check_and_time(

@@ -203,7 +203,7 @@ def test_a_wrong_addend_fails(monkeypatch):
         one_device, "syrk", lambda x, c=None, beta=0.0, **kw: right(x, c, beta=1.1 * beta, **kw)
     )
     with pytest.raises(ArithmeticError, match=r"None \+ C: the relative error .* jnp \+ C"):
-        one_device.measure_syrk((16, 16), "bfloat16")
+        one_device.measure_syrk((16, 16), "bfloat16", ())
 
 
 @pytest.mark.slow
