@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import helpers
 import jax
@@ -19,6 +20,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import benchmarks
 import gpt
 import gpt_report
 from benchmarks._training.corpus import write_corpus
@@ -288,6 +290,30 @@ def test_presets_learn(arguments, tmp_path):
     run(tmp_path, *arguments.split())
     _, train, _ = losses(tmp_path).T
     assert train[0] > 4.5 and train[-1] < 2.8
+
+
+def test_what_is_said_of_the_speedrun_is_what_it_measured():
+    root = Path(benchmarks.__file__).parents[1]
+    text = " ".join((root / "docs" / "examples.md").read_text().split())
+    names = ("adamw", "optax", "standard", "balanced", "aol", "normuon")
+    folders = [root / "benchmarks" / "results" / "speedrun_h200" / name for name in names]
+    table = gpt_report.compare([folder / "metrics.csv" for folder in folders])
+    assert " ".join(table.split()) in text
+    seconds, tokens = np.array(
+        [row.strip(" |").split(" | ")[-2:] for row in table.splitlines()[2:]], float
+    ).T
+    saved = [f"{1 - x / tokens[0]:.0%}" for x in tokens[1:]]
+    assert {*saved[1:4]} == {"12%"} and f"with {saved[1]} fewer tokens" in text
+    less = [f"{1 - x / seconds[0]:.0%}" for x in seconds]
+    assert f'in {less[2]} less time, and with `"balanced"` in {less[3]} less.' in text
+    assert f"the same tokens, but takes {seconds[1] / seconds[0] - 1:.0%} longer" in text
+
+    found = [re.search(r"optimizer +(\S+) ms", (f / "report.txt").read_text()) for f in folders]
+    adamw, optax, standard, balanced = (match.group(1) for match in found[:4])
+    assert (
+        f"{adamw} ms of a step with AdamW, {optax} with optax's Muon, {standard} with `muon` and"
+        f' {balanced} with `"balanced"`'
+    ) in text
 
 
 def test_an_int8_momentum_is_sharded_like_its_parameter():
