@@ -68,6 +68,10 @@ def _tile_n(num_tiles: int) -> int:
 class MmaProgram(RingProgram):
     """A `RingProgram` of one warpgroup."""
 
+    # Two warps share rows, and two share columns: Pallas itself gives each warp rows of its own,
+    # which takes more registers and reads B twice as often.
+    layout = plgpu.Layout.MMA_ACC(jnp.dtype("bfloat16"), m_warps=2)
+
     def run(self) -> None:
         """Does all of the program's work."""
         self.visit_tiles(self._multiply_and_store)
@@ -77,22 +81,29 @@ class MmaProgram(RingProgram):
             self._load_step(tile, jnp.int32(k))
         store = self.storing(tile)
         sums = jnp.zeros((self.config.tile_m, self.config.tile_n), jnp.float32)
-        sums = plgpu.layout_cast(sums, plgpu.Layout.WGMMA)  # mma's, too
+        sums = plgpu.layout_cast(sums, self.layout)
         multiply = functools.partial(self._multiply, tile)
         store(lax.fori_loop(0, self.num_products(tile), multiply, sums))
         self.commit()  # all threads have read the ring
 
     def _multiply(self, tile: Tile, k: jax.Array, sums: jax.Array) -> jax.Array:
         slot, dtype = self._next_slot(tile, k), self.a_ring.dtype
-        a = plgpu.load(self.a_ring.at[slot], layout=plgpu.Layout.MMA_LHS(dtype))
-        b = plgpu.load(self.b_block(slot), layout=plgpu.Layout.MMA_RHS(dtype))
-        return plgpu.mma(sums, a, b)
+        lhs, rhs = (x(dtype, m_warps=2) for x in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS))
+        a = plgpu.load(self.a_ring.at[slot], layout=lhs)
+        b = plgpu.load(self.b_block(slot), layout=rhs)
+        result = plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, self.layout)
+        types = self.layout, lhs, rhs
+        return self.mma(plgpu.inline_mgpu(arg_types=types, return_type=result), sums, a, b)
+
+    def mma(self, inline: Any, *operands: jax.Array) -> jax.Array:
+        """Returns sums + a·b."""
+        return inline(lambda _, sums, a, b: mgpu.mma(sums, a, b))(*operands)
 
     def take(self, tile: Tile, step: jax.Array, *rings: Ref, rows: Any = None) -> list[jax.Array]:
         """Reads this warpgroup's rows of a step."""
         slot = self._next_slot(tile, step - tile.step)
         place = slot, rows or self.own_rows
-        return [plgpu.load(ring.at[place], layout=plgpu.Layout.WGMMA) for ring in rings]
+        return [plgpu.load(ring.at[place], layout=self.layout) for ring in rings]
 
     # Copies to the ring. Each step has two groups of them, since waiting counts groups.
 
@@ -184,7 +195,7 @@ class MmaSyrkxProgram(MmaProgram, products.SyrkxProgram):
         direct, mirror = self.free_buffer(self.out_buffers, index), self.mirror_buffers.at[0, 0]
         direct[...] = block
         self.commit()
-        mirrored = plgpu.load(direct.transpose((1, 0)), layout=plgpu.Layout.WGMMA)
+        mirrored = plgpu.load(direct.transpose((1, 0)), layout=self.layout)
         mirror[...] = mirrored
         if self.mirrored_on_diagonal:
             self.commit()
