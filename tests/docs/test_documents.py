@@ -303,6 +303,15 @@ def test_speeds_of_single_products_are_those_of_the_results():
         assert re.search(row, DOCUMENTS["docs/kernels.md"], re.MULTILINE), row
 
 
+def test_the_time_by_mma_is_that_of_the_results():
+    ratios = [
+        times["mosaic_gpu_mma"] / times["triton"]
+        for times in (medians(m, "device") for m in results("syrk_mma_h200.json"))
+    ]
+    expected = f"{min(ratios):.1f} to {max(ratios):.1f} times as long there"
+    assert expected in DOCUMENTS["docs/kernels.md"]
+
+
 def test_units_are_those_of_the_results():
     text = DOCUMENTS["docs/coefficients.md"]
     by_default = {"standard": "bfloat16", "polar_express": "bfloat16"}

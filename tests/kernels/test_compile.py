@@ -173,6 +173,18 @@ with jax.set_mesh(mesh):
 INSTRUCTION = re.compile(r"^ +(?:ROOT )?%\S+ = \w+\[([\d,]*)\]\S* ([\w-]+)\(", re.MULTILINE)
 
 
+MMA = """
+from pallas_kernels import gemm
+
+# Pallas asks the default device for its compute capability.
+jax.config.update("jax_default_device", mesh.devices.flat[0])
+for batch in (1, 16):  # of narrow tiles, and of wide ones
+    square = (batch, 2048, 2048)
+    compiled(lambda a: syrk(a, implementation="mosaic_gpu_mma"), square)
+    compiled(lambda a, c: syrk(a, c, beta=0.5, implementation="mosaic_gpu_mma"), square, square)
+    compiled(lambda a, b: gemm(a, b, implementation="mosaic_gpu_mma"), square, square)
+"""
+
 pytestmark = pytest.mark.slow
 
 
@@ -220,6 +232,17 @@ def test_no_config_of_the_full_product_spills_registers():
     found = re.findall(r"^gemm .+|\d+ bytes spill stores", report, re.MULTILINE)
     expected = [(f"gemm {n}", "0 bytes spill stores") for n in (128, 192, 256) for _ in "12"]
     assert found == [*itertools.chain.from_iterable(expected)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", mostly_nightly(TARGETS, (), ["NVIDIA A100"]))
+def test_no_kernel_by_mma_spills_registers(name):
+    """For the architecture of the device itself, of which Pallas knows."""
+    report = output_of(MMA, name, MOSAIC_GPU_DUMP_PTXAS="1")
+    assert re.findall(r"frame, (\d+) bytes spill stores", report) == ["0"] * 6
+    major, minor, *_ = TARGETS[name]
+    architecture = f"sm_{major}{minor}{'a' * (major >= 9)}"
+    assert {*re.findall(r"for '(sm_\w+)'", report)} == {architecture}
 
 
 @needs_compiler
