@@ -152,7 +152,7 @@ def highest_precision():
         yield
 
 
-@helpers.slow
+@helpers.nightly
 @pytest.mark.parametrize("preset", SYSTEMS)
 def test_the_oracle_sees_every_number(preset):
     """Also those that the preset leaves to a default: betas, eps and decay of both sides."""

@@ -107,7 +107,7 @@ QUICK = [(name, True) for name in ("l2", "normuon", "stochastic")]
 
 @pytest.mark.parametrize(
     ("name", "jitted"),
-    [case if case in QUICK else pytest.param(*case, marks=helpers.slow) for case in CASES],
+    [case if case in QUICK else pytest.param(*case, marks=helpers.nightly) for case in CASES],
 )
 def test_a_skipped_parameter_stays_and_others_move_as_without_it(name, jitted):
     """First all parameters move, so that momenta are there; then some are skipped twice."""
@@ -144,8 +144,7 @@ def smaller_arguments(arguments):
     return {key: only(arguments[key]) for key in named if isinstance(arguments.get(key), dict)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", helpers.mostly_nightly([np.nan, np.inf], (), [np.inf]))
 @pytest.mark.parametrize(
     "make",
     [

@@ -87,23 +87,17 @@ class MmaProgram(RingProgram):
         self.commit()  # all threads have read the ring
 
     def _multiply(self, tile: Tile, k: jax.Array, sums: jax.Array) -> jax.Array:
-        slot, dtype = self._next_slot(tile, k), self.a_ring.dtype
+        slot, dtype = self.full_slot(tile, tile.step + k), self.a_ring.dtype
         lhs, rhs = (x(dtype, m_warps=2) for x in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS))
         a = plgpu.load(self.a_ring.at[slot], layout=lhs)
         b = plgpu.load(self.b_block(slot), layout=rhs)
-        result = plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, self.layout)
+        result = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, self.layout)
         types = self.layout, lhs, rhs
         return self.mma(plgpu.inline_mgpu(arg_types=types, return_type=result), sums, a, b)
 
     def mma(self, inline: Any, *operands: jax.Array) -> jax.Array:
         """Returns sums + a·b."""
         return inline(lambda _, sums, a, b: mgpu.mma(sums, a, b))(*operands)
-
-    def take(self, tile: Tile, step: jax.Array, *rings: Ref, rows: Any = None) -> list[jax.Array]:
-        """Reads this warpgroup's rows of a step."""
-        slot = self._next_slot(tile, step - tile.step)
-        place = slot, rows or self.own_rows
-        return [plgpu.load(ring.at[place], layout=self.layout) for ring in rings]
 
     # Copies to the ring. Each step has two groups of them, since waiting counts groups.
 
@@ -120,12 +114,15 @@ class MmaProgram(RingProgram):
             pl.when(k == number + step)(functools.partial(self.load_other, tile, slot, other))
         pl.when(k >= number + len(self.others))(self.skip_copies)
 
-    def _next_slot(self, tile: Tile, k: jax.Array) -> jax.Array:
+    def full_slot(self, tile: Tile, step: jax.Array) -> jax.Array:
         """Waits for a step, and starts the copies of a later one to the slot before."""
-        slot = self.slot(tile.step + k)
+        slot = self.slot(step)
         self.await_copies(tile, slot)
-        self._load_step(tile, k + self.config.num_stages - 1)
+        self._load_step(tile, step - tile.step + self.config.num_stages - 1)
         return slot
+
+    def release(self, step: jax.Array) -> None:
+        """Does nothing: the next `full_slot` waits until all threads have read this one."""
 
     def copy(self, tile: Tile, slot: jax.Array, source: Ref, block: Ref) -> None:
         """Starts a copy by cp.async, which Pallas itself has for compute capability 8 alone."""

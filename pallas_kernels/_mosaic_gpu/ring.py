@@ -238,6 +238,12 @@ class RingProgram:
         pl.when(step >= self.config.num_stages)(wait)
         return slot
 
+    def full_slot(self, tile: Tile, step: jax.Array) -> jax.Array:
+        """Waits until one of the tile's steps has come, and returns its slot."""
+        slot = self.slot(step)
+        plgpu.barrier_wait(self.full.at[tile.turn, slot])
+        return slot
+
     def release(self, step: jax.Array) -> None:
         """Gives the step's slot back to the producer."""
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
@@ -300,8 +306,7 @@ class RingProgram:
         """Adds up the products of all steps, by the blocks `b_block(slot)`, `(TILE_K, tile_n)`."""
 
         def multiply(k: jax.Array, _: None) -> None:
-            slot = self.slot(tile.step + k)
-            plgpu.barrier_wait(self.full.at[tile.turn, slot])
+            slot = self.full_slot(tile, tile.step + k)
             plgpu.wgmma(accumulator, self.a_ring.at[slot, self.own_rows], b_block(slot))
             plgpu.wgmma_wait(1)  # the wgmma of the step before is done
             pl.when(k > 0)(lambda: self.release(tile.step + k - 1))
@@ -310,8 +315,7 @@ class RingProgram:
 
     def take(self, tile: Tile, step: jax.Array, *rings: Ref, rows: Any = None) -> list[jax.Array]:
         """Waits for a step, reads this warpgroup's rows of it, and gives the slot back."""
-        slot = self.slot(step)
-        plgpu.barrier_wait(self.full.at[tile.turn, slot])
+        slot = self.full_slot(tile, step)
         place = slot, rows or self.own_rows
         blocks = [plgpu.load(ring.at[place], layout=self.layout) for ring in rings]
         self.commit()  # all threads have read it

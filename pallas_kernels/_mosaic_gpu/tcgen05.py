@@ -107,9 +107,9 @@ class Tcgen05Program(RingProgram):
         """Copies one of `others`."""
         super().load_other(tile._replace(turn=jnp.int32(1)), slot, other)
 
-    def take(self, tile: Tile, step: jax.Array, *rings: Ref, rows: Any = None) -> list[jax.Array]:
-        """Waits for a step, reads this warpgroup's rows of it, and gives the slot back."""
-        return super().take(tile._replace(turn=jnp.int32(1)), step, *rings, rows=rows)
+    def full_slot(self, tile: Tile, step: jax.Array) -> jax.Array:
+        """Waits until one of `others` has come, and returns its slot."""
+        return super().full_slot(tile._replace(turn=jnp.int32(1)), step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ VARIANTS = [
 SEARCHED = [
     ("standard", "gram", "float16"),
     ("aol", "gram", "bfloat16"),
-    *((name, "gram", dtype) for name in SCHEDULES for dtype in ("float16", "bfloat16")),
+    *((name, "gram", "float16") for name in SCHEDULES),
 ]
 
 

@@ -57,7 +57,13 @@ def measure(tmp_path):
 @pytest.mark.parametrize(
     ("benchmark", "variants"),
     [
-        ("syrk", ["jnp", "xla", "None", "None, symmetrize_output=False", "jnp + C", "None + C"]),
+        (
+            "syrk",
+            [
+                *("jnp", "xla", "None", "None, symmetrize_output=False"),
+                *("jnp + C", "xla + C", "None + C"),
+            ],
+        ),
         ("muon", ["optax", IN_16_BITS, "None", "balanced"]),
         pytest.param(
             "newton_schulz",

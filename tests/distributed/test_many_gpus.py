@@ -117,7 +117,7 @@ def test_divided_experts_are_not_exchanged(layers):
 @pytest.mark.parametrize(
     ("layers", "expert", "data"),
     [
-        (4, 1, 64),
+        pytest.param(4, 1, 64, marks=nightly),
         pytest.param(48, 1, 64, marks=nightly),
         pytest.param(48, 8, 64, marks=nightly),
     ],

@@ -217,7 +217,7 @@ MATRICES = {f"layers/{name}/kernel" for name in "query key value out up down".sp
 
 @pytest.mark.parametrize(
     "arguments",
-    helpers.mostly_slow(
+    helpers.mostly_nightly(
         [
             "--optimizer optax",
             "--ns-coeffs balanced",
@@ -241,7 +241,7 @@ def test_what_is_compared_differs_in_the_matrices_alone(arguments):
             np.testing.assert_allclose(update, expected[path], rtol=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", helpers.mostly_slow(["muon", "optax", "adamw"], ["adamw"]))
+@pytest.mark.parametrize("optimizer", helpers.mostly_nightly(["muon", "optax", "adamw"], ["adamw"]))
 def test_the_rate_of_all_but_the_matrices_is_scaled(optimizer):
     _, plain = params_and_first_updates("--optimizer", optimizer)
     _, scaled = params_and_first_updates("--optimizer", optimizer, "--adam-scale", "3")

@@ -189,7 +189,7 @@ pytestmark = pytest.mark.slow
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", mostly_nightly(TARGETS, (), ["NVIDIA H200"]))
+@pytest.mark.parametrize("name", mostly_nightly(TARGETS, ()))
 def test_triton_s_kernel_and_the_iteration_compile_to_machine_code(name):
     assert output_of(TRITON, name).strip() == "compiled"
 
@@ -235,7 +235,7 @@ def test_no_config_of_the_full_product_spills_registers():
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", mostly_nightly(TARGETS, (), ["NVIDIA A100"]))
+@pytest.mark.parametrize("name", mostly_nightly(TARGETS, ()))
 def test_no_kernel_by_mma_spills_registers(name):
     """For the architecture of the device itself, of which Pallas knows."""
     report = output_of(MMA, name, MOSAIC_GPU_DUMP_PTXAS="1")
@@ -445,6 +445,6 @@ print(kernels(12))
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_has_fewer_kernels_than_parameters():
     assert int(output_of(STEP, "NVIDIA H200").split()[-1]) < 60 < 12 * 6
