@@ -83,12 +83,7 @@ def arguments_of_functions():
 
 
 def mostly_nightly(cases: Iterable, quick: Container, slower: Container = ()) -> list:
-    """Cases of `parametrize`: quick ones, and others, marked nightly.
-
-    Where none is quick, the slower ones are marked slow: .ci/run has a case of each test.
-    """
-    cases = [*cases]
-    slower = () if any(case in quick for case in cases) else slower
+    """Cases of `parametrize`: quick ones, those marked slow, and others, marked nightly."""
     return [
         case if case in quick else pytest.param(case, marks=slow if case in slower else nightly)
         for case in cases
@@ -97,7 +92,7 @@ def mostly_nightly(cases: Iterable, quick: Container, slower: Container = ()) ->
 
 def mostly_slow(cases: Iterable, quick: Container) -> list:
     """Cases of `parametrize`: quick ones, and others, marked slow."""
-    return [case if case in quick else pytest.param(case, marks=slow) for case in cases]
+    return mostly_nightly(cases, quick, [*cases])
 
 
 def unjitted_newton_schulz(x, *args, **kwargs):

@@ -33,7 +33,7 @@ from muon_jax import Exchange, Link, MuonDimensionNumbers, NewtonSchulz, Relativ
 from muon_jax._iteration.coefficients import NAMED
 from muon_jax.contrib import KeyHeads, QueryHeads
 
-CASES = int(os.environ.get("MUON_JAX_FUZZ_CASES", 2000))
+CASES = int(os.environ.get("MUON_JAX_FUZZ_CASES", 5000))
 OURS = tuple(str(Path(p.__file__).parent) for p in (muon_jax, pallas_kernels, optax))
 OUTCOMES = collections.Counter()
 
@@ -474,7 +474,7 @@ def test_every_call_is_right_or_refused(capsys):
         max_examples=CASES,
         deadline=None,
         database=None,
-        derandomize=CASES <= 2000,
+        derandomize=CASES <= 5000,
         suppress_health_check=[*hypothesis.HealthCheck],
         phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
     )

@@ -53,7 +53,7 @@ MUON_TOLERANCE = 0.1
 def measure_syrk(
     shape: tuple[int, ...],
     dtype: str,
-    implementations: Sequence[str] = ("xla",),
+    implementations: Sequence[str],
     turns: Turns = DEFAULT_TURNS,
 ) -> dict[str, Any]:
     """Times XXᵀ, and XXᵀ + C/2 for a symmetric C, for X of `shape`.
@@ -70,18 +70,16 @@ def measure_syrk(
     *batch, m, _ = shape
     x = standard_normal(0, shape, dtype)
     c = symmetric(standard_normal(1, (*batch, m, m), dtype))
+    named = {name: functools.partial(syrk, implementation=name) for name in implementations}
     product = {
         "jnp": lambda x: x @ x.mT,
-        **{name: functools.partial(syrk, implementation=name) for name in implementations},
+        **named,
         "None": syrk,
         "None, symmetrize_output=False": functools.partial(syrk, symmetrize_output=False),
     }
     product_and_addend = {
         "jnp + C": lambda x, c: x @ x.mT + 0.5 * c,
-        **{
-            f"{name} + C": functools.partial(syrk, beta=0.5, implementation=name)
-            for name in implementations
-        },
+        **{f"{name} + C": functools.partial(run, beta=0.5) for name, run in named.items()},
         "None + C": functools.partial(syrk, beta=0.5),
     }
     comparison, with_addend = (

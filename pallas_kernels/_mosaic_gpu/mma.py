@@ -70,7 +70,10 @@ class MmaProgram(RingProgram):
 
     # Two warps share rows, and two share columns: Pallas itself gives each warp rows of its own,
     # which takes more registers and reads B twice as often.
-    layout = plgpu.Layout.MMA_ACC(jnp.dtype("bfloat16"), m_warps=2)
+    layout, lhs, rhs = (
+        of(jnp.dtype("bfloat16"), m_warps=2)  # or float16
+        for of in (plgpu.Layout.MMA_ACC, plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS)
+    )
 
     def run(self) -> None:
         """Does all of the program's work."""
@@ -87,17 +90,16 @@ class MmaProgram(RingProgram):
         self.commit()  # all threads have read the ring
 
     def _multiply(self, tile: Tile, k: jax.Array, sums: jax.Array) -> jax.Array:
-        slot, dtype = self.full_slot(tile, tile.step + k), self.a_ring.dtype
-        lhs, rhs = (x(dtype, m_warps=2) for x in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS))
-        a = plgpu.load(self.a_ring.at[slot], layout=lhs)
-        b = plgpu.load(self.b_block(slot), layout=rhs)
-        result = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, self.layout)
-        types = self.layout, lhs, rhs
-        return self.mma(plgpu.inline_mgpu(arg_types=types, return_type=result), sums, a, b)
+        slot = self.full_slot(tile, tile.step + k)
+        a = plgpu.load(self.a_ring.at[slot], layout=self.lhs)
+        b = plgpu.load(self.b_block(slot), layout=self.rhs)
+        return self.mma(sums, a, b)
 
-    def mma(self, inline: Any, *operands: jax.Array) -> jax.Array:
+    def mma(self, sums: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         """Returns sums + a·b."""
-        return inline(lambda _, sums, a, b: mgpu.mma(sums, a, b))(*operands)
+        result = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, self.layout)
+        inline = plgpu.inline_mgpu(arg_types=(self.layout, self.lhs, self.rhs), return_type=result)
+        return inline(lambda _, *operands: mgpu.mma(*operands))(sums, a, b)
 
     # Copies to the ring. Each step has two groups of them, since waiting counts groups.
 
@@ -121,7 +123,7 @@ class MmaProgram(RingProgram):
         self._load_step(tile, step - tile.step + self.config.num_stages - 1)
         return slot
 
-    def release(self, step: jax.Array) -> None:
+    def give_back(self, step: jax.Array) -> None:
         """Does nothing: the next `full_slot` waits until all threads have read this one."""
 
     def copy(self, tile: Tile, slot: jax.Array, source: Ref, block: Ref) -> None:

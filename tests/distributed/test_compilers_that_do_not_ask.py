@@ -53,9 +53,7 @@ def lowered(optimizer, grads, state):
     return jax.jit(optimizer.update).lower(grads, state)
 
 
-@pytest.mark.parametrize(
-    "name", helpers.mostly_nightly(LAYOUTS, ["TP + FSDP"], ["DDP", "EP + FSDP", "layers stacked"])
-)
+@pytest.mark.parametrize("name", helpers.mostly_nightly(LAYOUTS, ["TP + FSDP"]))
 def test_layouts_that_nobody_knows(name):
     grads, _, views = problem(name, AxisType.Auto)
     expected = helpers.on_one_device(grads, weight_dimension_numbers=views)

@@ -147,11 +147,10 @@ REMATERIALIZATION = "Involuntary full rematerialization"
 
 
 QUICK = ("TP + FSDP", "layers stacked")
-SLOW = ("DDP", "TP + EP + FSDP")
 
 
 @pytest.mark.uncached
-@pytest.mark.parametrize("name", helpers.mostly_nightly(LAYOUTS, QUICK, SLOW))
+@pytest.mark.parametrize("name", helpers.mostly_nightly(LAYOUTS, QUICK))
 def test_layouts(name, capfd):
     grads, specs, views = problem(name, AxisType.Auto)
     expected = helpers.on_one_device(grads, weight_dimension_numbers=views)

@@ -44,9 +44,7 @@ def test_only_jit_knows_the_mesh():
 
 @pytest.mark.parametrize(
     "told",
-    helpers.mostly_nightly(
-        ["in_shardings", "out_shardings", "legacy"], ["in_shardings"], ["legacy"]
-    ),
+    helpers.mostly_nightly(["in_shardings", "out_shardings", "legacy"], ["in_shardings"]),
 )
 def test_shardings_of_which_only_the_compiler_knows(told):
     """The parameters are on no mesh, and nothing is stated."""

@@ -308,8 +308,8 @@ def test_what_is_said_of_the_speedrun_is_what_it_measured():
     assert f'in {less[2]} less time, and with `"balanced"` in {less[3]} less.' in text
     assert f"the same tokens, but takes {seconds[1] / seconds[0] - 1:.0%} longer" in text
 
-    found = [re.search(r"optimizer +(\S+) ms", (f / "report.txt").read_text()) for f in folders]
-    adamw, optax, standard, balanced = (match.group(1) for match in found[:4])
+    reports = [(folder / "report.txt").read_text() for folder in folders[:4]]
+    adamw, optax, standard, balanced = re.findall(r"optimizer +(\S+) ms", "".join(reports))
     assert (
         f"{adamw} ms of a step with AdamW, {optax} with optax's Muon, {standard} with `muon` and"
         f' {balanced} with `"balanced"`'

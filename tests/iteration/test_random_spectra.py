@@ -94,11 +94,7 @@ each_name = pytest.mark.parametrize("name", polar_error.coefficient_names())
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "name",
-    helpers.mostly_nightly(
-        polar_error.coefficient_names(),
-        ["standard", "balanced"],
-        ["fast", "accurate", "polar_express", "aol"],
-    ),
+    helpers.mostly_nightly(polar_error.coefficient_names(), ["standard", "balanced"]),
 )
 @drawn(1000)
 def test_no_spectrum_blows_up(name, seed):

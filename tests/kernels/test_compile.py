@@ -189,7 +189,8 @@ pytestmark = pytest.mark.slow
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", mostly_nightly(TARGETS, ()))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TARGETS)
 def test_triton_s_kernel_and_the_iteration_compile_to_machine_code(name):
     assert output_of(TRITON, name).strip() == "compiled"
 
@@ -235,7 +236,7 @@ def test_no_config_of_the_full_product_spills_registers():
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", mostly_nightly(TARGETS, ()))
+@pytest.mark.parametrize("name", mostly_nightly(TARGETS, (), ["NVIDIA A100"]))
 def test_no_kernel_by_mma_spills_registers(name):
     """For the architecture of the device itself, of which Pallas knows."""
     report = output_of(MMA, name, MOSAIC_GPU_DUMP_PTXAS="1")

@@ -52,7 +52,7 @@ def interpreter(monkeypatch):
         monkeypatch.setattr(mma.MmaProgram, name, getattr(RingProgram, name))
     monkeypatch.setattr(mma.MmaProgram, "skip_copies", lambda self: None)
     monkeypatch.setattr(mma.MmaProgram, "await_copies", await_copies)
-    monkeypatch.setattr(mma.MmaProgram, "mma", lambda self, _, *operands: dot(*operands))
+    monkeypatch.setattr(mma.MmaProgram, "mma", lambda self, *operands: dot(*operands))
     jax.clear_caches()
     yield monkeypatch
     jax.clear_caches()
@@ -72,7 +72,7 @@ def random_case(seed):
     return rng, a, 2 * a if rng.integers(2) else None, cs, bool(rng.integers(2)), config
 
 
-@pytest.mark.parametrize("seed", helpers.mostly_nightly(range(30), (0, 1), (2, 3)))
+@pytest.mark.parametrize("seed", helpers.mostly_nightly(range(30), (0, 1)))
 def test_random_symmetric_products_are_exact_and_free_of_races(interpreter, seed):
     rng, a, b, cs, residual, config = random_case(seed)
     kwargs = {"alpha": 0.5, "diagonal": 3.0, "beta": (-2.0, 0.25)[: len(cs)]}

@@ -143,7 +143,7 @@ def test_error_is_at_most_twice_that_of_xlas_product(implementation, examples):
 @pytest.mark.parametrize("same", [True, False], ids=["syrk", "syrkx"])
 @pytest.mark.parametrize(
     "shape",
-    helpers.mostly_nightly([(2, 77, 77), (40, 3000), (90, 31)], [(2, 77, 77)], [(90, 31)]),
+    helpers.mostly_nightly([(2, 77, 77), (40, 3000), (90, 31)], [(2, 77, 77)]),
     ids=str,
 )
 def test_the_result_equals_its_transpose_exactly(implementation, dtype, same, shape):

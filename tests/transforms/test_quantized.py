@@ -391,9 +391,7 @@ def test_updates_are_near_those_of_a_momentum_in_float32():
 # --------------------------------------------------------------------------------------- sharding
 
 
-@pytest.mark.parametrize(
-    "kind", helpers.mostly_nightly(["Auto", "Explicit"], ["Explicit"], ["Auto"])
-)
+@pytest.mark.parametrize("kind", helpers.mostly_nightly(["Auto", "Explicit"], ["Explicit"]))
 @pytest.mark.parametrize("spec", [(None, "x"), ("x", None)], ids=str)
 def test_shards_hold_whole_blocks(kind, spec):
     mesh = jax.make_mesh((8,), ("x",), (AxisType[kind],))
