@@ -100,7 +100,7 @@ def page(report: Report, file: str) -> str:
         f"# {_TITLES[benchmark]}: {report['device'].removeprefix('NVIDIA ')}"
         + (", with pauses" if "pause" in report else "")
         + (", by width" if len(report.get("widths", ())) > 1 else "")
-        + (", beside QuACK" if benchmark == "syrk" and "quack-kernels" in report else ""),
+        + (f", beside QuACK {report['quack-kernels']}" if "quack-kernels" in report else ""),
         _WRITTEN,
         f"```bash\n{command}\n```",
         markdown_table(["", ""], [[*fact] for fact in facts.items()]),

@@ -187,7 +187,7 @@ def medians(measurement: dict, clock: str) -> dict[str, float]:
     return {name: times[clock][1] for name, times in measurement["microseconds"].items()}
 
 
-# What the README calls the models of `benchmarks muon`.
+# What the README calls the models of `benchmarks muon` in its tables.
 MODEL_NAMES = {
     "gpt2-small": "GPT-2 small",
     "24-layers": "24 layers of width 2048",
@@ -202,6 +202,8 @@ def test_whole_steps_are_those_of_the_results():
     fair, default = [], []
     of_device, of_wall = (README.partition(f"{clock}")[2] for clock in ("GPU time:", "wall clock,"))
     for measurement in results("muon_h200.json"):
+        if measurement["model"] not in MODEL_NAMES:
+            continue
         for clock, table in (("device", of_device.partition("wall clock,")[0]), ("wall", of_wall)):
             times = medians(measurement, clock)
             optax, in_16_bits, *ours = (
@@ -224,7 +226,7 @@ def test_whole_steps_are_those_of_the_results():
 
 def test_steps_of_many_matrices_are_those_of_the_results():
     said = DOCUMENTS["docs/performance.md"]
-    (measurement,) = results("muon_moe_h200.json")
+    (measurement,) = (m for m in results("muon_h200.json") if m["model"] == "moe100m")
     for clock, words in (("device", "on the device"), ("wall", "by the wall clock")):
         optax, in_16_bits, *ours = medians(measurement, clock).values()
         cells = [f"{time / 1000:.3g}" for time in (optax, in_16_bits)]
@@ -301,6 +303,27 @@ def test_speeds_of_single_products_are_those_of_the_results():
             speeds.append(times["jnp"] / times["None"])
         row = rf"^\| {re.escape(product)} \|.*\| {min(speeds):.2f} to {max(speeds):.2f} \|$"
         assert re.search(row, DOCUMENTS["docs/kernels.md"], re.MULTILINE), row
+
+
+def test_times_of_quack_are_those_of_the_results():
+    said = DOCUMENTS["docs/kernels.md"]
+    of_product, of_iteration = [], []
+    newest = results("newton_schulz_quack_h200.json")
+    for new, old in zip(newest, results("newton_schulz_quack_0_5_0_h200.json"), strict=True):
+        ratios = []
+        for product, rival in (("XXᵀ", "quack"), ("cA² + bA + aI", "quack + C")):
+            for clock in ("device", "wall"):
+                times = medians(new["products"][product], clock)
+                ratios.append(f"{times[rival] / times['None']:.2f}")
+        assert f"| {'×'.join(map(str, new['shape']))} | {' | '.join(ratios)} |" in said
+        by_version = [medians(m["products"]["XXᵀ"], "device")["quack"] for m in (old, new)]
+        of_product.append(by_version[0] / by_version[1])
+        by_version = [medians(m, "wall")["gram_newton_schulz"] for m in (old, new)]
+        of_iteration.append(by_version[1] / by_version[0])
+    said = " ".join(said.split())
+    assert f"takes {min(of_product):.2f} to {max(of_product):.2f} times as long as 0.6.5" in said
+    small, *others = of_iteration
+    assert f"{min(others):.2f} to {max(others):.2f} of the time with 0.5.0, and {small:.2f}" in said
 
 
 def test_the_time_by_mma_is_that_of_the_results():
