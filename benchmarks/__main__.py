@@ -4,7 +4,7 @@
     python -m benchmarks syrk --json syrk.json
     python -m benchmarks newton_schulz --shapes peers 24x512x2048
     python -m benchmarks muon --models gpt2-small
-    python -m benchmarks sharded --mesh fsdp=2 tensor=2 --json sharded.json
+    python -m benchmarks sharded --mesh fsdp=2 fsdp=2,tensor=2 --json sharded.json
     python -m benchmarks start --models gpt2-small --json start.json
     python -m benchmarks accuracy --names standard --json accuracy.json
     python -m benchmarks adversary --names balanced --sizes 16 64
@@ -18,7 +18,7 @@
 
 Times on a GPU are those that the kernels spend on the device. For rivals in torch they are those
 between CUDA events, with the gaps between kernels. The JSON has the wall clock of all, too.
-`sharded` runs on all devices of the machine, by the wall clock. On a CPU all times are of the wall
+`sharded` runs on several devices, by the wall clock. On a CPU all times are of the wall
 clock, and the kernels do not run.
 
 `--quick` measures few cases in few rounds. The heading and the JSON say so: that is no record.
@@ -93,13 +93,13 @@ COMMANDS = {
         times.QUICK_ITERATIONS,
     ),
     "muon": Command(
-        "times of whole updates on one device",
+        "times of whole steps on one device",
         times.add_muon_arguments,
         times.run_muon,
         times.QUICK_UPDATES,
     ),
     "sharded": Command(
-        "times of whole updates on all devices",
+        "times of whole steps on several devices",
         times.add_sharded_arguments,
         times.run_sharded,
         times.QUICK_UPDATES,

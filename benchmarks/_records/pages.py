@@ -60,6 +60,18 @@ _FIGURES = {
     "launches": ("Kernels", "Launched in a step.", "{}"),
     "loops": ("Loops", "In the compiled program.", "{}"),
     "collectives": ("Collectives", "In the compiled program.", "{}"),
+    "timeline": (
+        "Exchange",
+        "µs of one step, means over the GPUs: how long other kernels than NCCL's compute, how long"
+        " NCCL's exchange or wait, and how much of that is exposed, when nothing computes.",
+        "{}",
+    ),
+    "tflops": (
+        "TFLOP/s",
+        "Of each device by the wall clock, counting 4m²n + 2m³ FLOPs for each quintic step of a"
+        " matrix, whatever our kernels and forms save.",
+        "{}",
+    ),
 }
 _PRODUCTS = (
     "Median in µs, by the device's clock where there is one, then the TFLOP/s of the least work,"
@@ -196,7 +208,7 @@ def _spread(quartiles: Iterable[float]) -> str:
 
 
 def _as_text(value: object) -> object:
-    """Counts of collectives in one line; anything else as it is."""
+    """Counts of collectives, or times, in one line; anything else as it is."""
     if isinstance(value, dict):
-        return ", ".join(f"{count} {kind}" for kind, count in value.items()) or "none"
+        return ", ".join(f"{count:.0f} {kind}" for kind, count in value.items()) or "none"
     return value

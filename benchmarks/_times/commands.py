@@ -3,6 +3,7 @@
 import argparse
 import functools
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,7 +16,7 @@ from benchmarks._command_line.progress import measure_each
 from benchmarks._records.recording import environment, record
 from benchmarks._records.tables import absence_lines, heading
 from benchmarks._times import rivals
-from benchmarks._times.models import MODELS, QUICK_MODEL
+from benchmarks._times.models import MODELS, ON_ONE_DEVICE, QUICK_MODEL
 from benchmarks._times.one_device import (
     DEFAULT_COEFFICIENTS,
     measure_muon,
@@ -23,7 +24,12 @@ from benchmarks._times.one_device import (
     measure_syrk,
 )
 from benchmarks._times.shapes import QUICK_SHAPES, SETS, shapes
-from benchmarks._times.sharded import SHARDED_AXES, measure_sharded
+from benchmarks._times.sharded import (
+    DEFAULT_OPTIMIZERS,
+    OPTIMIZERS,
+    SHARDED_AXES,
+    measure_sharded,
+)
 from benchmarks._times.timing import Turns, on_gpu
 from pallas_kernels import IMPLEMENTATIONS
 
@@ -106,8 +112,7 @@ def run_newton_schulz(arguments: argparse.Namespace) -> None:
 def add_muon_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the flags of `muon`."""
     _add_dtype_and_json(command, "float32")
-    models = [name for name in MODELS if name != QUICK_MODEL]
-    command.add_argument("--models", nargs="+", choices=MODELS, default=models)
+    command.add_argument("--models", nargs="+", choices=MODELS, default=ON_ONE_DEVICE)
 
 
 def run_muon(arguments: argparse.Namespace) -> None:
@@ -123,22 +128,50 @@ def add_sharded_arguments(command: argparse.ArgumentParser) -> None:
     _add_dtype_and_json(command, "float32")
     command.set_defaults(turns=Turns(seconds=0.2))
     command.add_argument("--models", nargs="+", choices=MODELS, default=["24-layers"])
+    command.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=DEFAULT_OPTIMIZERS)
     command.add_argument(
         "--mesh",
         nargs="+",
-        type=_mesh_axis,
-        metavar="AXIS=SIZE",
-        help=f"sizes of the mesh axes {', '.join(SHARDED_AXES)} (default: fsdp, all devices)",
+        type=_mesh,
+        dest="meshes",
+        metavar="AXIS=SIZE,…",
+        help=f"meshes: sizes of axes {', '.join(SHARDED_AXES)}; the first devices serve a mesh of"
+        " fewer than there are (default: fsdp, all devices)",
     )
+    command.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, for several")
+    command.add_argument("--processes", type=int, help="how many, started with the same flags")
+    command.add_argument("--process", type=int, help="which of them this is, from 0")
 
 
 def run_sharded(arguments: argparse.Namespace) -> None:
-    """Times whole updates on several devices, model by model."""
-    mesh_shape: dict[str, int] = dict(arguments.mesh or [("fsdp", jax.device_count())])
+    """Times whole steps on several devices, model by model and mesh by mesh."""
+    given = (arguments.coordinator, arguments.processes, arguments.process)
+    if given != (None,) * 3:
+        if None in given:
+            raise SystemExit("--coordinator, --processes and --process go together: pass all three")
+        jax.distributed.initialize(*given)
+    if jax.process_index():
+        arguments.json = None  # process 0 writes
+    meshes = arguments.meshes or [{"fsdp": jax.device_count()}]
+    for mesh in meshes:
+        size = math.prod(mesh.values())
+        if size > jax.device_count() or jax.process_count() > 1 and size < jax.device_count():
+            raise SystemExit(
+                f"--mesh {_mesh_label(mesh)} has {size} devices, and there are"
+                f" {jax.device_count()} of {jax.process_count()} processes: pass one of at most as"
+                " many, and with several processes of as many"
+            )
     measure = functools.partial(
-        measure_sharded, dtype=arguments.dtype, mesh_shape=mesh_shape, turns=arguments.turns
+        measure_sharded,
+        dtype=arguments.dtype,
+        optimizers=arguments.optimizers,
+        turns=arguments.turns,
     )
-    _measure_cases(arguments, arguments.models, measure, facts=_DTYPES_OF_ITERATION)
+    facts = _DTYPES_OF_ITERATION | {"processes": str(jax.process_count())}
+    cases = itertools.product(arguments.models, meshes)
+    _measure_cases(
+        arguments, cases, measure, lambda case: f"{case[0]}, {_mesh_label(case[1])}", facts
+    )
 
 
 def _measure_cases(
@@ -208,11 +241,15 @@ def _add_shapes(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _mesh_axis(text: str) -> tuple[str, int]:
-    """An axis of a mesh, as in fsdp=4."""
-    name, _, size = text.partition("=")
-    if name not in SHARDED_AXES or not size.isdecimal():
+def _mesh(text: str) -> dict[str, int]:
+    """The sizes of a mesh's axes, as in data=2,fsdp=2."""
+    given = [axis.partition("=") for axis in text.split(",")]
+    if not all(name in SHARDED_AXES and size.isdecimal() for name, _, size in given):
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be AXIS=SIZE, AXIS one of {', '.join(SHARDED_AXES)}"
+            f"{text!r} must be AXIS=SIZE,…, each AXIS one of {', '.join(SHARDED_AXES)}"
         )
-    return name, int(size)
+    return {name: int(size) for name, _, size in given}
+
+
+def _mesh_label(mesh: dict[str, int]) -> str:
+    return ",".join(f"{name}={size}" for name, size in mesh.items())

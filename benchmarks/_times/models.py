@@ -1,8 +1,11 @@
 """Models for whole updates: the shapes of their parameters, by name."""
 
 import itertools
+from collections.abc import Iterator
 
 from optax.contrib import MuonDimensionNumbers
+
+from muon_jax._matrices.views import parts_of
 
 type Shapes = dict[str, tuple[int, ...]]
 
@@ -13,6 +16,15 @@ def _repeated_layers(count: int, layer: Shapes) -> Shapes:
 
 # Of `--quick`.
 QUICK_MODEL = "2-layers"
+# Of `muon` on one device.
+ON_ONE_DEVICE = (
+    "gpt2-small",
+    "24-layers",
+    "qwen3-30b-a3b-experts",
+    "moe100m",
+    "cifar10",
+    "brax-ppo",
+)
 
 MODELS: dict[str, Shapes] = {
     # Each parameter on its own, 124M in all. The output head is the token embedding.
@@ -48,6 +60,39 @@ MODELS: dict[str, Shapes] = {
             "down": (8192, 2048),
         },
     ),
+    # The matrices of 26 layers of width 2560, 2.0B in all.
+    "26-layers": _repeated_layers(
+        26,
+        {
+            **{name: (2560, 2560) for name in ("q", "k", "v", "o")},
+            "up": (2560, 10240),
+            "down": (10240, 2560),
+        },
+    ),
+    # The matrices of marin's 26 layers of width 2560 with 256 experts, 67B in all; see issue 6493
+    # of marin-community/marin. And with the 32 experts that one of eight GPUs has, 9.4B in all.
+    **{
+        f"marin-{experts}-experts": _repeated_layers(
+            26,
+            {
+                "experts/gate_up": (experts, 2560, 2560),
+                "experts/down": (experts, 1280, 2560),
+                "attention/q": (2560, 2560),
+                "attention/k": (2560, 640),
+                "attention/v": (2560, 640),
+                "attention/o": (2560, 2560),
+                **{
+                    f"{norm}/{name}": shape
+                    for norm in ("attention_norm", "mlp_norm")
+                    for name, shape in (("down", (2560, 128)), ("up", (128, 2560)))
+                },
+                "shared/gate": (2560, 2560),
+                "shared/up": (2560, 2560),
+                "shared/down": (2560, 2560),
+            },
+        )
+        for experts in (256, 32)
+    },
     # The experts of one layer, stacked, 604M in all.
     "qwen3-30b-a3b-experts": {
         "gate": (128, 2048, 768),
@@ -116,3 +161,13 @@ def dimension_numbers(shapes: Shapes) -> dict[str, MuonDimensionNumbers | None]:
         return MuonDimensionNumbers((0, 1, 2) if len(shape) == 4 else -2, -1)
 
     return {name: numbers(name, shape) for name, shape in shapes.items()}
+
+
+def stacks_of_matrices(shapes: Shapes) -> Iterator[tuple[int, int, int]]:
+    """Yields how many matrices each parameter has, and their sizes, m ≤ n."""
+    for name, numbers in dimension_numbers(shapes).items():
+        if numbers is not None:
+            (part,) = parts_of(numbers, shapes[name])
+            batch, *sizes = part.stack
+            m, n = sorted(sizes)
+            yield batch, m, n

@@ -19,7 +19,7 @@ from benchmarks._times.correctness import (
     relative_error,
 )
 from benchmarks._times.inputs import standard_normal, symmetric
-from benchmarks._times.models import Shapes, dimension_numbers
+from benchmarks._times.models import Shapes, dimension_numbers, stacks_of_matrices
 from benchmarks._times.rivals import (
     OWN_COEFFICIENTS,
     newton_schulz_in_jnp,
@@ -38,7 +38,6 @@ from benchmarks._times.timing import (
 from benchmarks._times.updates import COMPARED, IN_16_BITS, random_gradients, step_and_arguments
 from muon_jax import NewtonSchulz, newton_schulz
 from muon_jax._iteration.coefficients import NAMED, SCHEDULES
-from muon_jax._matrices.views import parts_of
 from pallas_kernels import gemm, select_implementation, syrk
 
 # The coefficients that `newton_schulz` is timed with beside its defaults, by default.
@@ -309,17 +308,14 @@ def floor_of_step(shapes: Shapes, dtype: str, iteration: NewtonSchulz) -> float:
     - The bytes of gradients, momenta, moments and parameters, each read, and written but for
       gradients, once.
     """
-    flops, elements = 0, 0
-    for name, numbers in dimension_numbers(shapes).items():
-        size = math.prod(shapes[name])
-        if numbers is None:
-            elements += 7 * size
-            continue
-        elements += 5 * size
-        (part,) = parts_of(numbers, shapes[name])
-        batch, *sizes = part.stack
-        m, n = sorted(sizes)
-        flops += batch * m**3 * iteration.form((m, n), dtype).products.units(n / m)
+    flops = sum(
+        batch * m**3 * iteration.form((m, n), dtype).products.units(n / m)
+        for batch, m, n in stacks_of_matrices(shapes)
+    )
+    elements = sum(
+        math.prod(shapes[name]) * (7 if numbers is None else 5)
+        for name, numbers in dimension_numbers(shapes).items()
+    )
     of_products, of_copies = rates()
     return 1e6 * (flops / of_products + elements * jnp.dtype(dtype).itemsize / of_copies)
 

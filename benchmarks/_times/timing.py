@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.experimental.mosaic.gpu import profiler
 
 
@@ -153,6 +154,11 @@ def rates() -> tuple[float, float]:
     return per_second[0], per_second[1]
 
 
+def _agreed(calls: float) -> int:
+    """The number of calls, of which process 0 decides."""
+    return int(multihost_utils.broadcast_one_to_all(np.int32(calls)))
+
+
 def time_interleaved(
     programs: Mapping[str, Timeable], turns: Turns = DEFAULT_TURNS
 ) -> dict[str, dict[str, list[float]]]:
@@ -173,7 +179,7 @@ def time_interleaved(
     for name, by_clock in clocks.items():
         wall = by_clock["wall"]
         wall(1)
-        calls[name] = 10 if turns.pause else int(np.clip(turns.seconds / wall(3), 3, 50))
+        calls[name] = 10 if turns.pause else _agreed(np.clip(turns.seconds / wall(3), 3, 50))
     samples = {name: {clock: [] for clock in by_clock} for name, by_clock in clocks.items()}
     shuffled = random.Random(0)
     for clock in ("wall", "device"):  # in this order, because CUPTI slows launches down

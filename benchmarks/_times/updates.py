@@ -56,12 +56,17 @@ def step_and_arguments(
     It maps parameters, state and gradients to new parameters and state.
     """
     optimizer = _optimizer(make, parameters)
+    return step_of(optimizer), (parameters, optimizer.init(parameters), gradients)
+
+
+def step_of(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """Returns the function of parameters, state and gradients to new parameters and state."""
 
     def step(parameters: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
         updates, state = optimizer.update(gradients, state, parameters)
         return optax.apply_updates(parameters, updates), state
 
-    return step, (parameters, optimizer.init(parameters), gradients)
+    return step
 
 
 def _optimizer(
