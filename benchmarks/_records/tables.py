@@ -105,7 +105,7 @@ def markdown(report: Report) -> str:
 
 
 def _time_row(measurement: Measurement, variants: Iterable[str], clock: str) -> dict[str, str]:
-    """The cells by column: first the case, the baseline, ours and the speedup."""
+    """The cells by column: first the case, the baseline, and ours with the speedup."""
     medians = median_times(measurement, clock)
     times = {name: f"{t:.{1 if t < 100 else 0}f}" for name, t in medians.items()}
     times |= {name: "failed" for name in measurement.get("failed", {})}
@@ -113,9 +113,9 @@ def _time_row(measurement: Measurement, variants: Iterable[str], clock: str) -> 
     row = {
         "model" if "model" in measurement else "shape": case_label(measurement),
         baseline: times[baseline],
-        "None": times["None"],
-        "speedup": f"{speedup(measurement, clock):.2f}×",
     }
+    if "None" in medians and baseline != "None":
+        row |= {"None": times["None"], "speedup": f"{speedup(measurement, clock):.2f}×"}
     row |= {name: times[name] for name in variants if name in times}
     row |= {f"error of {name}": f"{errors[name]:.2g}" for name in row if name in errors}
     for name, error in measurement.get("polar_errors", {}).items():
@@ -129,6 +129,8 @@ def _time_row(measurement: Measurement, variants: Iterable[str], clock: str) -> 
             row[f"{counted} of {name}"] = "" if count is None else str(count)
     for name, counts in measurement.get("collectives", {}).items():
         row[f"collectives of {name}"] = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+    for name, rate in measurement.get("tflops", {}).items():
+        row[f"TFLOP/s of {name}"] = f"{rate:.3g}"
     for name, times in measurement.get("timeline", {}).items():
         row |= {f"{what} of {name}": f"{time:.0f}" for what, time in times.items()}
     if "chosen" in measurement:

@@ -5,7 +5,8 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -147,8 +148,11 @@ def run_sharded(arguments: argparse.Namespace) -> None:
     """Times whole steps on several devices, model by model and mesh by mesh."""
     given = (arguments.coordinator, arguments.processes, arguments.process)
     if given != (None,) * 3:
-        if None in given:
-            raise SystemExit("--coordinator, --processes and --process go together: pass all three")
+        if None in given or not 0 <= arguments.process < arguments.processes:
+            raise SystemExit(
+                "--coordinator, --processes and --process go together, with a process from 0 on:"
+                f" got {given}"
+            )
         jax.distributed.initialize(*given)
     if jax.process_index():
         arguments.json = None  # process 0 writes
@@ -243,13 +247,13 @@ def _add_shapes(command: argparse.ArgumentParser) -> None:
 
 def _mesh(text: str) -> dict[str, int]:
     """The sizes of a mesh's axes, as in data=2,fsdp=2."""
-    given = [axis.partition("=") for axis in text.split(",")]
-    if not all(name in SHARDED_AXES and size.isdecimal() for name, _, size in given):
+    given = dict(re.findall(r"(\w+)=([1-9]\d*)(?:,|$)", text))
+    if _mesh_label(given) != text or given.keys() - SHARDED_AXES:
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be AXIS=SIZE,…, each AXIS one of {', '.join(SHARDED_AXES)}"
+            f"{text!r} must be AXIS=SIZE,…, each AXIS another one of {', '.join(SHARDED_AXES)}"
         )
-    return {name: int(size) for name, _, size in given}
+    return {name: int(size) for name, size in given.items()}
 
 
-def _mesh_label(mesh: dict[str, int]) -> str:
+def _mesh_label(mesh: Mapping[str, int | str]) -> str:
     return ",".join(f"{name}={size}" for name, size in mesh.items())

@@ -282,9 +282,12 @@ def _placement_keys(tree: optax.Updates, placed: Placed) -> Sequence[Hashable]:
 
 def _joint_norm(arrays: Sequence[jax.Array]) -> jax.Array:
     """‖·‖ of all arrays together, also of entries whose squares are out of range."""
-    return norm_of_any_size(
-        jnp.stack([norm_of_any_size(wide(x), jnp.sum) for x in arrays]), jnp.sum
-    )
+
+    def largest_magnitude(x: jax.Array) -> jax.Array:
+        return jnp.max(jnp.abs(x), initial=0)
+
+    norms = jnp.stack([norm_of_any_size(wide(x), largest_magnitude, jnp.sum) for x in arrays])
+    return norm_of_any_size(norms, largest_magnitude, jnp.sum)
 
 
 def _mean(values: Sequence[jax.Array]) -> jax.Array:

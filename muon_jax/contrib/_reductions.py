@@ -17,7 +17,7 @@ from muon_jax._distributed.sharding import (
     mesh_axes_by_dim,
     mesh_of,
 )
-from muon_jax._iteration.normalization import root
+from muon_jax._iteration.normalization import over, root
 from muon_jax._matrices.views import Cut, MatrixAxes, Reshape, View, join, parts_of
 from muon_jax._trees import errors_naming
 
@@ -77,7 +77,7 @@ class Matrices(NamedTuple):
         Entries may have any size.
         """
         axes = self.axes.reduction + self.axes.output
-        return norm_of_any_size(x, lambda x: self.sum(x, axes))
+        return norm_of_any_size(x, self.largest, lambda x: self.sum(x, axes))
 
     def _of_shards(
         self,
@@ -173,26 +173,22 @@ def _axes_after(op: Cut | Reshape, layout: Sequence[Axis]) -> list[Axis] | None:
     return axes if all(new.size % new.pieces == 0 for new in axes) else None
 
 
-def norm_of_any_size(x: jax.Array, sum_of: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def norm_of_any_size(
+    x: jax.Array,
+    max_of: Callable[[jax.Array], jax.Array],
+    sum_of: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
     """√Σ|x|², also where the squares of entries are out of the dtype's range.
 
-    Sums of squares, of scaled-down squares and of scaled-up ones are one pass over `x`, and the
-    first that is in range counts (`Blue, 1978 <https://doi.org/10.1145/355769.355771>`_). The
-    powers of two are those for up to 2³⁰ entries. The derivative at zeros is 0.
+    The derivative at zeros is 0.
 
     Args:
-        x: the entries, in float32 or wider.
-        sum_of: returns the sum of its argument.
+        x: the entries.
+        max_of: returns max |x|, in a shape that broadcasts to that of x.
+        sum_of: returns the sum of its argument, in a shape that broadcasts to that of x.
     """
-    entries, largest_exponent = jnp.abs(x), jnp.finfo(x.dtype).maxexp  # 128 of float32
-
-    def power(n: int) -> float:
-        return 2.0 ** (n * largest_exponent // 128)
-
-    def norm(entries: jax.Array, scale: float = 1.0) -> jax.Array:
-        return root(sum_of((entries * scale) ** 2)) / scale
-
-    plain, of_large = norm(entries), norm(entries, power(-80))
-    least = power(-30)
-    of_small = norm(jnp.minimum(entries, least), power(93))  # finite, or derivatives are NaN
-    return jnp.where(plain < least, of_small, jnp.where(jnp.isfinite(plain), plain, of_large))
+    largest = max_of(jax.lax.stop_gradient(x))  # the norm does not depend on the power
+    mantissa, _ = jnp.frexp(largest)
+    # A power of two, so that quotients are exact. The factor 4 keeps 1/power in range.
+    power = over(largest, 4 * mantissa)
+    return power * root(sum_of(jnp.abs(over(x, power)) ** 2))
