@@ -182,12 +182,12 @@ def arguments_of(preset: str | None) -> dict[str, Any]:
     """Returns the arguments that `preset` stands for, an empty dict for None.
 
     Raises:
-        ValueError: no preset has that name, or what had it is a function now.
+        ValueError: no preset has that name, or what has it is a function.
     """
     if preset is None:
         return {}
-    if isinstance(preset, str) and preset in ("nanogpt", "muonh"):  # which were presets
-        raise ValueError(f"preset={preset!r} is a function now: use muon_jax.contrib.{preset}(...)")
+    if isinstance(preset, str) and preset in ("nanogpt", "muonh", "normuon", "adamuon"):
+        raise ValueError(f"preset={preset!r} is a function: use muon_jax.contrib.{preset}(...)")
     check_name("preset", preset, sorted(_ARGUMENTS))
     return _ARGUMENTS[preset]
 

@@ -152,12 +152,13 @@ def _mosaic_reason(least: tuple[int, int], below: tuple[int, int], a_matrix: Ope
     here = device.current()
     if here.capability and least <= here.capability < below:
         return None
-    needed = f"{least[0]}.0{' or higher' * (below[0] > least[0] + 1)}"
-    reason = f"the default device, {here.kind}, is no NVIDIA GPU known to have compute capability"
-    reason += f" {needed}"
     if here.platform in ("gpu", "cuda") and not here.capability:
-        reason += ", which a described GPU states only as jax_default_device"
-    return reason
+        return (
+            f"the compute capability of {here.kind} is not known, which a described GPU states only"
+            " as jax_default_device"
+        )
+    needed = f"{least[0]}.0{' or higher' * (below[0] > least[0] + 1)}"
+    return f"the default device, {here.kind}, is no NVIDIA GPU of compute capability {needed}"
 
 
 _REASONS: dict[str, Callable[[Operand], str | None]] = {

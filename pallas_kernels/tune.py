@@ -89,6 +89,7 @@ def main(words: Sequence[str] | None = None) -> None:
         print(f"{'×'.join(map(str, shape))}{' + C' * addend}: {times} µs", flush=True)
         table["entries"].append(entry)
         path.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"wrote {path}")
 
 
 def _shape(text: str) -> Shape:

@@ -171,9 +171,9 @@ def test_every_preset_has_a_system_and_arguments_of_muon():
         assert preset in inspect.getdoc(getattr(contrib, preset, muon))
 
 
-def test_functions_are_named_where_they_were_presets():
-    for name in ("nanogpt", "muonh"):
-        message = rf"is a function now: use muon_jax.contrib.{name}\(\.\.\.\)"
+def test_functions_are_named_where_presets_are_asked_for():
+    for name in ("nanogpt", "muonh", "normuon", "adamuon"):
+        message = rf"is a function: use muon_jax.contrib.{name}\(\.\.\.\)"
         with pytest.raises(ValueError, match=message):
             muon(0.1, preset=name)
 

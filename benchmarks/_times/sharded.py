@@ -113,6 +113,12 @@ def measure_sharded(
             {key: draw(key, seed) for key in MODELS[model]} for seed in range(3)
         )
         shardings = jax.tree.map(lambda x: x.sharding, gradients)
+        used = {axis for s in jax.tree.leaves(shardings) for axis in s.spec if axis}
+        if idle := {axis for axis, size in mesh_shape.items() if size > 1} - used - {"data"}:
+            raise SystemExit(
+                f"the mesh axes {sorted(idle)} divide no parameter of {model}: pass other sizes, or"
+                " data, along which parameters are replicated"
+            )
         of_state = state_shardings(optimizer, parameters, shardings)
         state = jax.jit(optimizer.init, out_shardings=of_state)(parameters)
         start = time.perf_counter()

@@ -267,6 +267,9 @@ def _with_adamh(pattern: str | None, params: Any, labels: Any) -> Any:
 
     found = jax.tree.map_with_path(relabel, params, labels)
     if jax.tree.leaves(found) and not has_masked(found):
-        mend = ". Pass adamh=None where there is no output head"
+        mend = (
+            ". Where Muon has the output head, leave it to AdamW: pass by_use(…) as"
+            " muon_weight_dimension_numbers. Where there is no head, pass adamh=None"
+        )
         check_each_decides("adamh", [pattern], matrices, "matrices that AdamW has", mend)
     return found

@@ -119,6 +119,12 @@ def test_sharded_steps_are_counted_and_checked(measure, capsys):
     assert four["tflops"]["muonh, 3 steps"] == pytest.approx(flops / seconds * 1e-12, rel=5e-3)
 
 
+def test_sharded_refuses_a_mesh_that_divides_nothing():
+    message = r"mesh axes \['fsdp'\] divide no parameter of tiny"
+    with pytest.raises(SystemExit, match=message):
+        sharded.measure_sharded(("tiny", {"fsdp": 5, "tensor": 1}), "float32", ["None"])
+
+
 def test_sharded_finds_a_momentum_that_is_wrong_on_a_mesh(monkeypatch):
     def wrong(*args, **kwargs):
         right = muon(*args, **kwargs)
