@@ -277,11 +277,11 @@ class NewtonSchulz:
         if not self.has_functions:
             return self._run(stacks, form, operand)
         wide = [transposed(x) if is_tall(x) else x for x in stacks]
-        given = [_alike("before", x, self.before(x)) for x in wide] if self.before else wide
+        before, after = self.before, self.after
+        given = [_called("before", before, x) for x in wide] if before else wide
         results = self._run(given, form, operand)
-        if self.after:
-            pairs = zip(results, wide, strict=True)
-            results = [_alike("after", x, self.after(o, x)) for o, x in pairs]
+        if after:
+            results = [_called("after", after, o, x) for o, x in zip(results, wide, strict=True)]
         pairs = zip(results, stacks, strict=True)
         return [transposed_back(o) if is_tall(x) else o for o, x in pairs]
 
@@ -371,15 +371,24 @@ def _as_operand(leaf: Any) -> Any:
     return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _alike(name: str, x: jax.Array, y: Any) -> jax.Array:
-    """Returns what `before` or `after` has made of x; raises ValueError unless it is like x."""
-    got, needed = (f"{v.dtype}{[*v.shape]}" for v in map(jax.typeof, (y, x)))
-    if got != needed:
+def _called(name: str, function: Callable[..., Any], *given: jax.Array) -> jax.Array:
+    """Returns what `before` or `after` makes of matrices; raises ValueError unless it is like x."""
+
+    def of(y: Any) -> str:
+        return f"{y.dtype}{[*y.shape]}" if hasattr(y, "dtype") else type(y).__name__
+
+    needed = of(given[-1])
+    try:
+        made = function(*given)
+    except Exception as error:
+        error.add_note(f"This is in NewtonSchulz({name}=), which got {len(given)} × {needed}.")
+        raise
+    if of(made) != needed:
         raise ValueError(
             f"NewtonSchulz({name}=) must return matrices of the shape and dtype that it got,"
-            f" {needed}, got {got}: cast or transpose them back in the function"
+            f" {needed}, got {of(made)}: cast or transpose them back in the function"
         )
-    return y
+    return made
 
 
 # Jitted, so that groups of equal shapes are traced and lowered once.

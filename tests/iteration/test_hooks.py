@@ -201,3 +201,17 @@ def test_another_shape_or_dtype_raises(field, function):
 def test_what_is_no_function_raises(field):
     with pytest.raises(TypeError, match=rf"{field} must be a function of matrices, got 'sign'"):
         NewtonSchulz(**{field: "sign"})
+
+
+def test_what_a_function_raises_says_where_and_what_it_got():
+    x = jnp.ones((8, 24))
+    with pytest.raises(ValueError, match=r"NewtonSchulz\(before=\) must return .*, got NoneType"):
+        newton_schulz(x, NewtonSchulz(before=lambda x: None))
+    for field, function, got in (
+        ("before", lambda x: jnp.eye(24) @ x, "1 × float32[1, 8, 24]"),
+        ("after", lambda o: o, "2 × float32[1, 8, 24]"),
+    ):
+        with pytest.raises(TypeError) as raised:
+            newton_schulz(x, IN_FLOAT32(**{field: function}))
+        note = f"This is in NewtonSchulz({field}=), which got {got}."
+        assert note in raised.value.__notes__
