@@ -152,13 +152,14 @@ def _mosaic_reason(least: tuple[int, int], below: tuple[int, int], a_matrix: Ope
     here = device.current()
     if here.capability and least <= here.capability < below:
         return None
+    needed = f"an NVIDIA GPU of compute capability {least[0]}.0"
+    needed += " or higher" * (below[0] > least[0] + 1)
     if here.platform in ("gpu", "cuda") and not here.capability:
         return (
-            f"the compute capability of {here.kind} is not known, which a described GPU states only"
-            " as jax_default_device"
+            f"{here.kind} is not known to be {needed}, which a described GPU states only as"
+            " jax_default_device"
         )
-    needed = f"{least[0]}.0{' or higher' * (below[0] > least[0] + 1)}"
-    return f"the default device, {here.kind}, is no NVIDIA GPU of compute capability {needed}"
+    return f"the default device, {here.kind}, is not {needed}"
 
 
 _REASONS: dict[str, Callable[[Operand], str | None]] = {

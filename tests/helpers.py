@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+import socket
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 from unittest import mock
@@ -113,6 +114,13 @@ def described_gpu(name: str):
     """A context in which functions are traced and lowered for a GPU that is not there."""
     device = GPUS[name] if name in GPUS else OTHER_GPUS[name][0]
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def free_address() -> str:
+    """The address of a port of this machine that nothing uses, for a coordinator of processes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"
 
 
 def random_tree(shapes: dict[str, tuple[int, ...]], seed: int, dtype=jnp.float32):

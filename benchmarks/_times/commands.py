@@ -14,6 +14,7 @@ import jax
 from benchmarks._accuracy.polar_error import coefficient_names
 from benchmarks._command_line.arguments import add_json, quick_facts
 from benchmarks._command_line.progress import measure_each
+from benchmarks._records.reading import case_label
 from benchmarks._records.recording import environment, record
 from benchmarks._records.tables import absence_lines, heading
 from benchmarks._times import rivals
@@ -173,9 +174,7 @@ def run_sharded(arguments: argparse.Namespace) -> None:
     )
     facts = _DTYPES_OF_ITERATION | {"processes": str(jax.process_count())}
     cases = itertools.product(arguments.models, meshes)
-    _measure_cases(
-        arguments, cases, measure, lambda case: f"{case[0]}, {_mesh_label(case[1])}", facts
-    )
+    _measure_cases(arguments, cases, measure, _model_label, facts)
 
 
 def _measure_cases(
@@ -253,6 +252,11 @@ def _mesh(text: str) -> dict[str, int]:
             f"{text!r} must be AXIS=SIZE,…, each AXIS another one of {', '.join(SHARDED_AXES)}"
         )
     return {name: int(size) for name, size in given.items()}
+
+
+def _model_label(case: tuple[str, Mapping[str, int]]) -> str:
+    model, mesh = case
+    return case_label({"model": model, "mesh": mesh})
 
 
 def _mesh_label(mesh: Mapping[str, int | str]) -> str:

@@ -230,6 +230,10 @@ class Storage:
         """Returns a new momentum `x` as `like` is kept, rounded at random where there is a key."""
         return cast_like(x, like, key)
 
+    def in_order(self, update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+        """Returns `update` of a leaf, computed in the order that needs the least memory."""
+        return update
+
     def unpack(self, mu: Any) -> Any:
         """Returns momenta as `init` made them, whatever wrapped or restored them since."""
         return mu
@@ -286,7 +290,7 @@ class Storage:
             are_read_again: see `Memory.streamed`.
         """
         flat, treedef = jax.tree.flatten(gradients)
-        update = self.memory.streamed(update, flat, are_read_again)
+        update = self.memory.streamed(self.in_order(update), flat, are_read_again)
         leaves = zip(treedef.flatten_up_to(stored), flat, *others, strict=True)
         pairs = [update(*leaf) for leaf in leaves]
         results, new = zip(*pairs, strict=True) if pairs else ((), ())

@@ -154,28 +154,20 @@ class Int8(Storage):
         counts = like.columns.shape[axes.rows], like.scales.shape[axes.entries]
         return quantize(x, axes, counts, key, None if key is None else dequantize(like))
 
-    def update_leaves(
-        self,
-        update: Callable[..., tuple[Any, Any]],
-        stored: Any,
-        gradients: Any,
-        *others: Any,
-        are_read_again: bool,
-    ) -> tuple[Any, Any]:
-        """Does what `Storage.update_leaves` does, and computes a leaf's result after its codes.
+    def in_order(self, update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+        """Returns an update that computes a leaf's result after its codes.
 
         Otherwise XLA may keep all momenta in float32 to the end of a program, which takes more than
         8 bits save.
         """
 
-        def codes_first(m: Any, g: jax.Array, *of_leaf: Any) -> tuple[Any, Any]:
-            _, codes = update(m, g, *of_leaf)
+        def codes_first(m: Any, g: jax.Array, *others: Any) -> tuple[Any, Any]:
+            _, codes = update(m, g, *others)
             codes, m, g = jax.lax.optimization_barrier((codes, m, g))
-            result, _ = update(m, g, *of_leaf)
+            result, _ = update(m, g, *others)
             return result, codes
 
-        reads = {"are_read_again": are_read_again}
-        return super().update_leaves(codes_first, stored, gradients, *others, **reads)
+        return codes_first
 
     def unpack(self, mu: Any) -> Any:
         """Returns momenta with a `Quantized` for each mapping that has its fields.

@@ -3,7 +3,6 @@ import functools
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -112,6 +111,9 @@ def test_sharded_steps_are_counted_and_checked(measure, capsys):
     assert not any(alone["collectives"].values())
     exchanges = [four["collectives"][name]["all-to-all"] for name in optimizers[1:]]
     assert exchanges == [2] * 5
+    # Against one device. Against float64 it would be 0.001 and more: products have 16 bits. The
+    # random bits of int8 depend on a parameter's place.
+    assert max(error for name, error in four["errors"].items() if name != "int8") < 1e-4
     assert "collectives of None 2 all-to-all" in capsys.readouterr().out
     # TINY's matrices in three quintic steps, on four devices.
     flops = 3 * (1 + 3) * (4 * 8**2 * 24 + 2 * 8**3) / 4
@@ -151,8 +153,7 @@ def test_marins_model_has_the_flops_that_marin_counts():
     Experts are divided, and each device computes all other matrices.
     """
     in_three_steps = {
-        name: 3
-        * sum(b * (4 * m**2 * n + 2 * m**3) for b, m, n in models.stacks_of_matrices(shapes))
+        name: 3 * models.flops_of_quintic_step(shapes)
         for name, shapes in models.MODELS.items()
         if name.startswith("marin")
     }
@@ -164,9 +165,7 @@ def test_marins_model_has_the_flops_that_marin_counts():
 @helpers.slow
 def test_several_processes_measure_as_one(tmp_path):
     file, runs = tmp_path / "measured.json", []
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = helpers.free_address()
     for process in range(2):
         command = [sys.executable, "-m", "benchmarks", "sharded", "--quick", "--json", str(file)]
         command += ["--optimizers", "None", "--mesh", "fsdp=4", "--coordinator", address]

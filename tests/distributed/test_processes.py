@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +22,7 @@ PLATFORMS = ["cpu", pytest.param("cuda", marks=on_gpus)]
 def started(platform, folder, count, *arguments, killed_after=None):
     """The processes of a run, each with a GPU of its own where there are GPUs."""
     folder.mkdir(exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = helpers.free_address()
     environment = {
         **os.environ,
         "JAX_PLATFORMS": platform,

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -114,9 +113,7 @@ def test_two_processes_have_the_losses_of_one(tmp_path):
     """Batches and parameters are divided over both; one of them prints and writes metrics."""
     arguments = "--depth 1 --steps 10 --eval-every 10 --mesh data=2,fsdp=2 --output".split()
     run(tmp_path / "one", *arguments[:-1])
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = helpers.free_address()
     arguments += [str(tmp_path / "two"), "--coordinator", address, "--processes", "2", "--process"]
     processes = [
         subprocess.Popen(

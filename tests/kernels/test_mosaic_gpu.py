@@ -156,8 +156,8 @@ def test_gpus_that_no_kernel_runs_on_are_named(gpu):
     with helpers.described_gpu(gpu):
         reason = unsupported_reason("mosaic_gpu", matrices((64, 64)))
         assert reason == (
-            f"the compute capability of {kind} is not known, which a described GPU states only as"
-            " jax_default_device"
+            f"{kind} is not known to be an NVIDIA GPU of compute capability 8.0 or higher, which a"
+            " described GPU states only as jax_default_device"
         )
         with pytest.raises(NotImplementedError, match=f"'mosaic_gpu' cannot run: .*{kind}"):
             jax.eval_shape(by_mosaic, matrices((64, 64)))
