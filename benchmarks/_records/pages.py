@@ -1,6 +1,7 @@
 """Writes a record as a page: what was measured, where, by which command, and with which spread."""
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -25,7 +26,7 @@ _TITLES = {
     "syrk": "Symmetric products",
     "newton_schulz": "The iteration",
     "muon": "The whole step on one device",
-    "sharded": "Whole updates on several devices",
+    "sharded": "Whole steps with sharded parameters",
     "start": "Compiling the first update",
     "accuracy": "Accuracy",
     "adversary": "Searched inputs",
@@ -112,6 +113,7 @@ def page(report: Report, file: str) -> str:
         f"# {_TITLES[benchmark]}: {report['device'].removeprefix('NVIDIA ')}"
         + (", with pauses" if "pause" in report else "")
         + (", by width" if len(report.get("widths", ())) > 1 else "")
+        + (_of_meshes(measurements) if benchmark == "sharded" else "")
         + (f", beside QuACK {report['quack-kernels']}" if "quack-kernels" in report else ""),
         _WRITTEN,
         f"```bash\n{command}\n```",
@@ -127,6 +129,13 @@ def page(report: Report, file: str) -> str:
     if (RESULTS / figure).exists():
         blocks.append(f"![The table above as a figure](../../benchmarks/results/{figure})")
     return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def _of_meshes(measurements: Sequence[Measurement]) -> str:
+    """How many devices there were, and the models."""
+    count = max(math.prod(m["mesh"].values()) for m in measurements)
+    models = ", ".join(dict.fromkeys(m["model"] for m in measurements))
+    return f" × {count}, {models}"
 
 
 def write_pages(folder: Path) -> None:

@@ -221,25 +221,24 @@ def _error(
     """
     *given, stepped = arrays
     before, *gradients = (next(_copies(x)) for x in given)
-    expected = {key: _steps_alone(make, numbers, before, *gradients) - before}
+    init, step = _alone(make, numbers)
+    parameters = {"": before}
+    state = init(parameters)
+    for gradient in gradients:
+        parameters, state = step(parameters, state, {"": gradient})
+    expected = {key: parameters[""] - before}
     changes = ({key: copy - before} for copy in _copies(stepped))
     against = case, "that on one device", TOLERANCE
     return max(largest_error(change, expected, *against) for change in changes)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _steps_alone(
-    make: Callable[..., optax.GradientTransformation],
-    numbers: MuonDimensionNumbers | None,
-    parameter: jax.Array,
-    *gradients: jax.Array,
-) -> jax.Array:
+@functools.cache
+def _alone(
+    make: Callable[..., optax.GradientTransformation], numbers: MuonDimensionNumbers | None
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The `init` and the step of an optimizer of the one parameter `""`."""
     optimizer = make(LEARNING_RATE, muon_weight_dimension_numbers={"": numbers})
-    parameters = {"": parameter}
-    state = optimizer.init(parameters)
-    for gradient in gradients:
-        parameters, state = step_of(optimizer)(parameters, state, {"": gradient})
-    return parameters[""]
+    return optimizer.init, jax.jit(step_of(optimizer))
 
 
 def _copies(x: jax.Array) -> Iterator[jax.Array]:

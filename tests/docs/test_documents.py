@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
@@ -225,6 +226,27 @@ def test_whole_steps_are_those_of_the_results():
     assert f"and {optax} ms with optax's default" in said
 
 
+def test_steps_with_sharded_parameters_are_those_of_the_results():
+    said = DOCUMENTS["docs/distributed.md"]
+    (one,), two = results("sharded_1_h200.json"), results("sharded_2_h200.json")
+    rows = {"one": one, "two, `tensor=2`": two[0], "two replicas that share the work": two[1]}
+    assert [measurement["mesh"] for measurement in two] == [{"tensor": 2}, {"data": 2}]
+    for name, measurement in rows.items():
+        timeline = measurement.get("timeline", {}).get("None", {}).values()
+        times = [medians(measurement, "wall")["None"], *timeline]
+        cells = [f"{time / 1000:.1f}" for time in times] + [""] * (4 - len(times))
+        assert f"| {name} | {' | '.join(cells)} |".replace("  ", " ") in said
+    said = " ".join(DOCUMENTS["docs/contrib.md"].split())
+    muon, muonh, normuon = (f"{time / 1000:.1f}" for time in medians(one, "wall").values())
+    assert f"takes {muon} ms with `muon`" in said
+    assert f"{normuon} with `normuon` and {muonh} with `muonh`" in said
+    (share,) = results("sharded_marin_h200.json")
+    (seconds,) = medians(share, "wall").values()
+    (rate,) = share["tflops"].values()
+    assert f"takes {seconds * 1e-6:.3f} s for what one of eight devices has" in said
+    assert f"this is {rate / 989:.0%} of the peak" in said
+
+
 def test_steps_of_many_matrices_are_those_of_the_results():
     said = DOCUMENTS["docs/performance.md"]
     (measurement,) = (m for m in results("muon_h200.json") if m["model"] == "moe100m")
@@ -385,7 +407,7 @@ RECORDS = {path.name: json.loads(path.read_text()) for path in RESULTS.glob("*.j
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_records_have_the_command_that_repeats_them(name):
-    command = RECORDS[name]["command"].split()
+    command = shlex.split(RECORDS[name]["command"])
     assert command[:3] == ["python", "-m", "benchmarks"]
     assert COMMANDS[command[3]] and command[3] == RECORDS[name]["benchmark"]
     parser = argparse.ArgumentParser()
