@@ -43,9 +43,9 @@ def newton_schulz(
     which `syrk` does half the work, five triples cost 20:
 
         ns_coeffs      cost  dtype     maps σ from l to   polar error on σ > σ₁/100 (Gaussian m×m)
-        "fast"         10    float16   [0.75, 1.17]       0.09
-        "balanced"     12    float16   [0.72, 1.14]       0.05
-        "accurate"     15    float16   [0.88, 1.16]       0.05
+        "fast"         10    float16   [0.72, 1.18]       0.09
+        "balanced"     12    float16   [0.70, 1.14]       0.05
+        "accurate"     15    float16   [0.89, 1.16]       0.05
         "standard"     20    bfloat16  [0.68, 1.20]       0.19
 
     The composed schedules have l = 0.01, 0.0025 and 0.0016 of the Schatten-4 norm, `"standard"` has
@@ -83,7 +83,8 @@ def newton_schulz(
 
             - `"auto"` is bfloat16 for triples in the standard form, float16 for a composed schedule
               and for the gram form. On TPUs, which multiply no float16, it is bfloat16 for all. For
-              `"cans"`, which 16 bits make diverge, it is float32.
+              `"cans"`, which 16 bits make diverge, it is float32, and for `"polar_express_nvidia"`,
+              which bfloat16 makes diverge, float16, on TPUs float32.
             - None is the dtype of `x`.
             - GPUs multiply float32 as TF32, as is JAX's default, except under composed schedules
               and `"cans"`. `jax.default_matmul_precision` decides for all.
@@ -120,8 +121,8 @@ def newton_schulz(
         TypeError: `x` is no array, or `eps` or `ns_steps` no number.
         ValueError: `x` is no float matrix, or is sharded within its matrices; an argument is none
             of the values above; `dtype` has 8 bits, in which nothing here is safe, or 16 bits under
-            the name `"cans"`; or the gram form does not exist, or is not safe, for the other
-            arguments.
+            the name `"cans"`, or is bfloat16 under `"polar_express_nvidia"`; or the gram form does
+            not exist, or is not safe, for the other arguments.
         NotImplementedError: the named implementation cannot run here.
 
     References:

@@ -1,12 +1,15 @@
 """Symmetric matrix products at half the work, `syrk` and `syrkx`, and general ones, `gemm`.
 
-================  =====================================  ========================
-`implementation`  what it is                             where it runs
-================  =====================================  ========================
-`"xla"`           the definition in plain jnp            everywhere
-`"triton"`        Pallas kernels lowered through Triton  NVIDIA GPUs since Ampere
-`"mosaic_gpu"`    Pallas kernels of TMA and wgmma        Hopper GPUs
-================  =====================================  ========================
+======================  =====================================  ==========================
+`implementation`        what it is                             where it runs
+======================  =====================================  ==========================
+`"xla"`                 the definition in plain jnp            everywhere
+`"triton"`              Pallas kernels lowered through Triton  NVIDIA GPUs since Ampere
+`"mosaic_gpu"`          Pallas kernels of Mosaic GPU, others   NVIDIA GPUs since Ampere,
+                        for each architecture                  in 16 bits
+======================  =====================================  ==========================
+
+`"mosaic_gpu_mma"` and `"mosaic_gpu_tcgen05"` name those of Ampere and of data-center Blackwell.
 
 The kernels of symmetric products compute the lower triangle only, and fuse the whole epilogue.
 `select_implementation` tells which implementation `None` stands for, and `unsupported_reason` tells

@@ -26,7 +26,7 @@ _TITLES = {
     "syrk": "Symmetric products",
     "newton_schulz": "The iteration",
     "muon": "The whole step on one device",
-    "sharded": "Whole steps with sharded parameters",
+    "sharded": "Sharded parameters",
     "start": "Compiling the first update",
     "accuracy": "Accuracy",
     "adversary": "Searched inputs",

@@ -11,9 +11,10 @@ ERRORS_OF = {
     " The reference of `muon` with defaults, and of optax with products in 16 bits, is optax's"
     " update, which iterates in the dtype of the gradients; that of `balanced` is the same update"
     " with products in float32.",
-    "sharded": "‖change - reference‖/‖reference‖ (Frobenius norm) of what steps change, the largest"
-    " over the parameters. The reference is the same optimizer, in the same precision, on one"
-    " device. So an error of 0 means that sharding changed no bit; it says nothing about rounding.",
+    "sharded": "‖change - reference‖/‖reference‖ (Frobenius norm) of what two steps change (before"
+    " 2026-11-29: of one update), the largest over the parameters. The reference is the same"
+    " optimizer, in the same precision, on one device. So an error of 0 means that sharding changed"
+    " no bit; it says nothing about rounding.",
     "start": "The error is ‖update - exact‖/‖exact‖ (Frobenius norm) of the smallest matrix in the"
     " first update. Exact is the same update in float64, with each optimizer's own coefficients.",
 }

@@ -143,8 +143,8 @@ def by_use(
 
     Args:
         fn: a loss or a forward pass. It may return several arrays. Where one network feeds another
-            in a loss, as an actor its critic, the actor's output head looks like a hidden layer:
-            call `by_use` with each network's own forward pass.
+            in a loss, as an actor its critic, pass a function that runs both forward passes on
+            inputs of their own: the critic gets an action as an input.
         params: all parameters, also those that you freeze, a tree of arrays or of their shapes.
         *inputs: the other arguments of `fn`, arrays or shapes; bind others by `functools.partial`.
         rules: a view, or None for AdamW, for each regular expression. Expressions are searched for

@@ -229,7 +229,11 @@ def test_whole_steps_are_those_of_the_results():
 def test_steps_with_sharded_parameters_are_those_of_the_results():
     said = DOCUMENTS["docs/distributed.md"]
     (one,), two = results("sharded_1_h200.json"), results("sharded_2_h200.json")
-    rows = {"one": one, "two, `tensor=2`": two[0], "two replicas that share the work": two[1]}
+    rows = {
+        "one, on a mesh": one,
+        "two, `tensor=2`": two[0],
+        "two replicas that share the work": two[1],
+    }
     assert [measurement["mesh"] for measurement in two] == [{"tensor": 2}, {"data": 2}]
     for name, measurement in rows.items():
         timeline = measurement.get("timeline", {}).get("None", {}).values()

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import re
 
 import helpers
 import jax
@@ -92,10 +93,24 @@ def test_in_every_dtype_it_is_close_to_it(name, dtype, tolerance, shape):
     ],
 )
 def test_its_map_stays_within_what_is_stated(name, dtype, low, least, most):
+    smallest, largest = range_of_map(name, dtype, low)
+    assert least <= smallest <= largest <= most
+
+
+def test_the_docstring_has_the_ranges_of_the_maps():
+    text = " ".join(newton_schulz.__doc__.split())
+    lows = re.search(r"have l = ([\d.]+), ([\d.]+) and ([\d.]+) of the Schatten-4 norm", text)
+    for name, low in zip(("fast", "balanced", "accurate"), lows.groups(), strict=True):
+        smallest, largest = range_of_map(name, "float16", float(low))
+        assert re.search(rf'"{name}" \d+ float16 \[{smallest:.2f}, {largest:.2f}\]', text)
+
+
+def range_of_map(name, dtype, low):
+    """The least and the largest image of [low, 1]."""
     # The second of each pair makes their 4-norm 1.
     pairs = [np.array([sigma, (1 - sigma**4) ** 0.25]) for sigma in np.geomspace(low, 1.0, 2000)]
     values = np.array([mapped(name, pair, dtype)[0] for pair in pairs])
-    assert least <= values.min() <= values.max() <= most
+    return values.min(), values.max()
 
 
 def spectra(m):
