@@ -174,5 +174,5 @@ def polar_factors(iteration: NewtonSchulz, x: jax.Array) -> jax.Array:
     # Tall matrices are transposed back in a pass, which also converts them.
     out_dtype = None if is_tall(x) else x.dtype
     operand = WholeMatrices(implementation=form.chosen(x.shape, out_dtype), out_dtype=out_dtype)
-    (result,) = by_device(lambda stacks: iteration.run(stacks, form, operand), [x])
+    (result,) = by_device(lambda stacks, own: own.run(stacks, form, operand), [x], iteration)
     return result

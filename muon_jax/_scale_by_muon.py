@@ -185,6 +185,12 @@ def orthogonalization(
     storage = storage_of(given.mu_dtype)
     rounding = given.mu_rounding or storage.rounding
 
+    def update_momentum(
+        accumulate: Accumulation, m: Any, g: jax.Array, key: jax.Array | None = None
+    ) -> tuple[Any, Any]:
+        u, new = accumulate(g, storage.load(m))
+        return u, storage.save(new, m, key)
+
     def init_fn(params: optax.Params) -> MuonState:
         check_params(params)
         check_floats(params)
@@ -218,10 +224,7 @@ def orthogonalization(
             given.momentum, beta, count, nesterov=given.nesterov, rounding=rounding
         )
 
-        def update_leaf(m: Any, g: jax.Array, key: jax.Array | None = None) -> tuple[Any, Any]:
-            u, new = accumulate(g, storage.load(m))
-            return u, storage.save(new, m, key)
-
+        update_leaf = jax.tree_util.Partial(update_momentum, accumulate)
         if of_muon is None:
             of_muon = parameters_of(views, updates, shardings, whole)
         shapes_of_whole = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in of_muon)

@@ -86,19 +86,22 @@ def memoized[R](function: Callable[..., R]) -> Callable[..., R]:
 
 
 def standard_promotion[**P, R]() -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Returns a decorator of functions in which dtypes promote as they do in JAX by default.
+    """Returns a decorator of functions in which dtypes and ranks promote as in JAX by default.
 
     It matters under `jax_numpy_dtype_promotion="strict"`, where JAX refuses a float32 sum of
-    bfloat16 numbers. Where promotion is standard, nothing is set: JAX compiles a program once more
-    for every setting. cloudpickle can pickle the decorated function, which it cannot where a
-    context manager decorates.
+    bfloat16 numbers, and under `jax_numpy_rank_promotion`. Where promotion is standard, nothing is
+    set: JAX compiles a program once more for every setting. cloudpickle can pickle the decorated
+    function, which it cannot where a context manager decorates.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-            is_standard = jax.config.jax_numpy_dtype_promotion == "standard"
-            with contextlib.nullcontext() if is_standard else jax.numpy_dtype_promotion("standard"):
+            with contextlib.ExitStack() as settings:
+                if jax.config.jax_numpy_dtype_promotion != "standard":
+                    settings.enter_context(jax.numpy_dtype_promotion("standard"))
+                if jax.config.jax_numpy_rank_promotion != "allow":
+                    settings.enter_context(jax.numpy_rank_promotion("allow"))
                 return function(*args, **kwargs)
 
         return wrapper

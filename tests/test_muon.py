@@ -286,6 +286,19 @@ def test_inject_hyperparams(ns_coeffs):
     chex.assert_trees_all_close(doubled, jax.tree.map(lambda u: 2 * u, once), rtol=1e-5)
 
 
+def test_a_schedule_of_floats_may_say_how_many_steps():
+    steps = optax.piecewise_constant_schedule(5, {2: 0.4})
+    injected = optax.inject_hyperparams(muon)(learning_rate=1e-2, ns_steps=steps)
+    params = tree(0, names=("wide",))
+    state, found = injected.init(params), []
+    for _ in range(4):
+        expected, _ = injected.update(params, state, params)
+        updates, state = jax.jit(injected.update)(params, state, params)
+        chex.assert_trees_all_close(updates, expected, atol=1e-6)
+        found.append(float(state.hyperparams["ns_steps"]))
+    assert found == [5.0, 5.0, 2.0, 2.0]
+
+
 @pytest.mark.parametrize(
     "ns_coeffs", helpers.mostly_nightly(["balanced", "aol", "deepseek_v4"], ["deepseek_v4"])
 )

@@ -160,8 +160,9 @@ def by_use(
             takes it whose inside cannot be seen (`pallas_call`, a custom call), `lax.map` runs over
             its columns, data multiply it entry by entry before a product, its product with data is
             itself used as weights (a hypernetwork, a mixture of kernels), a constant multiplies it
-            before data do, or its outputs feed another network or a constant matrix, such as a
-            frozen parameter that `params` lacks. The message says what was seen, and has the rule
+            before data do, its outputs feed another network or a constant matrix, such as a frozen
+            parameter that `params` lacks, or `fn` uses only derivatives of outputs, as in training
+            on forces alone. The message says what was seen, and has the rule
             to paste.
         ValueError: a rule decides for no parameter, or has no view, or one that does not fit.
         ValueError: `fn` returns nothing, two parameters have one path, or `per_head` finds no

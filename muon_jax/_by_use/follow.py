@@ -158,7 +158,8 @@ class Follower:
             stride of a head, and how many there are;
             "contracted", "batched": axes of parameters, and their sizes, that a product contracts
             with each other, or batches where one of them is of a weight;
-            "factors": parameters that are multiplied with each other.
+            "factors": parameters that are multiplied with each other;
+            "backward": a parameter, and an operation of a backward pass inside that takes it.
     """
 
     def __init__(self, captures_are_data: bool) -> None:
@@ -214,7 +215,9 @@ class Follower:
         name, params = equation.primitive.name, equation.params
         shapes, outs = [*map(_shape, equation.invars)], [*map(_shape, equation.outvars)]
         op = Operation(name, params, shapes, outs[0] if outs else (), 0)
-        if "transpose(" in str(equation.source_info.name_stack):  # a backward pass inside
+        if _is_backward(equation):
+            for leaf in frozenset().union(*(x.sources for x in xs if x.is_weight)):
+                self._note("backward", leaf, name)
             backward = activation([x.as_activation() for x in xs], frozenset())
             return [backward._replace(is_data=False)] * len(outs)
         match name:
@@ -834,6 +837,12 @@ def _hashed(variable: Any) -> Any:
 def _takes_reference(equation: Any) -> bool:
     """Whether an operand is a reference, which the equation may write to."""
     return any(hasattr(v.aval, "inner_aval") for v in equation.invars)
+
+
+def _is_backward(equation: Any) -> bool:
+    """Whether an equation is of a backward pass, which transposes; users' names may say so, too."""
+    stack = equation.source_info.name_stack.stack
+    return any(type(entry).__name__ == "Transform" and entry.name == "transpose" for entry in stack)
 
 
 def _with_effect(jaxpr: Any) -> list[Any]:

@@ -58,6 +58,12 @@ class Roles:
             and ("argmax" in how or how >= {"sort", "experts"} or self._is_softmax_router(j))
         }
         self._latents, self._factors = self._latents_and_factors()
+        # Of a function that returns a derivative, without the outputs that are differentiated.
+        self._in_backward_alone = {
+            leaf
+            for leaf, _ in self._facts["backward"]
+            if not (self._uses[leaf] or self._products_of[leaf])
+        }
         self._experts = self._axes_of_experts()
 
     def _is_softmax_router(self, j: int) -> bool:
@@ -156,6 +162,11 @@ class Roles:
             return "unclear", "what its product makes is used as weights"
         if len({min(way, _swapped(way), key=str) for way in ways}) > 1:
             return "unclear", f"one product {_said(ways[0])}, another {_said(ways[1])}"
+        if i in self._in_backward_alone or (self._in_backward_alone and own & self._last):
+            return "unclear", (
+                "fn differentiates outputs that it does not return: pass by_use the forward pass"
+                " that is differentiated"
+            )
         others = [j for j in own if not self._products[j].is_own] or own
         firsts = {is_first for j in others for is_first, _ in self._seen[j]} - {None}
         found = {

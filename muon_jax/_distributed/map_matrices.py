@@ -20,6 +20,7 @@ from muon_jax._distributed.sharding import (
     Placed,
     Shardings,
     are_whole,
+    arrays_of,
     asks_how_to_partition,
     axes_of_spec,
     by_device,
@@ -31,6 +32,7 @@ from muon_jax._distributed.sharding import (
     shardings_of_leaves,
     spec_of,
     traced_for,
+    whole_everywhere,
 )
 from muon_jax._distributed.stacked import run_stacked
 from muon_jax._iteration.newton_schulz import Iterations, NewtonSchulz, map_by_iteration
@@ -121,21 +123,22 @@ def map_momenta(
         momenta: the arrays.
         gradients: arrays of these shapes.
         weights: w, with which the kernel computes what `update` does, see `Accumulated`.
-        update: maps a momentum and its gradient to what is orthogonalized and the new momentum.
+        update: maps a momentum and its gradient to what is orthogonalized and the new momentum; a
+            tree, whose leaves are the arrays that it needs.
         shardings: as for `scale_by_muon`.
     """
     leaves, treedef = jax.tree.flatten(gradients)
     if not leaves or not are_whole(leaves) or locate(gradients, shardings).kind is not None:
         return None
     views = [parameter.view for parameter in parameters]
-    arrays = [*zip(views, treedef.flatten_up_to(momenta), leaves, strict=True)]
+    before = treedef.flatten_up_to(momenta)
     pending = [
         _accumulated(view, iterations.distinct[number], m, g, weights)
-        for number, (view, m, g) in zip(iterations.of_leaves, arrays, strict=True)
+        for number, view, m, g in zip(iterations.of_leaves, views, before, leaves, strict=True)
     ]
     of_others = {
         _shape_and_dtype(part.stack, jnp.promote_types(m.dtype, g.dtype))
-        for stack, (view, m, g) in zip(pending, arrays, strict=True)
+        for stack, view, m, g in zip(pending, views, before, leaves, strict=True)
         if stack is None
         for part in parts_of(view, g.shape)
     }
@@ -145,23 +148,31 @@ def map_momenta(
     ]
     if not any(pending):
         return None
-    stacks, news = [], []
-    for stack, (view, m, g) in zip(pending, arrays, strict=True):
-        if stack is None:
-            u, new = update(m, g)
-            stacks.append(to_stacks(u, view))
-            news.append(new)
-        else:
-            stacks.append([stack])
-            news.append(None)
-    done = iter(map_by_iteration(iterations.distinct, iterations.of_leaves, stacks))
-    results = []
-    for new, (view, m, _) in zip(news, arrays, strict=True):
-        if new is None:
-            results.append([x.reshape(m.shape) for x in next(done)])
-        else:
-            results.append([from_stacks(done, view, m.shape), new])
-    orthogonal, new = zip(*results, strict=True)
+
+    def of_whole(trees: Any, beside: Any) -> Any:
+        distinct, weights, update = beside
+        stacks, news = [], []
+        for stack, view, m, g in zip(pending, views, *trees, strict=True):
+            if stack is None:
+                u, new = update(m, g)
+                stacks.append(to_stacks(u, view))
+                news.append(new)
+            else:
+                g, m = (x.reshape(stack.gradients.shape) for x in (g, m))
+                stacks.append([Accumulated(g, m, weights, stack.is_swapped)])
+                news.append(None)
+        done = iter(map_by_iteration(distinct, iterations.of_leaves, stacks))
+        results = []
+        for new, view, m in zip(news, views, trees[0], strict=True):
+            if new is None:
+                results.append([x.reshape(m.shape) for x in next(done)])
+            else:
+                results.append([from_stacks(done, view, m.shape), new])
+        orthogonal, new = zip(*results, strict=True)
+        return [*new], [*orthogonal]
+
+    beside = iterations.distinct, weights, update
+    new, orthogonal = by_device(of_whole, (before, leaves), beside, needs_plain=True)
     return treedef.unflatten(orthogonal), treedef.unflatten(new)
 
 
@@ -173,7 +184,7 @@ def _shape_and_dtype(stack: tuple[int, ...], dtype: jnp.dtype) -> tuple[Any, ...
 def _accumulated(
     view: View, iteration: NewtonSchulz, m: jax.Array, g: jax.Array, weights: jax.Array
 ) -> Accumulated | None:
-    """The matrices of m and g as a kernel takes them, or None where none does."""
+    """The shapes of m and g as a kernel takes them, or None where none does."""
     part, *others = parts_of(view, g.shape)
     batch, reduction, output = part.axes
     in_order = (*range(len(part.shape)),)
@@ -181,7 +192,8 @@ def _accumulated(
     if others or part.cut or (is_swapped and batch + output + reduction != in_order):
         return None
     shape = (part.stack[0], *(part.stack[:0:-1] if is_swapped else part.stack[1:]))
-    stack = Accumulated(g.reshape(shape), m.reshape(shape), weights, is_swapped)
+    gradients, momenta = (jax.ShapeDtypeStruct(shape, x.dtype) for x in (g, m))
+    stack = Accumulated(gradients, momenta, weights, is_swapped)
     return stack if iteration.accumulates(stack) else None
 
 
@@ -263,13 +275,13 @@ def _warn(place: Placed, what: str) -> None:
 def _map_unsharded(
     iterations: Iterations, parameters: Sequence[Parameter], leaves: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    def of_whole(leaves: list[jax.Array]) -> list[jax.Array]:
+    def of_whole(leaves: list[jax.Array], distinct: tuple[NewtonSchulz, ...]) -> list[jax.Array]:
         pairs = [*zip(leaves, parameters, strict=True)]
         stacks = [to_stacks(x, parameter.view) for x, parameter in pairs]
-        done = iter(map_by_iteration(iterations.distinct, iterations.of_leaves, stacks))
+        done = iter(map_by_iteration(distinct, iterations.of_leaves, stacks))
         return [from_stacks(done, parameter.view, x.shape) for x, parameter in pairs]
 
-    return by_device(of_whole, [*leaves])
+    return by_device(of_whole, [*leaves], iterations.distinct)
 
 
 class _Sharded:
@@ -286,7 +298,7 @@ class _Sharded:
     ) -> None:
         self.iterations, self.parameters, self.leaves = iterations, parameters, leaves
         self.place, self.exchange, self.step = place, exchange, step
-        self.arrays, self.bind = _arrays_of((iterations.distinct, step))
+        self.arrays, self.bind = arrays_of((iterations.distinct, step))
 
     @functools.cached_property
     def units(self) -> list[Leaf]:
@@ -363,7 +375,7 @@ class _Sharded:
         if is_typed or self._splits(self.exchange):
             is_known = is_typed or (types == {AxisType.Auto} and asks_how_to_partition(place.mesh))
             run = with_rules(run, on_shards(repeated), self._of_stacks if is_known else None)
-        return jax.jit(run)(self.leaves, [*map(_whole_everywhere, self.arrays)])
+        return jax.jit(run)(self.leaves, [*map(whole_everywhere, self.arrays)])
 
     def on_automatic_axes(self) -> list[jax.Array]:
         """Returns the results for leaves whose specs only the compiler knows, or nobody."""
@@ -409,14 +421,6 @@ class _Sharded:
         )
 
 
-def _whole_everywhere(x: jax.Array) -> jax.Array:
-    """An array of the iteration, such as one of `NewtonSchulz(before=)`, that no axis shards."""
-    sharding = jax.typeof(x).sharding
-    if not any(sharding.spec):
-        return x
-    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
-
-
 def _replicas_may_differ(units: Sequence[Leaf], place: Placed) -> bool:
     """Whether replicas in the caller's shard_map may have values of their own, such as gradients.
 
@@ -427,15 +431,3 @@ def _replicas_may_differ(units: Sequence[Leaf], place: Placed) -> bool:
         return True
     pairs = zip(units, place.specs, strict=True)
     return any(unit.varying.intersection(sharded) - {*axes_of_spec(spec)} for unit, spec in pairs)
-
-
-def _arrays_of(tree: Any) -> tuple[list[jax.Array], Any]:
-    """The arrays in a tree, and a function of arrays that gives the tree with them."""
-    leaves, treedef = jax.tree.flatten(tree)
-    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-
-    def bind(arrays: Sequence[Any]) -> Any:
-        values = dict(zip(where, arrays, strict=True))
-        return treedef.unflatten(values.get(i, leaf) for i, leaf in enumerate(leaves))
-
-    return [leaves[i] for i in where], bind

@@ -303,14 +303,19 @@ def may_be_sharded(mesh: Mesh, leaves: Sequence[jax.Array]) -> bool:
 
 
 def are_whole(arrays: Sequence[jax.Array]) -> bool:
-    """Returns whether arrays are traced, and known to be whole on one device.
+    """Returns whether arrays are traced, and known to be whole on one device, outside `shard_map`.
 
-    In a shard_map, or where types say how arrays are sharded, they may differ in more than shape.
+    Where the mesh has explicit axes, `by_device` takes them off the arrays' types.
     """
     mesh = mesh_of(arrays)
-    is_plain = {*mesh.axis_types} <= {AxisType.Auto} and is_traced(arrays)
+    is_outside = AxisType.Manual not in mesh.axis_types and is_traced(arrays)
     is_one = len(meshes_of(arrays)) < 2 and math.prod(mesh.shape.values()) == 1
-    return is_plain and is_one and not may_be_sharded(mesh, arrays)
+    return is_outside and is_one and not may_be_sharded(mesh, arrays)
+
+
+def are_alike(arrays: Sequence[jax.Array]) -> bool:
+    """Returns whether arrays are whole and, if their shapes and dtypes agree, can be stacked."""
+    return are_whole(arrays) and AxisType.Explicit not in mesh_of(arrays).axis_types
 
 
 def are_from_init(mesh: Mesh) -> bool:
@@ -408,23 +413,56 @@ def warn_of_other_shardings(tree: Any, stated: Shardings) -> None:
             return
 
 
-def by_device(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Returns `function(tree)`, sharded as the tree is, of which each device computes its part.
+def by_device(
+    function: Callable[[Any, Any], Any], tree: Any, beside: Any, *, needs_plain: bool = False
+) -> Any:
+    """Returns `function(tree, beside)`, sharded as the tree, of which devices compute their parts.
 
     Types say how arrays are sharded over explicit mesh axes, even over axes of one device, and not
     every operation takes such arrays.
 
     Args:
-        function: results have the shapes of its arguments.
+        function: results have the shapes of the tree.
         tree: arrays; no axis that `function` needs whole is sharded.
+        beside: a tree of arrays, which each device has whole, and of others.
+        needs_plain: whether `function` takes no arrays on explicit axes, even unsharded ones.
     """
+    mesh = mesh_of(jax.tree.leaves(tree))
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
-    if not any(map(axes_of_spec, jax.tree.leaves(specs))):
-        return function(tree)
+    needs_plain = needs_plain and AxisType.Explicit in mesh.axis_types
+    if not (needs_plain or any(map(axes_of_spec, jax.tree.leaves(specs)))):
+        return function(tree, beside)
+    arrays, bind = arrays_of(beside)
     in_force = jax.sharding.get_abstract_mesh()  # `vmap` takes axes from it
-    mesh = mesh_of(jax.tree.leaves(tree)) if in_force.empty else in_force
-    run = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
-    return jax.jit(run)(tree)
+    mesh = mesh if in_force.empty else in_force
+    run = jax.shard_map(
+        lambda tree, arrays: function(tree, bind(arrays)),
+        mesh=mesh,
+        in_specs=(specs, PartitionSpec()),
+        out_specs=specs,
+        check_vma=False,
+    )
+    return jax.jit(run)(tree, [*map(whole_everywhere, arrays)])
+
+
+def whole_everywhere(x: jax.Array) -> jax.Array:
+    """An array of the iteration, such as one of `NewtonSchulz(before=)`, that no axis shards."""
+    sharding = jax.typeof(x).sharding
+    if not any(sharding.spec):
+        return x
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
+def arrays_of(tree: Any) -> tuple[list[jax.Array], Callable[[Sequence[Any]], Any]]:
+    """The arrays in a tree, and a function of arrays that gives the tree with them."""
+    leaves, treedef = jax.tree.flatten(tree)
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+    def bind(arrays: Sequence[Any]) -> Any:
+        values = dict(zip(where, arrays, strict=True))
+        return treedef.unflatten(values.get(i, leaf) for i, leaf in enumerate(leaves))
+
+    return [leaves[i] for i in where], bind
 
 
 @dataclasses.dataclass(frozen=True)

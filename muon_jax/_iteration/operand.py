@@ -156,14 +156,14 @@ class Accumulated:
     """A stack of momenta that is computed where it is read: U = w₂M + w₃G, M <- w₀M + w₁G.
 
     Attributes:
-        gradients: G, shape `(batch, rows, cols)`.
+        gradients: G, shape `(batch, rows, cols)`; arrays or, to ask about them, shapes.
         momenta: M, of this shape, before the update.
         weights: w, shape `(4,)`.
         is_swapped: whether the matrices are the transposes of those of G and M.
     """
 
-    gradients: jax.Array
-    momenta: jax.Array
+    gradients: Any
+    momenta: Any
     weights: jax.Array
     is_swapped: bool = dataclasses.field(metadata={"static": True})
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from muon_jax._checks import Number, check_fields, checks_arguments
-from muon_jax._distributed.sharding import Parameter, Shardings, are_whole, parameters_of
+from muon_jax._distributed.sharding import Parameter, Shardings, are_alike, parameters_of
 from muon_jax._iteration.operand import cut_at
 from muon_jax._matrices.views import ShapeScale, Views, shape_factor
 from muon_jax._transforms.momentum import Storage
@@ -286,7 +286,7 @@ def scale_by_adam(
 
         moments = jax.tree.map(lambda *both: both, state.mu, state.nu)
         leaves, treedef = jax.tree.flatten(updates)
-        if leaves and current().platform == "gpu" and storage.is_plain and are_whole(leaves):
+        if leaves and current().platform == "gpu" and storage.is_plain and are_alike(leaves):
             pairs = [*zip(treedef.flatten_up_to(moments), leaves, strict=True)]
             made = zip(*_in_stacks(update_leaf, pairs), strict=True)
             updates, moments = map(treedef.unflatten, made)

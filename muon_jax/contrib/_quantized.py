@@ -1,9 +1,10 @@
 """Momenta in 8 bits: one byte for each entry, and scales for the rows and columns of tiles."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,12 @@ class TileAxes(NamedTuple):
     rows: int
     entries: int
     least_of_scales: int = LEAST_OF_SCALES
+
+    @classmethod
+    def of_whole(cls, rows: int, entries: int, shape: tuple[int, ...]) -> Self:
+        """Returns the axes in a whole array."""
+        is_short = shape[rows] < LEAST_OF_COLUMNS
+        return cls(rows, entries, LEAST_BESIDE_SHORT_COLUMNS if is_short else LEAST_OF_SCALES)
 
     def counts(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Returns the numbers of blocks of columns and of scales in an array, or its shard."""
@@ -197,7 +204,10 @@ class Int8(Storage):
         return jax.tree.map(convert, given, mu, is_leaf=_stands_for_momentum)
 
     def check(self, mu: Any, gradients: Any, shardings: Shardings, rounding: Rounding) -> None:
-        """Raises ValueError if a large momentum is an array, or in the form of version 0.2.0."""
+        """Raises ValueError if a large momentum is an array, or in the form of version 0.2.0.
+
+        So it does where shards cut a block, as those of a state may that was made on another mesh.
+        """
 
         def check(path: Any, m: Any, of_whole: Any) -> None:
             is_old = _is_quantized(m) and m.columns is None
@@ -208,6 +218,10 @@ class Int8(Storage):
                     f" parameter {jax.tree_util.keystr(path)} in {found}: pass"
                     " contrib.cast_momentum(state, 'int8')"
                 )
+            if _is_quantized(m):
+                rows, entries, _ = _axes_of(m)
+                axes = TileAxes.of_whole(rows, entries, of_whole.shape)
+                _check_blocks(path, m.codes, of_whole.shape, axes)
 
         jax.tree.map_with_path(check, mu, whole_tree(gradients, shardings), is_leaf=_is_quantized)
 
@@ -252,8 +266,7 @@ def tile_axes(shape: tuple[int, ...], view: Any = None) -> TileAxes | None:
     for rows, entries in pairs:
         if shape[rows] < min(LEAST_OF_COLUMNS, shape[entries]):
             rows, entries = entries, rows
-        is_short = shape[rows] < LEAST_OF_COLUMNS
-        axes = TileAxes(rows, entries, *[LEAST_BESIDE_SHORT_COLUMNS] * is_short)
+        axes = TileAxes.of_whole(rows, entries, shape)
         of_columns, of_scales = axes.counts(shape)
         bytes_of_tiles = of_scales * shape[rows] + of_columns * shape[entries]
         if 100 * bytes_of_tiles <= MOST_BYTES_OF_SCALES * shape[rows] * shape[entries]:
@@ -343,22 +356,27 @@ def checked_tile_axes(path: Any, m: jax.Array, of_whole: Any, view: Any = None) 
     """Returns the axes that tiles of `m` cut, a shard of `of_whole`; None if it stays an array.
 
     Raises:
-        ValueError: the type of `m` says that an axis has shards that cut a block.
+        ValueError: shards cut a block.
     """
     axes = tile_axes(of_whole.shape, view)
-    if axes is None:
-        return None
+    if axes is not None:
+        _check_blocks(path, m, of_whole.shape, axes)
+    return axes
+
+
+def _check_blocks(path: Any, m: jax.Array, whole: tuple[int, ...], axes: TileAxes) -> None:
+    """Raises ValueError where the shards of m cut a block: a shard, or of explicit mesh axes."""
     sharding = jax.typeof(m).sharding
     by_dim = mesh_axes_by_dim(sharding.spec, m.ndim, sharding.mesh.shape)
-    for axis, count in zip(axes[:2], axes.counts(m.shape), strict=True):
+    for axis, count in zip(axes[:2], axes.counts(whole), strict=True):
         shards = math.prod(sharding.mesh.shape[name] for name in by_dim[axis])
+        shards *= whole[axis] // m.shape[axis]
         if count % shards:
             raise ValueError(
                 f"mu_dtype='int8' needs whole blocks on each device, but axis {axis} of the"
                 f" parameter {jax.tree_util.keystr(path)} has {count} blocks on {shards} devices:"
                 " shard another axis, or pass mu_dtype='bfloat16'"
             )
-    return axes
 
 
 def _axes_of(m: Quantized) -> TileAxes:
@@ -437,8 +455,9 @@ def _exponents_of_columns(x: jax.Array, axes: TileAxes, counts: tuple[int, int])
     of_rows = _reduce_blocks(jnp.max, bits, axes.entries, of_scales)
     logarithms = (bits >> 15) - (_of_entries(of_rows, axes.entries, x.shape) >> 15)
     logarithms = jnp.where(bits > 0, jnp.maximum(logarithms, LEAST_EXPONENT * 256), 0)
-    count = _reduce_blocks(jnp.sum, (bits > 0).astype(jnp.int32), axes.rows, of_columns)
-    total = _reduce_blocks(jnp.sum, logarithms, axes.rows, of_columns)
+    add = functools.partial(jnp.sum, dtype=jnp.int32)  # whose sums are int64 under x64
+    count = _reduce_blocks(add, (bits > 0).astype(jnp.int32), axes.rows, of_columns)
+    total = _reduce_blocks(add, logarithms, axes.rows, of_columns)
     exponents = (10 * total + 3 * 256 * count) // jnp.maximum(2560 * count, 1)
     of_tiles = _reduce_blocks(jnp.max, of_rows, axes.rows, of_columns) >> 23
     of_tiles = _of_entries(of_tiles, axes.entries, exponents.shape)

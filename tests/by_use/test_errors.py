@@ -215,6 +215,45 @@ def test_an_actor_that_feeds_a_critic():
     )
 
 
+def forces(p, x):
+    return jax.grad(lambda x: mlp(p, x).sum())(x)
+
+
+def laplacians(p, x):
+    return jnp.trace(jax.hessian(lambda x: mlp(p, x[None]).sum())(x[0]))
+
+
+def decoded(p, x):
+    """The same as h @ w.T, in whose place it stands."""
+    h = jnp.tanh(x @ p["a"])
+    (y,) = jax.linear_transpose(lambda y: y @ p["w"].T, f32(4, 32))(h)
+    return jnp.tanh(y) @ p["out"]
+
+
+@pytest.mark.parametrize("fn", [forces, laplacians, decoded])
+def test_derivatives_alone(fn):
+    """What is differentiated is no output, so nothing shows what takes its last layers."""
+    with pytest.raises(ValueError, match="pass by_use the forward pass that is diff") as caught:
+        by_use(fn, MLP, X)
+    assert "w of shape" in str(caught.value) and "out of shape" in str(caught.value)
+
+
+def test_derivatives_beside_the_outputs():
+    def energies_and_forces(p, x):
+        return jax.value_and_grad(lambda x: mlp(p, x).sum())(x)
+
+    def in_forward_mode(p, x):
+        return jax.jacfwd(lambda x: mlp(p, x))(x)
+
+    def in_a_scope_of_that_name(p, x):
+        with jax.named_scope("transpose(x)"):
+            return mlp(p, x)
+
+    for fn in (energies_and_forces, in_forward_mode, in_a_scope_of_that_name):
+        routes = by_use(fn, MLP, X)
+        assert [routes[path].role for path in MLP] == ["input", "hidden", "output"]
+
+
 def test_networks_by_themselves_need_no_rule():
     def actor(p, x):
         return jnp.tanh(jnp.tanh(x @ p["l0"]) @ p["l1"]) @ p["l2"]

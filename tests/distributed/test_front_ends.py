@@ -448,6 +448,29 @@ def test_explicit_axes_of_one_device(spec):
     np.testing.assert_array_equal(newton_schulz(there["out"]), newton_schulz(here["out"]))
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_arrays_of_the_iteration_on_explicit_axes_in_force(devices):
+    """Their types have the mesh, too, and a `shard_map` closes over none of such."""
+    mesh = jax.make_mesh((devices,), ("x",), (AxisType.Explicit,), devices=jax.devices()[:devices])
+    stack = helpers.random_tree({"w": (2, 8, 12)}, 0)
+    view = {"w": MuonDimensionNumbers(-2, -1)}
+    injected = optax.inject_hyperparams(muon)(0.02, eps=1e-3, muon_weight_dimension_numbers=view)
+    expected, _ = injected.update(stack, injected.init(stack), stack)
+
+    def of_eps_and_coeffs(x, eps):
+        scaled = NewtonSchulz(before=jax.tree_util.Partial(jnp.multiply, eps))
+        return newton_schulz(x, (eps, -4.775, 2.0315), eps=eps), newton_schulz(x, scaled)
+
+    by_eps = of_eps_and_coeffs(stack["w"], jnp.float32(3.4))
+    there = jax.device_put(stack, NamedSharding(mesh, PartitionSpec("x")))
+    with jax.set_mesh(mesh):
+        updates, _ = jax.jit(injected.update)(there, injected.init(there), there)
+        got = jax.jit(of_eps_and_coeffs)(there["w"], jnp.float32(3.4))
+    assert jax.typeof(updates["w"]) == jax.typeof(there["w"])
+    chex.assert_trees_all_close(jax.device_get(updates), expected, atol=1e-4)
+    chex.assert_trees_all_close(jax.device_get(got), by_eps, atol=1e-2)
+
+
 def test_explicit_axes_that_divide_a_stack_or_a_matrix():
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), (AxisType.Explicit,) * 2)
     x = np.random.default_rng(0).standard_normal((8, 16, 32)).astype(np.float32)

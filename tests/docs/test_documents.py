@@ -230,7 +230,7 @@ def test_steps_with_sharded_parameters_are_those_of_the_results():
     said = DOCUMENTS["docs/distributed.md"]
     (one,), two = results("sharded_1_h200.json"), results("sharded_2_h200.json")
     rows = {
-        "one, on a mesh": one,
+        "one": one,
         "two, `tensor=2`": two[0],
         "two replicas that share the work": two[1],
     }
@@ -242,7 +242,7 @@ def test_steps_with_sharded_parameters_are_those_of_the_results():
         assert f"| {name} | {' | '.join(cells)} |".replace("  ", " ") in said
     said = " ".join(DOCUMENTS["docs/contrib.md"].split())
     muon, muonh, normuon = (f"{time / 1000:.1f}" for time in medians(one, "wall").values())
-    assert f"takes {muon} ms with `muon`" in said
+    assert f"takes {muon} ms with `muon` on one H200" in said
     assert f"{normuon} with `normuon` and {muonh} with `muonh`" in said
     (share,) = results("sharded_marin_h200.json")
     (seconds,) = medians(share, "wall").values()

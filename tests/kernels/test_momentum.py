@@ -2,12 +2,14 @@
 
 import functools
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from muon_jax import (
     MuonDimensionNumbers,
@@ -228,6 +230,30 @@ def test_an_update_is_that_of_xla(arguments, by_interpreted_kernels):
     for got, exact in zip(*map(jax.tree.leaves, (state, expected_state)), strict=True):
         assert got.dtype == exact.dtype
         np.testing.assert_allclose(np.float64(got), np.float64(exact), rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec("x"), PartitionSpec()], ids=str)
+def test_explicit_axes_of_one_device_change_nothing(spec, by_interpreted_kernels):
+    gradients = helpers.random_tree({name: SHAPES[name] for name in ("tall", "wide", "qkv")}, 0)
+    views = {name: VIEWS[name] for name in gradients}
+    optimizer = optax.inject_hyperparams(scale_by_muon)(
+        beta=0.9,
+        weight_dimension_numbers=views,  # an array, on which the weights depend
+    )
+    expected, of_auto = updates_of(optimizer, gradients, gradients)
+    by_interpreted_kernels.clear()
+    jax.clear_caches()  # of programs on other meshes of one device
+    mesh = jax.make_mesh((1,), ("x",), (AxisType.Explicit,), devices=jax.devices()[:1])
+    there = jax.device_put(gradients, NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        state = optimizer.init(there)
+        for _ in range(3):
+            updates, state = jax.jit(optimizer.update)(there, state, there)
+    taken = {g.shape for call in by_interpreted_kernels for g in call[0]}
+    assert {(1, 96, 40), (1, 40, 96)} <= taken
+    assert all(jax.typeof(updates[name]) == jax.typeof(there[name]) for name in there)
+    chex.assert_trees_all_close(jax.device_get(updates), expected, atol=1e-5)
+    chex.assert_trees_all_close(jax.device_get(state), of_auto, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,14 @@ def test_a_gradient_that_is_none_has_no_metrics():
         assert value == 0 or name.startswith("24x16")
 
 
+def test_ranks_need_not_be_promoted():
+    params = {"w": jnp.eye(8, 16)}
+    transform = with_metrics(scale_by_muon())
+    with jax.numpy_rank_promotion("raise"):
+        _, state = transform.update(params, transform.init(params))
+    assert metrics(state)
+
+
 @helpers.slow
 def test_matrices_without_rows_have_zeros():
     params = {"a": jnp.zeros((0, 4))}

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import muon_jax
 import muon_jax.contrib
-from muon_jax import MuonState, NewtonSchulz, muon, scale_by_muon
+from muon_jax import MuonState, NewtonSchulz, muon, scale_by_muon, state_shardings
 from muon_jax.contrib import Quantized, cast_momentum
 from muon_jax.contrib import _quantized as quantized
 from muon_jax.contrib._quantized import (
@@ -455,8 +455,47 @@ def test_in_a_shard_map_the_whole_decides():
 def test_explicit_axes_that_cut_a_block_are_refused():
     mesh = jax.make_mesh((8,), ("x",), (AxisType.Explicit,))
     sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
-    with pytest.raises(ValueError, match=r"1 of .*\['w'\] has 6 blocks on 8 devices"):
-        scale_by_muon(mu_dtype="int8").init({"w": jax.device_put(jnp.ones((128, 64)), sharding)})
+    transform, whole = scale_by_muon(mu_dtype="int8"), {"w": jnp.ones((128, 64))}
+    sharded = {"w": jax.device_put(whole["w"], sharding)}
+    restored = jax.device_put(
+        transform.init(whole), state_shardings(transform, whole, {"w": sharding})
+    )
+    for call in (lambda: transform.init(sharded), lambda: transform.update(sharded, restored)):
+        with pytest.raises(ValueError, match=r"1 of .*\['w'\] has 6 blocks on 8 devices"):
+            call()
+
+
+def test_shards_that_cut_a_block_are_refused():
+    """Each device would have an exponent of its own where the whole array has one."""
+    mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,), devices=jax.devices()[:4])
+    spec = {"w": PartitionSpec("x")}
+    transform = scale_by_muon(mu_dtype="int8", shardings=spec)
+    whole = {"w": jnp.ones((128, 96))}
+    shardings = {"w": NamedSharding(mesh, spec["w"])}
+    of_state = jax.tree.map(lambda s: s.spec, state_shardings(transform, whole, shardings))
+    state = scale_by_muon(mu_dtype="int8").init(whole)
+
+    def on_shards(function, specs, out):
+        return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+
+    calls = [
+        lambda: on_shards(transform.init, (spec,), of_state)(whole),
+        lambda: on_shards(transform.update, (spec, of_state), (spec, of_state))(whole, state),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"0 of .*\['w'\] has 2 blocks on 4 devices"):
+            call()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_under_x64_codes_are_the_same(dtype):
+    gradients = helpers.random_tree({"w": (64, 80)}, 0)
+    transform = scale_by_muon(mu_dtype="int8")
+    _, expected = transform.update(gradients, transform.init(gradients))
+    with jax.enable_x64(True):
+        gradients = {"w": jnp.asarray(gradients["w"], dtype)}
+        _, state = transform.update(gradients, transform.init(gradients))
+    chex.assert_trees_all_equal(state.mu, expected.mu)
 
 
 # ----------------------------------------------------------------------------------- transforms
