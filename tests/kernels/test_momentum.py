@@ -246,7 +246,7 @@ def test_explicit_axes_of_one_device_change_nothing(spec, by_interpreted_kernels
     mesh = jax.make_mesh((1,), ("x",), (AxisType.Explicit,), devices=jax.devices()[:1])
     there = jax.device_put(gradients, NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
-        state = optimizer.init(there)
+        updates, state = there, optimizer.init(there)
         for _ in range(3):
             updates, state = jax.jit(optimizer.update)(there, state, there)
     taken = {g.shape for call in by_interpreted_kernels for g in call[0]}
