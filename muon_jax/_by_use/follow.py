@@ -159,7 +159,8 @@ class Follower:
             "contracted", "batched": axes of parameters, and their sizes, that a product contracts
             with each other, or batches where one of them is of a weight;
             "factors": parameters that are multiplied with each other;
-            "backward": a parameter, and an operation of a backward pass inside that takes it.
+            "backward": a parameter, and an operation of a backward pass inside that takes it;
+            "differentiated": a product whose outputs such an operation takes.
     """
 
     def __init__(self, captures_are_data: bool) -> None:
@@ -219,6 +220,8 @@ class Follower:
             for leaf in frozenset().union(*(x.sources for x in xs if x.is_weight)):
                 self._note("backward", leaf, name)
             backward = activation([x.as_activation() for x in xs], frozenset())
+            for j in backward.frontier:
+                self._note("differentiated", j)
             return [backward._replace(is_data=False)] * len(outs)
         match name:
             case "scan":

@@ -58,12 +58,15 @@ class Roles:
             and ("argmax" in how or how >= {"sort", "experts"} or self._is_softmax_router(j))
         }
         self._latents, self._factors = self._latents_and_factors()
-        # Of a function that returns a derivative, without the outputs that are differentiated.
+        # Of a function that takes a derivative of outputs that it does not use.
         self._in_backward_alone = {
             leaf
             for leaf, _ in self._facts["backward"]
             if not (self._uses[leaf] or self._products_of[leaf])
         }
+        # There a matrix that is not seen may follow these.
+        hides = any(len(shapes[leaf]) > 1 for leaf in self._in_backward_alone)
+        self._maybe_last = {j for (j,) in self._facts["differentiated"] if hides}
         self._experts = self._axes_of_experts()
 
     def _is_softmax_router(self, j: int) -> bool:
@@ -162,10 +165,11 @@ class Roles:
             return "unclear", "what its product makes is used as weights"
         if len({min(way, _swapped(way), key=str) for way in ways}) > 1:
             return "unclear", f"one product {_said(ways[0])}, another {_said(ways[1])}"
-        if i in self._in_backward_alone or (self._in_backward_alone and own & self._last):
+        is_unseen = i in self._in_backward_alone
+        if is_unseen and not is_vector or own & self._last & self._maybe_last:
             return "unclear", (
-                "fn differentiates outputs that it does not return: pass by_use the forward pass"
-                " that is differentiated"
+                "fn differentiates outputs that it does not use: pass by_use the forward pass that"
+                " is differentiated"
             )
         others = [j for j in own if not self._products[j].is_own] or own
         firsts = {is_first for j in others for is_first, _ in self._seen[j]} - {None}
@@ -177,7 +181,7 @@ class Roles:
             "latents": i in self._latents or "latents" in uses and not (ways or is_vector),
             "factor": i in self._factors,
             "depthwise": not ways and "depthwise" in uses,
-            "unused": not ways and not uses,
+            "unused": not (ways or uses or is_unseen),
             "output": bool(own & self._last),
             "vector": not ways or is_vector,
             "router": i in self._routers,

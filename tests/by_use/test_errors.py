@@ -230,12 +230,39 @@ def decoded(p, x):
     return jnp.tanh(y) @ p["out"]
 
 
-@pytest.mark.parametrize("fn", [forces, laplacians, decoded])
-def test_derivatives_alone(fn):
+@pytest.mark.parametrize(
+    ("fn", "unclear"),
+    [(forces, {"w", "out"}), (laplacians, {"w", "out"}), (decoded, {"w"})],
+)
+def test_derivatives_alone(fn, unclear):
     """What is differentiated is no output, so nothing shows what takes its last layers."""
     with pytest.raises(ValueError, match="pass by_use the forward pass that is diff") as caught:
         by_use(fn, MLP, X)
-    assert "w of shape" in str(caught.value) and "out of shape" in str(caught.value)
+    assert {path for path in MLP if f"{path} of shape" in str(caught.value)} == unclear
+
+
+def test_a_head_of_one_output_in_a_derivative_alone():
+    params = {**MLP, "out": f32(32, 1)}
+    with pytest.raises(ValueError, match=r"decide on w of shape .*forward pass that is diff"):
+        by_use(forces, params, X)
+    shared = {**params, "classes": f32(32, 4)}
+
+    def forces_and_classes(p, x):
+        h = jnp.tanh(jnp.tanh(x @ p["a"]) @ p["w"])
+        return forces(p, x), h @ p["classes"]
+
+    routes = by_use(forces_and_classes, shared, X)
+    assert [routes[path].role for path in shared] == ["input", "hidden", "vector", "output"]
+
+
+def test_an_inner_loss_whose_value_nothing_uses():
+    def outer(p, x, y):
+        inner = jax.grad(lambda own: p["scale"] * jnp.mean((mlp(own, x) - y) ** 2))
+        return mlp(jax.tree.map(jnp.subtract, p, inner(p)), x)
+
+    params = {**MLP, "scale": f32()}
+    routes = by_use(outer, params, X, f32(4, 4))
+    assert [routes[path].role for path in params] == ["input", "hidden", "output", "vector"]
 
 
 def test_derivatives_beside_the_outputs():
