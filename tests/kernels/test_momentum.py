@@ -328,6 +328,22 @@ def test_it_lowers_for_gpus(name, dtype):
     assert all(f"momentum_{kind}" in text for kind in ("sample", "pass", "redo"))
 
 
+@pytest.mark.parametrize("spec", [PartitionSpec("x"), PartitionSpec()], ids=str)
+def test_it_lowers_on_explicit_axes_of_one_device(spec):
+    mesh = AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=helpers.GPUS["H200"])
+    sharding = NamedSharding(mesh, spec)
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        for name, shape in {"wide": (512, 1024), "tall": (1024, 512)}.items()
+    }
+    optimizer = scale_by_muon("balanced")
+    with jax.sharding.use_abstract_mesh(mesh):
+        state = jax.eval_shape(optimizer.init, params)
+        traced = jax.jit(optimizer.update).trace(params, state)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert all(f"momentum_{kind}" in text for kind in ("sample", "pass", "redo"))
+
+
 @pytest.mark.parametrize(
     ("of_gradients", "of_momenta", "coeffs", "kernels"),
     [
