@@ -162,8 +162,7 @@ def by_use(
             itself used as weights (a hypernetwork, a mixture of kernels), a constant multiplies it
             before data do, its outputs feed another network or a constant matrix, such as a frozen
             parameter that `params` lacks, or `fn` uses only derivatives of outputs, as in training
-            on forces alone. The message says what was seen, and has the rule
-            to paste.
+            on forces alone. The message says what was seen, and has the rule to paste.
         ValueError: a rule decides for no parameter, or has no view, or one that does not fit.
         ValueError: `fn` returns nothing, two parameters have one path, or `per_head` finds no
             heads.

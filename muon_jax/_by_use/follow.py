@@ -159,7 +159,7 @@ class Follower:
             "contracted", "batched": axes of parameters, and their sizes, that a product contracts
             with each other, or batches where one of them is of a weight;
             "factors": parameters that are multiplied with each other;
-            "backward": a parameter, and an operation of a backward pass inside that takes it;
+            "backward": a parameter that an operation of a backward pass inside takes;
             "differentiated": a product whose outputs such an operation takes.
     """
 
@@ -218,7 +218,7 @@ class Follower:
         op = Operation(name, params, shapes, outs[0] if outs else (), 0)
         if _is_backward(equation):
             for leaf in frozenset().union(*(x.sources for x in xs if x.is_weight)):
-                self._note("backward", leaf, name)
+                self._note("backward", leaf)
             backward = activation([x.as_activation() for x in xs], frozenset())
             for j in backward.frontier:
                 self._note("differentiated", j)

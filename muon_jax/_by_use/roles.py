@@ -61,7 +61,7 @@ class Roles:
         # Of a function that takes a derivative of outputs that it does not use.
         self._in_backward_alone = {
             leaf
-            for leaf, _ in self._facts["backward"]
+            for (leaf,) in self._facts["backward"]
             if not (self._uses[leaf] or self._products_of[leaf])
         }
         # There a matrix that is not seen may follow these.

@@ -379,8 +379,10 @@ def resolve_schedule(
         ValueError: a number of steps that the coefficients do not have, or a preconditioning beside
             a composed schedule, which brings its own.
     """
-    is_traced = isinstance(ns_steps, Tracer)  # of a float dtype, where optax schedules make it
-    ns_steps = ns_steps.astype(jnp.int32) if is_traced else int(ns_steps)
+    if isinstance(ns_steps, Tracer):
+        ns_steps = ns_steps.astype(jnp.int32)  # schedules of optax make floats
+    else:
+        ns_steps = int(ns_steps)
     if not isinstance(ns_coeffs, str):
         rows = ns_coeffs if np.ndim(ns_coeffs) == 2 else [ns_coeffs]
         return _of_rows(rows, len(rows) if np.ndim(ns_coeffs) == 2 else ns_steps)
