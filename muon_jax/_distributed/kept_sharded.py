@@ -12,7 +12,7 @@ columns does not matter: G and Q follow the order of the rows, whatever it is.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +163,7 @@ def _neighbors(axes: MeshAxes, count: int) -> MeshAxes:
 
 
 def run_kept_sharded(
-    chunk: Chunk, shards: Sequence[jax.Array], iterations: Sequence[NewtonSchulz]
+    chunk: Chunk, shards: Mapping[int, jax.Array], iterations: Sequence[NewtonSchulz]
 ) -> Iterator[tuple[Leaf, jax.Array]]:
     """Yields the pieces of the polar factors for each part: `(unit, rows, columns)`."""
     leaf, form = chunk.leaf, sharded_form_of(chunk.leaf)

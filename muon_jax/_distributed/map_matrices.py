@@ -321,8 +321,9 @@ class _Sharded:
         return run
 
     def _splits(self, exchange: Exchange) -> bool:
-        place, distinct = self.place, self.iterations.distinct
-        return bool(make_plan(self.units, place.specs, place.mesh.shape, exchange, distinct).shares)
+        specs, mesh = self.place.specs, self.place.mesh.shape
+        plan = make_plan(self.units, specs, mesh, exchange, self.iterations.distinct)
+        return bool(plan.gathers)
 
     def _of_stacks(
         self, stacks: Sequence[jax.Array], arrays: Sequence[jax.Array]

@@ -18,7 +18,7 @@ largest entry 2¹⁵, so no more is lost than where a whole matrix is cast.
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from muon_jax._iteration.normalization import largest_entries, powers_of_two
 from muon_jax._iteration.operand import bounded, split_apart, unknown
 
 
-def pack(bucket: Bucket, shards: Sequence[jax.Array]) -> jax.Array:
+def pack(bucket: Bucket, shards: Mapping[int, jax.Array]) -> jax.Array:
     """Returns the pieces of all chunks, in the dtype on the wire.
 
     Each parameter is written to its place by the kernel that computes it. XLA takes twice as long
@@ -79,7 +79,7 @@ def _minor(bucket: Bucket) -> tuple[int, ...]:
 
 
 def _powers_to_float16(
-    parts: Sequence[jax.Array], chunk: Chunk, shards: Sequence[jax.Array]
+    parts: Sequence[jax.Array], chunk: Chunk, shards: Mapping[int, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Two powers of two for each unit, whose product makes its largest entry 2¹⁵."""
     rows = [

@@ -149,6 +149,18 @@ class Leaf:
 type Part = tuple[Leaf, int, int]
 
 
+def parts_between(parts: Sequence[Part], start: int, stop: int) -> tuple[Part, ...]:
+    """Returns the parts of the units [start, stop) of all units."""
+    found: list[Part] = []
+    begin = 0
+    for leaf, low, high in parts:
+        end = begin + high - low
+        if max(start, begin) < min(stop, end):
+            found.append((leaf, low + max(start - begin, 0), high - max(end - stop, 0)))
+        begin = end
+    return tuple(found)
+
+
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """Units of one kind, in their order, those of equal layout side by side.
@@ -225,7 +237,7 @@ class Share:
     """Units of equal layout that replicas split: each has a stack of ⌈N/R⌉ of the N units.
 
     Attributes:
-        parts: all units of the leaves, in their order.
+        parts: the units of all replicas, in their order.
         stack: the units of one replica, as a leaf of its own.
         dtype: in which results are gathered.
     """
@@ -246,13 +258,22 @@ class Share:
 
     def count_within(self, start: int, stop: int) -> int:
         """The number of units that all replicas have in places [start, stop) of their stacks."""
-        count, size = sum(leaf.units for leaf, _, _ in self.parts), self.stack.units
+        count, size = sum(stop - start for _, start, stop in self.parts), self.stack.units
         rests = (count - replica * size - start for replica in range(self.replicas))
         return sum(min(max(rest, 0), stop - start) for rest in rests)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a device sends of its results to other replicas."""
+        return self.bytes_of(self.stack.units) * (self.replicas - 1)
 
     def bytes_of(self, count: int) -> int:
         """The bytes of the results of so many units of a stack on each device."""
         return count * math.prod(self.stack.local_shape[1:]) * self.dtype.itemsize
+
+
+# Shares with equal axes and dtype whose results are gathered together.
+type Gather = tuple[Share, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,13 +284,18 @@ class Plan:
         local: units that are whole on each device, of one leaf each.
         buckets: units that their owners orthogonalize.
         grams: units that stay sharded, in chunks of one slot.
-        shares: units that replicas split. Their stacks are among the leaves of the above.
+        gathers: units that replicas split. Their stacks are among the leaves of the above.
     """
 
     local: tuple[Chunk, ...]
     buckets: tuple[Bucket, ...]
     grams: tuple[Chunk, ...] = ()
-    shares: tuple[Share, ...] = ()
+    gathers: tuple[Gather, ...] = ()
+
+    @property
+    def shares(self) -> list[Share]:
+        """The shares of all gathers."""
+        return [*itertools.chain.from_iterable(self.gathers)]
 
     @property
     def whole(self) -> list[Chunk]:

@@ -13,9 +13,9 @@ from muon_jax._distributed.cost import Collective, Links, MeshAxes, size_of
 from muon_jax._distributed.exchange import Exchange
 from muon_jax._distributed.kept_sharded import estimate, sharded_form_of
 from muon_jax._distributed.placement import placed, with_forms
-from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Part, Plan
+from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan, parts_between
 from muon_jax._distributed.sharding import Parameter
-from muon_jax._distributed.shares import gathered_together, shares_of
+from muon_jax._distributed.shares import gathers_of, shares_of
 from muon_jax._iteration.grouping import even
 from muon_jax._iteration.newton_schulz import Iterations, NewtonSchulz
 
@@ -99,9 +99,10 @@ def _plan(
         placed(leaf, spec, mesh, exchange, faster, iterations)
         for leaf, spec in zip(units, specs, strict=True)
     ]
-    shares = shares_of(leaves)
+    max_bytes = max_bucket_bytes(iterations)
+    shares = shares_of(leaves, max_bytes)
     given = [leaf for leaf in leaves if not leaf.split] + [share.stack for share in shares]
-    plan = deal(given, mesh, max_bucket_bytes(iterations), stays_sharded)
+    plan = deal(given, mesh, max_bytes, stays_sharded)
     asked = [chunk for chunk in plan.whole if asks_for_sums(chunk)]
     found = [*itertools.chain.from_iterable(map(hindrances, asked))]
     if found and not plan.grams:
@@ -111,7 +112,7 @@ def _plan(
         )
     dtypes = {leaf.index: c.dtype for c in (*plan.whole, *plan.grams) for leaf in c.leaves}
     shares = [dataclasses.replace(share, dtype=dtypes[share.stack.index]) for share in shares]
-    return dataclasses.replace(plan, shares=tuple(shares))
+    return dataclasses.replace(plan, gathers=tuple(gathers_of(shares, max_bytes)))
 
 
 def _is_faster_whole(chunk: Chunk, links: Links) -> bool:
@@ -195,15 +196,9 @@ def _first_owners(remainders: Sequence[tuple[int, int]], owners: int) -> list[in
 def _slots(chunk: Chunk, first_slot: int, last_slot: int) -> Chunk:
     """The slots [first_slot, last_slot) of a chunk. Slots that are all full need no rotation."""
     start, stop = first_slot * chunk.owners, min(last_slot * chunk.owners, chunk.count)
-    parts: list[Part] = []
-    begin = 0
-    for leaf, low, high in chunk.parts:
-        end = begin + high - low
-        if max(start, begin) < min(stop, end):
-            parts.append((leaf, low + max(start - begin, 0), high - max(end - stop, 0)))
-        begin = end
+    parts = parts_between(chunk.parts, start, stop)
     is_full = (stop - start) % chunk.owners == 0
-    return dataclasses.replace(chunk, parts=tuple(parts), first=0 if is_full else chunk.first)
+    return dataclasses.replace(chunk, parts=parts, first=0 if is_full else chunk.first)
 
 
 def _buckets(chunks: Sequence[Chunk], limit: int) -> list[Bucket]:
@@ -265,9 +260,9 @@ def collectives_of(plan: Plan) -> list[Collective]:
         Collective(bytes_of(bucket), bucket[0].axes) for bucket in plan.buckets for _ in range(2)
     ]
     found += [each for chunk in plan.grams for each in estimate(chunk)[1]]
-    for together in gathered_together(plan.shares):
-        num_bytes = sum(share.bytes_of(share.stack.units) * share.replicas for share in together)
-        found.append(Collective(num_bytes, together[0].axes, shares=True))
+    for gather in plan.gathers:
+        num_bytes = sum(share.bytes_of(share.stack.units) * share.replicas for share in gather)
+        found.append(Collective(num_bytes, gather[0].axes, shares=True))
     return found
 
 

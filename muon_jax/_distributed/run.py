@@ -1,12 +1,13 @@
 """The plan at work, on the local shards: pack, exchange, whole matrices, exchange, unpack.
 
-Each bucket is one `all_to_all` to the owners and one back.
+Each bucket is one `all_to_all` to the owners and one back. A gather of what replicas split is one
+`all_gather`. What is sent after one stage of the work overlaps with the next stage.
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ from muon_jax._distributed.cost import names_of
 from muon_jax._distributed.exchange import BlockStep
 from muon_jax._distributed.kept_sharded import run_kept_sharded, sides_of
 from muon_jax._distributed.packing import pack, pack_results, unpack
-from muon_jax._distributed.plan import Bucket, Chunk, Leaf, Plan
+from muon_jax._distributed.plan import Bucket, Chunk, Gather, Leaf, Plan
 from muon_jax._distributed.sharding import local_part
-from muon_jax._distributed.shares import gathered, own_units
+from muon_jax._distributed.shares import after, gathered, gathered_units, own_units
 from muon_jax._distributed.units import by_part, put_units_back
 from muon_jax._iteration.newton_schulz import NewtonSchulz, map_by_iteration
 from muon_jax._iteration.operand import is_tall
@@ -30,15 +31,55 @@ def run_plan(
     plan: Plan, given: Sequence[jax.Array], iterations: Sequence[NewtonSchulz]
 ) -> list[jax.Array]:
     """Returns the shards of the results. The plan's mesh axes must be manual."""
-    leaves = plan.leaves
-    shards = [x.reshape(leaves[i].local_shape) for i, x in enumerate(given)]
-    shards += [own_units(share, shards) for share in plan.shares]
+    leaves, found = plan.leaves, _Found(plan.gathers)
+    shards = {i: x.reshape(leaves[i].local_shape) for i, x in enumerate(given)}
+    stacks = {share.stack.index: share for share in plan.shares}
+    of_stages = {chunk.leaf.index for chunk in plan.local}
+    shards |= {i: own_units(x, shards) for i, x in stacks.items() if i not in of_stages}
     kept = (run_kept_sharded(chunk, shards, iterations) for chunk in plan.grams)
-    results = _run_local(plan.local, shards, iterations)
-    results |= put_units_back(_run_buckets(plan.buckets, shards, iterations), shards)
-    results |= put_units_back(itertools.chain.from_iterable(kept), shards, sides_of)
-    results |= put_units_back(gathered(plan.shares, results), shards)
-    return [_scaled(results[i], leaves[i]).reshape(x.shape) for i, x in enumerate(given)]
+    found.results |= put_units_back(itertools.chain.from_iterable(kept), sides_of)
+    sent: list[list[jax.Array]] = []
+    for stage in _stages(plan):
+        # XLA would send all results at the end, where nothing hides it.
+        before = sent[-2] if len(sent) > 1 else []
+        sent.append([])
+        if stage[0].axes:
+            packed = after(before, pack(stage, shards))
+            sent[-1].append(_run_bucket(stage, packed, iterations))
+            found.add(_units_of(stage, *sent[-1]))
+        else:
+            split = [stacks[chunk.leaf.index] for chunk in stage if chunk.leaf.split]
+            shards |= {x.stack.index: own_units(x, shards, before) for x in split}
+            found.results |= _run_local(stage, shards, iterations)
+        sent[-1] += found.gather()
+    found.gather()
+    return [_scaled(found.results[i], leaves[i]).reshape(x.shape) for i, x in enumerate(given)]
+
+
+class _Found:
+    """The results for leaves, by their indices, as the units of leaves and the stacks come."""
+
+    def __init__(self, gathers: Iterable[Gather]) -> None:
+        self.results: dict[int, jax.Array] = {}
+        self._units: dict[int, list[tuple[Leaf, jax.Array]]] = {}
+        self._gathers = [*gathers]
+
+    def add(self, units: Iterable[tuple[Leaf, jax.Array]]) -> None:
+        """Adds units `(unit, elements)` of leaves."""
+        for leaf, x in units:
+            own = self._units.setdefault(leaf.index, [])
+            own.append((leaf, x))
+            if sum(len(x) for _, x in own) == leaf.units:
+                self.results |= put_units_back(own)
+
+    def gather(self) -> list[jax.Array]:
+        """Gathers what no stack is missing of, adds that, and returns it as it was sent."""
+        complete = [x for x in self._gathers if {s.stack.index for s in x} <= self.results.keys()]
+        sent = [gathered(gather, self.results) for gather in complete]
+        for gather, whole in zip(complete, sent, strict=True):
+            self._gathers.remove(gather)
+            self.add(gathered_units(gather, whole))
+        return sent
 
 
 def run_either(
@@ -81,30 +122,26 @@ def _scaled(x: jax.Array, leaf: Leaf) -> jax.Array:
     return (x * local_part(values, PartitionSpec(*leaf.axes))).astype(x.dtype)
 
 
+def _stages(plan: Plan) -> Iterator[Bucket]:
+    """Yields what is computed together: each bucket, and what needs none, gather by gather."""
+    yield from plan.buckets
+    local = {chunk.leaf.index: chunk for chunk in plan.local}
+    for gather in plan.gathers:
+        stacks = [share.stack.index for share in gather]
+        if own := tuple(local.pop(i) for i in stacks if i in local):
+            yield own
+    if local:
+        yield tuple(local.values())
+
+
 def _run_local(
-    chunks: Sequence[Chunk], shards: Sequence[jax.Array], iterations: Sequence[NewtonSchulz]
+    chunks: Sequence[Chunk], shards: Mapping[int, jax.Array], iterations: Sequence[NewtonSchulz]
 ) -> dict[int, jax.Array]:
     """The results for units that are whole on each device, by the index of their leaf."""
     leaves = [chunk.leaf for chunk in chunks]
     stacks = [to_stacks(shards[leaf.index], leaf.view) for leaf in leaves]
     done = iter(map_by_iteration(iterations, [leaf.iteration for leaf in leaves], stacks))
-    return {leaf.index: from_stacks(done, leaf.view, shards[leaf.index].shape) for leaf in leaves}
-
-
-def _run_buckets(
-    buckets: Sequence[Bucket], shards: Sequence[jax.Array], iterations: Sequence[NewtonSchulz]
-) -> Iterator[tuple[Leaf, jax.Array]]:
-    """Yields the results for units that their owners orthogonalize, `(unit, elements)`."""
-    returned: list[jax.Array] = []
-    for i, bucket in enumerate(buckets):
-        sent = pack(bucket, shards)
-        if i > 1:  # XLA would bring back all buckets at the end, where nothing hides it
-            sent, returned[i - 2] = jax.lax.optimization_barrier((sent, returned[i - 2]))
-        returned.append(_run_bucket(bucket, sent, iterations))
-    for bucket, flat in zip(buckets, returned, strict=True):
-        for chunk, pieces in zip(bucket, unpack(bucket, flat), strict=True):
-            units = jnp.roll(pieces.swapaxes(0, 1), -chunk.first, 1)
-            yield from by_part(chunk.parts, units.reshape(-1, chunk.elements))
+    return {leaf.index: from_stacks(done, leaf.view, leaf.local_shape) for leaf in leaves}
 
 
 def _run_bucket(bucket: Bucket, sent: jax.Array, iterations: Sequence[NewtonSchulz]) -> jax.Array:
@@ -119,6 +156,13 @@ def _run_bucket(bucket: Bucket, sent: jax.Array, iterations: Sequence[NewtonSchu
     results = [[next(done).reshape(x.shape) for x in whole] for whole in stacks]
     back = [*map(_take_apart, bucket, results, positions)]
     return jax.lax.all_to_all(pack_results(back, bucket), names, 0, 0)
+
+
+def _units_of(bucket: Bucket, flat: jax.Array) -> Iterator[tuple[Leaf, jax.Array]]:
+    """Yields the results for units, `(unit, elements)`, of what `_run_bucket` returns."""
+    for chunk, pieces in zip(bucket, unpack(bucket, flat), strict=True):
+        units = jnp.roll(pieces.swapaxes(0, 1), -chunk.first, 1)
+        yield from by_part(chunk.parts, units.reshape(-1, chunk.elements))
 
 
 def _assemble(chunk: Chunk, pieces: jax.Array, position: jax.Array) -> list[jax.Array]:

@@ -1,7 +1,7 @@
 """Units of parameters: taken from a device's shards, and put back."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def unit_axes(leaf: Leaf) -> MatrixAxes:
 
 def take_units(
     parts: Sequence[Part],
-    shards: Sequence[jax.Array],
+    shards: Mapping[int, jax.Array],
     axes_of: Callable[[Leaf], MatrixAxes] = unit_axes,
 ) -> list[jax.Array]:
     """Returns what this device has of the units of each part, as matrices of these axes."""
@@ -35,14 +35,13 @@ def by_part(parts: Sequence[Part], units: jax.Array) -> list[tuple[Leaf, jax.Arr
 
 def put_units_back(
     units: Iterable[tuple[Leaf, jax.Array]],
-    shards: Sequence[jax.Array],
     axes_of: Callable[[Leaf], MatrixAxes] = unit_axes,
 ) -> dict[int, jax.Array]:
-    """Returns arrays like the shards, by the index of their leaf, of all units in their order."""
+    """Returns arrays of this device's parts of leaves, by their indices, of all units in order."""
     found: dict[int, tuple[Leaf, list[jax.Array]]] = {}
     for leaf, x in units:
         found.setdefault(leaf.index, (leaf, []))[1].append(x)
     return {
-        i: from_matrices(jnp.concatenate(each).astype(leaf.dtype), axes_of(leaf), shards[i].shape)
+        i: from_matrices(jnp.concatenate(each).astype(leaf.dtype), axes_of(leaf), leaf.local_shape)
         for i, (leaf, each) in found.items()
     }

@@ -9,7 +9,6 @@ from muon_jax._distributed.cost import Collective, Links, Sent, names_of, size_o
 from muon_jax._distributed.kept_sharded import estimate, sharded_form_of
 from muon_jax._distributed.plan import Chunk, Plan
 from muon_jax._distributed.planning import collectives_of
-from muon_jax._distributed.shares import gathered_together
 from muon_jax._table import table
 
 _COLUMNS = "matrices coefficients mode count owners each padding MB dtype µs".split()
@@ -163,7 +162,7 @@ def exchanges_of(plan: Plan, names: Sequence[str], links: Links) -> Exchanges:
         groups=tuple(groups),
         buckets=len(plan.buckets),
         sums=sum(sharded_form_of(chunk.leaf).products.grams for chunk in plan.grams),
-        gathers=len(gathered_together(plan.shares)),
+        gathers=len(plan.gathers),
         links=by_axis,
         is_measured=not links,
     )
