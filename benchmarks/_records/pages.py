@@ -113,7 +113,7 @@ def page(report: Report, file: str) -> str:
         f"# {_TITLES[benchmark]}: {report['device'].removeprefix('NVIDIA ')}"
         + (", with pauses" if "pause" in report else "")
         + (", by width" if len(report.get("widths", ())) > 1 else "")
-        + (_of_meshes(measurements) if benchmark == "sharded" else "")
+        + (_of_meshes(report) if benchmark == "sharded" else "")
         + (f", beside QuACK {report['quack-kernels']}" if "quack-kernels" in report else ""),
         _WRITTEN,
         f"```bash\n{command}\n```",
@@ -131,11 +131,17 @@ def page(report: Report, file: str) -> str:
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def _of_meshes(measurements: Sequence[Measurement]) -> str:
-    """How many devices there were, and the models."""
-    count = max(math.prod(m["mesh"].values()) for m in measurements)
-    models = ", ".join(dict.fromkeys(m["model"] for m in measurements))
-    return f" × {count}, {models}"
+def _of_meshes(report: Report) -> str:
+    """How many devices and processes there were, the models and the meshes."""
+    cases = report["measurements"]
+    count = max(math.prod(m["mesh"].values()) for m in cases)
+    names = dict.fromkeys([*(m["model"] for m in cases), *map(_mesh_of, cases)])
+    processes = int(report.get("processes", 1))
+    return f" × {count}, {'; '.join(names)}" + f"; {processes} processes" * (processes > 1)
+
+
+def _mesh_of(measurement: Measurement) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in measurement["mesh"].items())
 
 
 def write_pages(folder: Path) -> None:

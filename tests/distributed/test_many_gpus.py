@@ -169,6 +169,15 @@ def test_replicas_of_divided_layers_share_them_and_gather_the_updates():
     assert update.sent == 2 * 4 * 4096**2  # with padding, in 16 bits
 
 
+def test_replicas_gather_what_is_done_while_they_compute_the_rest():
+    """Three matrices of 32 MiB in 16 bits for each of 8 replicas, of 17 products each."""
+    tree, sizes = {str(i): ((2048, 8192), (), (-2, -1)) for i in range(24)}, {"replica": 8}
+    update = compiled(tree, sizes, "split")
+    assert update.counts == {("all-gather", ("replica",)): 3}
+    assert update.products == [17, 17, 0]
+    assert update.temporaries <= 1.01 * shard_bytes(tree, sizes)
+
+
 # By `logical_axis_rules` of MaxText's src/maxtext/configs/base.yml.
 EMBED = ("fsdp", "expert")
 DENSE = (EMBED, None, "tensor"), (-3, -1)

@@ -110,6 +110,46 @@ def test_small_matrices_repeat(count, size, gathers):
     assert of_layers(count, size).gathers == gathers
 
 
+@pytest.mark.parametrize(
+    ("count", "size", "gathers"),
+    [
+        (96, 1024, 1),  # 12 for each device, each of which sends 2 MiB to 7 others
+        (96, 2048, 3),  # of 8 MiB, 4 at once: 7 · 4 · 8 MiB ≤ 256 MiB
+        (88, 2048, 3),  # 11 for each device, as 4, 4 and 3
+        (24, 8192, 3),  # of 128 MiB, one at once
+    ],
+)
+def test_large_updates_are_gathered_in_parts_of_at_most_256_mib(count, size, gathers):
+    exchanges = of_layers(count, size)
+    assert exchanges.gathers == gathers
+    (group,) = exchanges.groups
+    assert (group.count, group.each, group.owners) == (count, count // 8, 8)
+    assert group.megabytes == pytest.approx(7 / 8 * count * 2 * size**2 / 1e6)
+
+
+@pytest.mark.parametrize("kind", helpers.mostly_nightly([*AxisType][:2], [AxisType.Explicit]))
+@pytest.mark.parametrize("layout", helpers.mostly_nightly(LAYOUTS, ["DDP", "HSDP"]))
+def test_updates_in_parts_have_the_bits_of_those_at_once(layout, kind):
+    """A bucket, or a part of what is gathered, for each matrix; the last has padding."""
+    grads, sizes = parameters(layout, kind)
+    grads["e"] = 2 * grads["a"]
+    views = VIEWS | {"e": MuonDimensionNumbers()}
+    found = [
+        two_updates(
+            scale_by_muon(
+                NewtonSchulz(max_group_bytes=max_bytes),
+                weight_dimension_numbers=views,
+                shardings=free(sizes),
+            ),
+            grads,
+        )
+        for max_bytes in (None, 1)
+    ]
+    chex.assert_trees_all_equal(found[0][0], found[1][0])
+    gathers = [collectives(program)["all-gather"] for _, program in found]
+    assert gathers[0] < gathers[1]
+
+
 @kinds
 @pytest.mark.parametrize(
     ("count", "size", "gathers"),

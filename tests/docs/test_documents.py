@@ -228,20 +228,32 @@ def test_whole_steps_are_those_of_the_results():
 
 def test_steps_with_sharded_parameters_are_those_of_the_results():
     said = DOCUMENTS["docs/distributed.md"]
-    (one,), two = results("sharded_1_h200.json"), results("sharded_2_h200.json")
+    one, fsdp = results("sharded_h200.json")
+    (processes,), (tensor,), (replicas,) = (
+        results(f"sharded_{name}_h200.json") for name in ("processes", "tensor", "data")
+    )
     rows = {
         "one": one,
-        "two, `tensor=2`": two[0],
-        "two replicas that share the work": two[1],
+        "two, `fsdp=2`": fsdp,
+        "the same in two processes": processes,
+        "two, `tensor=2`": tensor,
+        "two replicas that share the work": replicas,
     }
-    assert [measurement["mesh"] for measurement in two] == [{"tensor": 2}, {"data": 2}]
+    meshes = [measurement["mesh"] for measurement in rows.values()]
+    assert meshes == [{"fsdp": 1}, {"fsdp": 2}, {"fsdp": 2}, {"tensor": 2}, {"data": 2}]
+    ratios = []
     for name, measurement in rows.items():
+        times = medians(measurement, "wall")
         timeline = measurement.get("timeline", {}).get("None", {}).values()
-        times = [medians(measurement, "wall")["None"], *timeline]
-        cells = [f"{time / 1000:.1f}" for time in times] + [""] * (4 - len(times))
-        assert f"| {name} | {' | '.join(cells)} |".replace("  ", " ") in said
+        numbers = [times["None"], *timeline, *[None] * (3 - len(timeline))]
+        numbers += [times.get(other) for other in ("balanced", "normuon", "muonh")]
+        cells = (f" {time / 1000:.1f} |" if time else " |" for time in numbers)
+        assert re.search(rf"\| \[{re.escape(name)}\]\(\S+\) \|{re.escape(''.join(cells))}", said)
+        alone = medians(one, "wall")
+        ratios += [alone[other] / time for other, time in times.items() if measurement != one]
+    assert f"two devices are {min(ratios):.1f} to {max(ratios):.1f} times as fast as one" in said
     said = " ".join(DOCUMENTS["docs/contrib.md"].split())
-    muon, muonh, normuon = (f"{time / 1000:.1f}" for time in medians(one, "wall").values())
+    muon, _, muonh, normuon = (f"{time / 1000:.1f}" for time in medians(one, "wall").values())
     assert f"takes {muon} ms with `muon` on one H200" in said
     assert f"{normuon} with `normuon` and {muonh} with `muonh`" in said
     (share,) = results("sharded_marin_h200.json")
