@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from muon_jax._distributed.cost import Collective, MeshAxes, names_of
-from muon_jax._distributed.plan import Chunk, Leaf
+from muon_jax._distributed.plan import Chunk, Leaf, Part
 from muon_jax._distributed.units import take_units
 from muon_jax._iteration.form import Form
 from muon_jax._iteration.newton_schulz import NewtonSchulz
@@ -164,7 +164,7 @@ def _neighbors(axes: MeshAxes, count: int) -> MeshAxes:
 
 def run_kept_sharded(
     chunk: Chunk, shards: Mapping[int, jax.Array], iterations: Sequence[NewtonSchulz]
-) -> Iterator[tuple[Leaf, jax.Array]]:
+) -> Iterator[tuple[Part, jax.Array]]:
     """Yields the pieces of the polar factors for each part: `(unit, rows, columns)`."""
     leaf, form = chunk.leaf, sharded_form_of(chunk.leaf)
     stacks = take_units(chunk.parts, shards, sides_of)
@@ -179,8 +179,8 @@ def run_kept_sharded(
     scaled, scale = scale_down(stacks, largest, n, form.dtype, operand)
     x = jnp.concatenate([*map(_with_whole_rows, scaled, chunk.leaves)])
     x = iterations[leaf.iteration].iterate(x, form, operand.own(scale), gram_gain(n), operand)
-    for own, leaf, given in zip(split(x, stacks), chunk.leaves, stacks, strict=True):
-        yield leaf, _with_rows_of(own, leaf, given)
+    for own, part, given in zip(split(x, stacks), chunk.parts, stacks, strict=True):
+        yield part, _with_rows_of(own, part[0], given)
 
 
 def _with_whole_rows(x: jax.Array, leaf: Leaf) -> jax.Array:

@@ -26,7 +26,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from muon_jax._distributed.plan import Bucket, Chunk
 from muon_jax._distributed.units import take_units
-from muon_jax._iteration.normalization import largest_entries, powers_of_two
+from muon_jax._iteration.normalization import (
+    exponent_of,
+    largest_entries,
+    power_of_two,
+    powers_of_two,
+)
 from muon_jax._iteration.operand import bounded, split_apart, unknown
 
 
@@ -55,7 +60,7 @@ def pack(bucket: Bucket, shards: Mapping[int, jax.Array]) -> jax.Array:
         begins = [*itertools.accumulate(map(len, parts), initial=0)]
         if is_scaled:
             factors = _powers_to_float16(parts, chunk, shards)
-            exponents = jnp.pad(jnp.frexp(math.prod(factors))[1] - 1, (0, absent))
+            exponents = jnp.pad(exponent_of(factors[0] * factors[1]) - 1, (0, absent))
             flat = packed.reshape(owners, -1, 1)
             flat = write_units(flat, chunk.first, exponent_column, 0, exponents[:, None])
             packed = flat.reshape(shape)
@@ -145,6 +150,6 @@ def unpack(bucket: Bucket, flat: jax.Array) -> list[jax.Array]:
     if not exponents.size:
         return pieces
     exponents = exponents.reshape(len(flat), -1)
-    factors = jnp.ldexp(jnp.float32(1), -exponents.astype(jnp.int32))[..., None]
+    factors = power_of_two(-exponents.astype(jnp.int32), jnp.float32)[..., None]
     *split, _ = jnp.split(factors, [*itertools.accumulate(slots)], 1)
     return [x * factor for x, factor in zip(pieces, split, strict=True)]

@@ -18,7 +18,7 @@ from muon_jax._distributed.cost import names_of
 from muon_jax._distributed.exchange import BlockStep
 from muon_jax._distributed.kept_sharded import run_kept_sharded, sides_of
 from muon_jax._distributed.packing import pack, pack_results, unpack
-from muon_jax._distributed.plan import Bucket, Chunk, Gather, Leaf, Plan
+from muon_jax._distributed.plan import Bucket, Chunk, Gather, Leaf, Part, Plan
 from muon_jax._distributed.sharding import local_part
 from muon_jax._distributed.shares import after, gathered, gathered_units, own_units
 from muon_jax._distributed.units import by_part, put_units_back
@@ -61,14 +61,15 @@ class _Found:
 
     def __init__(self, gathers: Iterable[Gather]) -> None:
         self.results: dict[int, jax.Array] = {}
-        self._units: dict[int, list[tuple[Leaf, jax.Array]]] = {}
+        self._units: dict[int, list[tuple[Part, jax.Array]]] = {}
         self._gathers = [*gathers]
 
-    def add(self, units: Iterable[tuple[Leaf, jax.Array]]) -> None:
-        """Adds units `(unit, elements)` of leaves."""
-        for leaf, x in units:
+    def add(self, units: Iterable[tuple[Part, jax.Array]]) -> None:
+        """Adds units `(unit, elements)` of leaves, whose order is that of the parts."""
+        for part, x in units:
+            leaf, _, _ = part
             own = self._units.setdefault(leaf.index, [])
-            own.append((leaf, x))
+            own.append((part, x))
             if sum(len(x) for _, x in own) == leaf.units:
                 self.results |= put_units_back(own)
 
@@ -158,7 +159,7 @@ def _run_bucket(bucket: Bucket, sent: jax.Array, iterations: Sequence[NewtonSchu
     return jax.lax.all_to_all(pack_results(back, bucket), names, 0, 0)
 
 
-def _units_of(bucket: Bucket, flat: jax.Array) -> Iterator[tuple[Leaf, jax.Array]]:
+def _units_of(bucket: Bucket, flat: jax.Array) -> Iterator[tuple[Part, jax.Array]]:
     """Yields the results for units, `(unit, elements)`, of what `_run_bucket` returns."""
     for chunk, pieces in zip(bucket, unpack(bucket, flat), strict=True):
         units = jnp.roll(pieces.swapaxes(0, 1), -chunk.first, 1)

@@ -120,8 +120,8 @@ def gathered(gather: Gather, results: Mapping[int, jax.Array]) -> jax.Array:
     return jax.lax.all_gather(own, names, to="invarying" if is_known else "varying")
 
 
-def gathered_units(gather: Gather, whole: jax.Array) -> Iterator[tuple[Leaf, jax.Array]]:
-    """Yields the units of each parameter of what `gathered` returns."""
+def gathered_units(gather: Gather, whole: jax.Array) -> Iterator[tuple[Part, jax.Array]]:
+    """Yields the units of each part of what `gathered` returns."""
     *ends, _ = itertools.accumulate(math.prod(share.stack.local_shape) for share in gather)
     for share, x in zip(gather, jnp.split(whole, ends, axis=1), strict=True):
         yield from by_part(share.parts, x.reshape(share.replicas * share.stack.units, -1))

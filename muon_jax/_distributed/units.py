@@ -27,19 +27,19 @@ def take_units(
     ]
 
 
-def by_part(parts: Sequence[Part], units: jax.Array) -> list[tuple[Leaf, jax.Array]]:
+def by_part(parts: Sequence[Part], units: jax.Array) -> list[tuple[Part, jax.Array]]:
     """Returns the units of each part, of one array of all; what follows them is padding."""
     ends = itertools.accumulate(stop - start for _, start, stop in parts)
-    return [*zip([leaf for leaf, _, _ in parts], jnp.split(units, [*ends]), strict=False)]
+    return [*zip(parts, jnp.split(units, [*ends]), strict=False)]
 
 
 def put_units_back(
-    units: Iterable[tuple[Leaf, jax.Array]],
+    units: Iterable[tuple[Part, jax.Array]],
     axes_of: Callable[[Leaf], MatrixAxes] = unit_axes,
 ) -> dict[int, jax.Array]:
-    """Returns arrays of this device's parts of leaves, by their indices, of all units in order."""
+    """Returns this device's parts of leaves, by their indices, of their units in any order."""
     found: dict[int, tuple[Leaf, list[jax.Array]]] = {}
-    for leaf, x in units:
+    for (leaf, _, _), x in sorted(units, key=lambda each: each[0][1]):
         found.setdefault(leaf.index, (leaf, []))[1].append(x)
     return {
         i: from_matrices(jnp.concatenate(each).astype(leaf.dtype), axes_of(leaf), leaf.local_shape)

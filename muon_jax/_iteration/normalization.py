@@ -82,16 +82,31 @@ def largest_entries(stacks: Sequence[jax.Array]) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
+# JAX 0.12 cannot trace frexp and ldexp in a `custom_vmap` where a shard_map tracks what varies.
+def exponent_of(x: jax.Array) -> jax.Array:
+    """Returns k for x in [2^(k-1), 2^k), at least `minexp` of its dtype."""
+    info = jnp.finfo(x.dtype)
+    bits = jax.lax.bitcast_convert_type(x, f"int{info.bits}")
+    return (bits >> info.nmant).astype(jnp.int32) - (info.maxexp - 2)
+
+
+def power_of_two(k: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns 2^k; the nearest normal number where that is none."""
+    info = jnp.finfo(dtype)
+    k = jnp.clip(k, info.minexp, info.maxexp - 1).astype(f"int{info.bits}")
+    return jax.lax.bitcast_convert_type((k + (info.maxexp - 1)) << info.nmant, dtype)
+
+
 def powers_of_two(largest: jax.Array, exponent: int) -> tuple[jax.Array, jax.Array]:
     """Returns two powers of two whose product takes `largest` into [2^-exponent / 2, 2^-exponent].
 
     One power would not do: for `largest` near the end of the range it is no normal number. Both are
     NaN where `largest` is not finite.
     """
-    _, k = jnp.frexp(largest)
-    k = jnp.maximum(k + exponent, int(jnp.finfo(largest.dtype).minexp))
+    k = jnp.maximum(exponent_of(largest) + exponent, int(jnp.finfo(largest.dtype).minexp))
     one = 1 + 0 * largest
-    return jnp.ldexp(one, -(k // 2)), jnp.ldexp(one, k // 2 - k)
+    first, second = (power_of_two(x, largest.dtype) for x in (-(k // 2), k // 2 - k))
+    return one * first, one * second
 
 
 def ceil_log2(n: int) -> int:

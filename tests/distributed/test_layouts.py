@@ -292,9 +292,9 @@ def assert_a_random_layout_is_right(data):
         st.sampled_from([(AxisType.Auto, True), (AxisType.Auto, False), (AxisType.Explicit, False)])
     )
     kwargs = {
-        "max_group_bytes": data.draw(st.sampled_from([None, 1, 2**15])),
+        "max_group_bytes": data.draw(st.sampled_from([None, 1, 1000, 2**15])),
     }
-    axes = data.draw(st.sampled_from([(), "exchange"]))
+    axes = data.draw(st.sampled_from([(), "exchange", "split"]))
     # As slow and as fast as it takes for small matrices to stay sharded.
     bandwidth = {name: data.draw(st.sampled_from([1e4, 1e6, 1e12])) for name in sizes}
     latency = data.draw(st.sampled_from([0, 1e-6, 1e-3]))

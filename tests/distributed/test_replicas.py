@@ -1,5 +1,7 @@
 """Replicas do what is faster by default, with the bits of those that repeat the work."""
 
+import functools
+
 import chex
 import helpers
 import jax
@@ -19,6 +21,7 @@ LAYOUTS = {
     "HSDP, replicas inside": ({"fsdp": 4, "replica": 2}, P(None, "fsdp"), P(None, "fsdp")),
     "TP and DP": ({"data": 4, "tensor": 2}, P(None, "tensor"), P(None, "tensor")),
     "EP and DP": ({"data": 4, "expert": 2}, P(), P("expert")),
+    "some exchanged, some local": ({"data": 2, "fsdp": 4}, P("fsdp"), P("fsdp")),
 }
 VIEWS = {name: MuonDimensionNumbers() for name in "abcd"} | {"experts": MuonDimensionNumbers(1, 2)}
 kinds = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -128,7 +131,9 @@ def test_large_updates_are_gathered_in_parts_of_at_most_256_mib(count, size, gat
 
 
 @pytest.mark.parametrize("kind", helpers.mostly_nightly([*AxisType][:2], [AxisType.Explicit]))
-@pytest.mark.parametrize("layout", helpers.mostly_nightly(LAYOUTS, ["DDP", "HSDP"]))
+@pytest.mark.parametrize(
+    "layout", helpers.mostly_nightly(LAYOUTS, ["DDP", "some exchanged, some local"])
+)
 def test_updates_in_parts_have_the_bits_of_those_at_once(layout, kind):
     """A bucket, or a part of what is gathered, for each matrix; the last has padding."""
     grads, sizes = parameters(layout, kind)
@@ -148,6 +153,34 @@ def test_updates_in_parts_have_the_bits_of_those_at_once(layout, kind):
     chex.assert_trees_all_equal(found[0][0], found[1][0])
     gathers = [collectives(program)["all-gather"] for _, program in found]
     assert gathers[0] < gathers[1]
+
+
+@kinds
+def test_units_are_in_order_though_the_second_half_is_gathered_first(kind):
+    """The first is gathered with x, which needs no exchange and so is computed last."""
+    mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), (kind,) * 2)
+    keys = jax.random.split(jax.random.key(0))
+    grads = {
+        "x": jax.device_put(
+            jax.random.normal(keys[0], (8, 10, 10)), NamedSharding(mesh, P("fsdp"))
+        ),
+        "a": jax.device_put(
+            jax.random.normal(keys[1], (8, 16, 16)), NamedSharding(mesh, P(None, "fsdp"))
+        ),
+    }
+    newton_schulz = NewtonSchulz(dtype="float32", max_group_bytes=1000)
+    split, repeated = (
+        two_updates(
+            scale_by_muon(
+                newton_schulz,
+                weight_dimension_numbers=MuonDimensionNumbers(-2, -1),
+                shardings=Exchange(word),
+            ),
+            grads,
+        )[0]
+        for word in ("split", "repeat")
+    )
+    chex.assert_trees_all_equal(split, repeated)
 
 
 @kinds
@@ -251,6 +284,25 @@ def test_the_caller_s_shard_map_with_equal_gradients(names, axes, check_vma, gat
     )
     assert collectives(program) == gathers
     chex.assert_trees_all_equal(program(grads), repeat(grads))
+
+
+@pytest.mark.parametrize("words", ["split", ("gram", "split")])
+def test_shares_of_what_is_sharded_where_a_shard_map_tracks_what_varies(words):
+    """In float16, whose pieces come with exponents."""
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), (AxisType.Auto,) * 2)
+    specs = dict.fromkeys("ab", P(None, "fsdp"))
+    grads = {name: jax.random.normal(jax.random.key(i), (8, 64)) for i, name in enumerate("ab")}
+    grads["b"] *= 1e-30
+    iteration = NewtonSchulz(dtype="float16")
+
+    def update(grads, shardings=None):
+        transform = scale_by_muon(iteration, shardings=shardings)
+        return transform.update(grads, transform.init(grads))[0]
+
+    exchange = Exchange(words, shardings=specs)
+    on_shards = functools.partial(update, shardings=exchange)
+    sharded = jax.shard_map(on_shards, mesh=mesh, in_specs=(specs,), out_specs=specs)
+    helpers.assert_close(jax.jit(sharded)(grads), jax.jit(update)(grads), atol=2e-3)
 
 
 @pytest.mark.slow
