@@ -263,11 +263,18 @@ def test_far_below_eps_float16_has_an_absolute_error(ns_coeffs, method):
 
 @pytest.mark.parametrize("dtype", helpers.mostly_nightly(TOLERANCE, ["float16"]))
 @pytest.mark.parametrize("preconditioning", ["frobenius", "spectral", "aol", "schatten"])
-@pytest.mark.parametrize("eps", [0.0, 1e-8])
+@pytest.mark.parametrize("eps", [0.0, 1e-8, 1.0])
 def test_zero_gives_zero(dtype, preconditioning, eps):
     x = jnp.zeros((2, 9, 5), dtype)
     out = newton_schulz(x, eps=eps, dtype=dtype, preconditioning=preconditioning)
     chex.assert_trees_all_equal(out, x)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("eps", [0.0, 1e-8, 1.0])
+def test_zero_gives_zero_under_a_composed_schedule(dtype, eps):
+    x = jnp.zeros((2, 9, 5), dtype)
+    chex.assert_trees_all_equal(newton_schulz(x, "balanced", eps=eps, dtype=dtype), x)
 
 
 @pytest.mark.parametrize("shape", [(4, 0), (0, 4), (2, 0, 3), (0, 3, 2)])

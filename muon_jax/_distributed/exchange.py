@@ -63,7 +63,7 @@ class Exchange:
               may have gradients of their own.
             - `"repeat"`: each does all the work.
             - `"split"`: each does a share, and all-gathers bring the updates to all. On CPUs the
-              bits are those of `"repeat"`.
+              bits are mostly those of `"repeat"`.
         links: a `Link` by mesh axis, for the model of the times; others are taken for NVLink.
         shardings: `PartitionSpec` or `NamedSharding` of each parameter, as in `scale_by_muon`.
         block_period: a period P (`MuonBP <https://arxiv.org/abs/2510.16981>`_). Steps 0, P, 2P, …

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from muon_jax._distributed.plan import Bucket, Chunk
 from muon_jax._distributed.units import take_units
 from muon_jax._iteration.normalization import (
-    exponent_of,
+    binary_exponent,
     largest_entries,
     power_of_two,
     powers_of_two,
@@ -60,7 +60,7 @@ def pack(bucket: Bucket, shards: Mapping[int, jax.Array]) -> jax.Array:
         begins = [*itertools.accumulate(map(len, parts), initial=0)]
         if is_scaled:
             factors = _powers_to_float16(parts, chunk, shards)
-            exponents = jnp.pad(exponent_of(factors[0] * factors[1]) - 1, (0, absent))
+            exponents = jnp.pad(binary_exponent(factors[0] * factors[1]) - 1, (0, absent))
             flat = packed.reshape(owners, -1, 1)
             flat = write_units(flat, chunk.first, exponent_column, 0, exponents[:, None])
             packed = flat.reshape(shape)

@@ -13,6 +13,7 @@ A *unit* is one element of the batch axes of a parameter, with all of its matric
 -   All kinds with equal D share one exchange. Exchanges are cut into buckets bounded in bytes, so
     that one bucket is on the wire while another is computed.
 -   Kinds that are better left sharded (`kept_sharded`) are in chunks of at most O units.
+-   Units that replicas split are in shares (`shares`), whose results are gathered part by part.
 """
 
 import dataclasses
@@ -262,17 +263,13 @@ class Share:
         rests = (count - replica * size - start for replica in range(self.replicas))
         return sum(min(max(rest, 0), stop - start) for rest in rests)
 
-    @property
-    def sent_bytes(self) -> int:
-        """What a device sends of its results to other replicas."""
-        return self.bytes_of(self.stack.units) * (self.replicas - 1)
-
-    def bytes_of(self, count: int) -> int:
-        """The bytes of the results of so many units of a stack on each device."""
-        return count * math.prod(self.stack.local_shape[1:]) * self.dtype.itemsize
+    def sent_bytes(self, count: int) -> int:
+        """What a device sends to other replicas of the results of so many units of its stack."""
+        unit = math.prod(self.stack.local_shape[1:]) * self.dtype.itemsize
+        return count * unit * (self.replicas - 1)
 
 
-# Shares with equal axes and dtype whose results are gathered together.
+# Shares with equal axes and dtype, which vary alike, whose results are gathered together.
 type Gather = tuple[Share, ...]
 
 
@@ -284,7 +281,7 @@ class Plan:
         local: units that are whole on each device, of one leaf each.
         buckets: units that their owners orthogonalize.
         grams: units that stay sharded, in chunks of one slot.
-        gathers: units that replicas split. Their stacks are among the leaves of the above.
+        gathers: shares of what replicas split, whose stacks are among the leaves of the above.
     """
 
     local: tuple[Chunk, ...]
@@ -293,9 +290,9 @@ class Plan:
     gathers: tuple[Gather, ...] = ()
 
     @property
-    def shares(self) -> list[Share]:
-        """The shares of all gathers."""
-        return [*itertools.chain.from_iterable(self.gathers)]
+    def shares(self) -> dict[int, Share]:
+        """The shares of all gathers, by the index of their stack."""
+        return {share.stack.index: share for gather in self.gathers for share in gather}
 
     @property
     def whole(self) -> list[Chunk]:
@@ -305,7 +302,7 @@ class Plan:
     @property
     def leaves(self) -> dict[int, Leaf]:
         """All parameters, by their indices."""
-        of_shares = [leaf for share in self.shares for leaf, _, _ in share.parts]
+        shares = self.shares
+        of_shares = [leaf for share in shares.values() for leaf, _, _ in share.parts]
         leaves = [leaf for chunk in (*self.whole, *self.grams) for leaf in chunk.leaves]
-        stacks = {share.stack.index for share in self.shares}
-        return {leaf.index: leaf for leaf in leaves + of_shares if leaf.index not in stacks}
+        return {leaf.index: leaf for leaf in leaves + of_shares if leaf.index not in shares}

@@ -19,13 +19,14 @@ from muon_jax._distributed.shares import gathers_of, shares_of
 from muon_jax._iteration.grouping import even
 from muon_jax._iteration.newton_schulz import Iterations, NewtonSchulz
 
-# The largest number of bytes that a device sends at once. Matrices of this size fill a GPU, and the
-# exchange of one bucket overlaps with the computation of another.
+# The largest bucket in bytes, and the most that a device sends of a gather; a single unit may be
+# larger. Matrices of this size fill a GPU, and what is sent of one part overlaps with the
+# computation of another.
 MAX_BUCKET_BYTES = 2**28
 
 
 def max_bucket_bytes(iterations: Sequence[NewtonSchulz]) -> int:
-    """Returns the most bytes that a device sends at once."""
+    """Returns the most bytes that a device sends at once, unless a unit is larger."""
     stated = [x.max_group_bytes for x in iterations if x.max_group_bytes is not None]
     return min([*stated, MAX_BUCKET_BYTES])
 
@@ -261,8 +262,9 @@ def collectives_of(plan: Plan) -> list[Collective]:
     ]
     found += [each for chunk in plan.grams for each in estimate(chunk)[1]]
     for gather in plan.gathers:
-        num_bytes = sum(share.bytes_of(share.stack.units) * share.replicas for share in gather)
-        found.append(Collective(num_bytes, gather[0].axes, shares=True))
+        sent = sum(share.sent_bytes(share.stack.units) for share in gather)
+        replicas = gather[0].replicas
+        found.append(Collective(sent * replicas / (replicas - 1), gather[0].axes, shares=True))
     return found
 
 

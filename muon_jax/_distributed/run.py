@@ -31,33 +31,31 @@ def run_plan(
     plan: Plan, given: Sequence[jax.Array], iterations: Sequence[NewtonSchulz]
 ) -> list[jax.Array]:
     """Returns the shards of the results. The plan's mesh axes must be manual."""
-    leaves, found = plan.leaves, _Found(plan.gathers)
+    leaves, shares, found = plan.leaves, plan.shares, _Results(plan.gathers)
     shards = {i: x.reshape(leaves[i].local_shape) for i, x in enumerate(given)}
-    stacks = {share.stack.index: share for share in plan.shares}
-    of_stages = {chunk.leaf.index for chunk in plan.local}
-    shards |= {i: own_units(x, shards) for i, x in stacks.items() if i not in of_stages}
+    local = {chunk.leaf.index for chunk in plan.local}
+    shards |= {i: own_units(x, shards) for i, x in shares.items() if i not in local}
     kept = (run_kept_sharded(chunk, shards, iterations) for chunk in plan.grams)
     found.results |= put_units_back(itertools.chain.from_iterable(kept), sides_of)
-    sent: list[list[jax.Array]] = []
+    # A stage waits for what was sent before the last one. XLA would send all results at the end,
+    # where nothing hides it.
+    before, last = [], found.gather()
     for stage in _stages(plan):
-        # XLA would send all results at the end, where nothing hides it.
-        before = sent[-2] if len(sent) > 1 else []
-        sent.append([])
-        if stage[0].axes:
+        sent = []
+        if stage[0].axes:  # a bucket
             packed = after(before, pack(stage, shards))
-            sent[-1].append(_run_bucket(stage, packed, iterations))
-            found.add(_units_of(stage, *sent[-1]))
+            sent.append(_run_bucket(stage, packed, iterations))
+            found.add(_units_of(stage, *sent))
         else:
-            split = [stacks[chunk.leaf.index] for chunk in stage if chunk.leaf.split]
-            shards |= {x.stack.index: own_units(x, shards, before) for x in split}
+            split = [chunk.leaf.index for chunk in stage if chunk.leaf.split]
+            shards |= {i: own_units(shares[i], shards, before) for i in split}
             found.results |= _run_local(stage, shards, iterations)
-        sent[-1] += found.gather()
-    found.gather()
+        before, last = last, sent + found.gather()
     return [_scaled(found.results[i], leaves[i]).reshape(x.shape) for i, x in enumerate(given)]
 
 
-class _Found:
-    """The results for leaves, by their indices, as the units of leaves and the stacks come."""
+class _Results:
+    """The results for leaves, by their indices, as units of leaves and stacks of shares come."""
 
     def __init__(self, gathers: Iterable[Gather]) -> None:
         self.results: dict[int, jax.Array] = {}
@@ -65,7 +63,7 @@ class _Found:
         self._gathers = [*gathers]
 
     def add(self, units: Iterable[tuple[Part, jax.Array]]) -> None:
-        """Adds units `(unit, elements)` of leaves, whose order is that of the parts."""
+        """Adds the units of parts, `(unit, elements)`, in any order."""
         for part, x in units:
             leaf, _, _ = part
             own = self._units.setdefault(leaf.index, [])
@@ -74,12 +72,15 @@ class _Found:
                 self.results |= put_units_back(own)
 
     def gather(self) -> list[jax.Array]:
-        """Gathers what no stack is missing of, adds that, and returns it as it was sent."""
-        complete = [x for x in self._gathers if {s.stack.index for s in x} <= self.results.keys()]
-        sent = [gathered(gather, self.results) for gather in complete]
-        for gather, whole in zip(complete, sent, strict=True):
-            self._gathers.remove(gather)
-            self.add(gathered_units(gather, whole))
+        """Gathers the shares whose stacks have all come, adds their units, and returns them."""
+        incomplete, sent = [], []
+        for gather in self._gathers:
+            if all(share.stack.index in self.results for share in gather):
+                sent.append(gathered(gather, self.results))
+                self.add(gathered_units(gather, sent[-1]))
+            else:
+                incomplete.append(gather)
+        self._gathers = incomplete
         return sent
 
 
@@ -123,8 +124,11 @@ def _scaled(x: jax.Array, leaf: Leaf) -> jax.Array:
     return (x * local_part(values, PartitionSpec(*leaf.axes))).astype(x.dtype)
 
 
-def _stages(plan: Plan) -> Iterator[Bucket]:
-    """Yields what is computed together: each bucket, and what needs none, gather by gather."""
+def _stages(plan: Plan) -> Iterator[tuple[Chunk, ...]]:
+    """Yields what is computed together: buckets, the stacks of each gather, and what sends nothing.
+
+    That hides the last gather.
+    """
     yield from plan.buckets
     local = {chunk.leaf.index: chunk for chunk in plan.local}
     for gather in plan.gathers:

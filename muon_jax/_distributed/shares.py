@@ -43,10 +43,10 @@ def shares_of(leaves: Sequence[Leaf], max_bytes: int) -> list[Share]:
 
 def _cut(leaves: Sequence[Leaf], max_bytes: int) -> Iterator[tuple[Part, ...]]:
     """Yields the units of the shares of leaves that are alike, each share of one unit at least."""
-    leaf, replicas = leaves[0], size_of(leaves[0].split)
-    units = [(leaf, 0, leaf.units) for leaf in leaves]
+    first, units = leaves[0], [(leaf, 0, leaf.units) for leaf in leaves]
+    replicas = size_of(first.split)
     count = -(-sum(leaf.units for leaf in leaves) // replicas)
-    sent = (replicas - 1) * math.prod(_local_unit(leaf)) * leaf.wire.itemsize
+    sent = (replicas - 1) * math.prod(_local_unit(first)) * first.wire.itemsize
     most = even(count, max(1, max_bytes // sent))
     for start in range(0, count, most):
         yield parts_between(units, replicas * start, replicas * min(start + most, count))
@@ -74,14 +74,18 @@ def _local_unit(leaf: Leaf) -> tuple[int, ...]:
 
 
 def after(sent: Sequence[jax.Array], x: jax.Array) -> jax.Array:
-    """Returns `x`, which is not there before what was sent is."""
+    """Returns `x`, which has to wait until what was sent has arrived."""
+    # XLA keeps the barrier as long as another operation reads what was sent.
     return jax.lax.optimization_barrier((x, [*sent]))[0] if sent else x
 
 
 def own_units(
     share: Share, shards: Mapping[int, jax.Array], sent: Sequence[jax.Array] = ()
 ) -> jax.Array:
-    """Returns the stack of this device's replica, computed after what was sent is there."""
+    """Returns the stack of this device's replica, computed after what was sent has arrived.
+
+    The index waits, not the units: they would be copied.
+    """
     units, count = jnp.concatenate(take_units(share.parts, shards)), share.stack.units
     units = jnp.pad(units, [(0, count * share.replicas - len(units)), (0, 0), (0, 0)])
     replica = after(sent, jax.lax.axis_index(names_of(share.axes)))
@@ -103,7 +107,11 @@ def gathers_of(shares: Sequence[Share], max_bytes: int) -> Iterator[Gather]:
     for _, group in itertools.groupby(sorted(shares, key=alike), alike):
         together: list[Share] = []
         for share in group:
-            if together and sum(each.sent_bytes for each in (*together, share)) > max_bytes:
+            if (
+                together
+                and sum(each.sent_bytes(each.stack.units) for each in (*together, share))
+                > max_bytes
+            ):
                 yield tuple(together)
                 together = []
             together.append(share)

@@ -82,19 +82,22 @@ def largest_entries(stacks: Sequence[jax.Array]) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-# JAX 0.12 cannot trace frexp and ldexp in a `custom_vmap` where a shard_map tracks what varies.
-def exponent_of(x: jax.Array) -> jax.Array:
-    """Returns k for x in [2^(k-1), 2^k), at least `minexp` of its dtype."""
+# JAX 0.12.0 cannot trace frexp and ldexp in a `custom_vmap` where a shard_map tracks what varies.
+def binary_exponent(x: jax.Array) -> jax.Array:
+    """Returns k for normal numbers x in [2^(k-1), 2^k), and `minexp` of the dtype for smaller ones.
+
+    It is `maxexp + 1` for what is not finite.
+    """
     info = jnp.finfo(x.dtype)
     bits = jax.lax.bitcast_convert_type(x, f"int{info.bits}")
     return (bits >> info.nmant).astype(jnp.int32) - (info.maxexp - 2)
 
 
 def power_of_two(k: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns 2^k; the nearest normal number where that is none."""
+    """Returns 2^k, a normal number."""
     info = jnp.finfo(dtype)
-    k = jnp.clip(k, info.minexp, info.maxexp - 1).astype(f"int{info.bits}")
-    return jax.lax.bitcast_convert_type((k + (info.maxexp - 1)) << info.nmant, dtype)
+    bits = (k + (info.maxexp - 1)).astype(f"int{info.bits}") << info.nmant
+    return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def powers_of_two(largest: jax.Array, exponent: int) -> tuple[jax.Array, jax.Array]:
@@ -103,7 +106,7 @@ def powers_of_two(largest: jax.Array, exponent: int) -> tuple[jax.Array, jax.Arr
     One power would not do: for `largest` near the end of the range it is no normal number. Both are
     NaN where `largest` is not finite.
     """
-    k = jnp.maximum(exponent_of(largest) + exponent, int(jnp.finfo(largest.dtype).minexp))
+    k = jnp.maximum(binary_exponent(largest) + exponent, int(jnp.finfo(largest.dtype).minexp))
     one = 1 + 0 * largest
     first, second = (power_of_two(x, largest.dtype) for x in (-(k // 2), k // 2 - k))
     return one * first, one * second
@@ -172,7 +175,8 @@ class Normalization:
         """Returns 1/(norm of X, with eps in the norm), and 0 for the zero matrix."""
         if self.norm == "schatten_4":
             s = _inverse_schatten_norm(gram, 0.0, 1.0)
-            return s / regularize(1.0, self.eps * self.gain * self.scale * s, self.eps_mode)
+            # s is 0 for the zero matrix, whose scale times eps may be ∞.
+            return s / regularize(1.0, _times(s, self.eps * scale), self.eps_mode)
         if self.norm == "schatten":
             return _inverse_schatten_norm(gram, self.eps, scale)
         if self.norm == "frobenius":
@@ -197,9 +201,9 @@ def _inverse(norm: jax.Array, regularized: jax.Array) -> jax.Array:
     return over(jnp.where(norm == 0, 0, 1), regularized)
 
 
-def _times(eps: jax.typing.ArrayLike, scale: jax.typing.ArrayLike) -> jax.Array:
-    """Returns eps·scale, and 0 for eps = 0: XLA reorders products, and could make 0·∞ of it."""
-    return jnp.where(jnp.equal(eps, 0), 0, jnp.multiply(eps, scale))
+def _times(x: jax.typing.ArrayLike, y: jax.typing.ArrayLike) -> jax.Array:
+    """Returns x·y, and 0 for x = 0: XLA reorders products, and could make 0·∞ of it."""
+    return jnp.where(jnp.equal(x, 0), 0, jnp.multiply(x, y))
 
 
 def _inverse_row_norms(gram: jax.Array, least: jax.Array) -> jax.Array:

@@ -185,11 +185,11 @@ def _group(
         collectives = [Collective(chunk.bytes, axes) for chunk in chunks for _ in range(2)]
         mode = f"exchange over {over}" if axes else "local"
     count, sent = 0, sum(collective.sent_bytes for collective in collectives)
-    shares = {share.stack.index: share for share in plan.shares}
+    shares = plan.shares
     for own, start, stop in itertools.chain.from_iterable(chunk.parts for chunk in chunks):
         share = shares.get(own.index)  # whose results replicas gather
         count += share.count_within(start, stop) if share else stop - start
-        sent += share.bytes_of(stop - start) * (share.replicas - 1) if share else 0
+        sent += share.sent_bytes(stop - start) if share else 0
     split = [f"split over {', '.join(names_of(leaf.split))}"] * bool(leaf.split)
     blocks = [f"blocks over {', '.join(leaf.blocks)}"] * bool(leaf.blocks)
     return SharedMatrices(

@@ -53,8 +53,8 @@ class Update(NamedTuple):
         buckets: of the plan.
         temporaries: their bytes on each device.
         counts: of collectives, by kind and mesh axes.
-        sent: the bytes of what each device has after all-to-alls.
-        products: for each asynchronous all-to-all, how many products run meanwhile.
+        sent: the bytes of what each device has after its collectives.
+        products: for each asynchronous collective, how many products run meanwhile.
     """
 
     buckets: int
