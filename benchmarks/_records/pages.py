@@ -10,6 +10,7 @@ from benchmarks._records.reading import (
     Report,
     case_label,
     keys_in_order,
+    mesh_label,
 )
 from benchmarks._records.references import ERRORS_OF, POLAR_ERRORS
 from benchmarks._records.tables import (
@@ -135,13 +136,9 @@ def _of_meshes(report: Report) -> str:
     """How many devices and processes there were, the models and the meshes."""
     cases = report["measurements"]
     count = max(math.prod(m["mesh"].values()) for m in cases)
-    names = dict.fromkeys([*(m["model"] for m in cases), *map(_mesh_of, cases)])
+    names = dict.fromkeys([*(m["model"] for m in cases), *map(mesh_label, cases)])
     processes = int(report.get("processes", 1))
     return f" × {count}, {'; '.join(names)}" + f"; {processes} processes" * (processes > 1)
-
-
-def _mesh_of(measurement: Measurement) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in measurement["mesh"].items())
 
 
 def write_pages(folder: Path) -> None:

@@ -13,9 +13,13 @@ type Measurement = Mapping[str, Any]
 def case_label(measurement: Measurement) -> str:
     """Returns the model, with the mesh if there is one, or the shape."""
     if "mesh" in measurement:
-        axes = ", ".join(f"{name}={size}" for name, size in measurement["mesh"].items())
-        return f"{measurement['model']}, {axes}"
+        return f"{measurement['model']}, {mesh_label(measurement)}"
     return measurement.get("model") or "×".join(map(str, measurement["shape"]))
+
+
+def mesh_label(measurement: Measurement) -> str:
+    """Returns the sizes of the mesh's axes."""
+    return ", ".join(f"{name}={size}" for name, size in measurement["mesh"].items())
 
 
 def common_clock(measurements: Sequence[Measurement]) -> str:

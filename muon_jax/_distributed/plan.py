@@ -263,10 +263,9 @@ class Share:
         rests = (count - replica * size - start for replica in range(self.replicas))
         return sum(min(max(rest, 0), stop - start) for rest in rests)
 
-    def sent_bytes(self, count: int) -> int:
-        """What a device sends to other replicas of the results of so many units of its stack."""
-        unit = math.prod(self.stack.local_shape[1:]) * self.dtype.itemsize
-        return count * unit * (self.replicas - 1)
+    def bytes_of(self, count: int) -> int:
+        """The bytes of the results of so many units of a stack on each device."""
+        return count * math.prod(self.stack.local_shape[1:]) * self.dtype.itemsize
 
 
 # Shares with equal axes and dtype, which vary alike, whose results are gathered together.

@@ -262,9 +262,8 @@ def collectives_of(plan: Plan) -> list[Collective]:
     ]
     found += [each for chunk in plan.grams for each in estimate(chunk)[1]]
     for gather in plan.gathers:
-        sent = sum(share.sent_bytes(share.stack.units) for share in gather)
-        replicas = gather[0].replicas
-        found.append(Collective(sent * replicas / (replicas - 1), gather[0].axes, shares=True))
+        num_bytes = sum(share.bytes_of(share.stack.units) * share.replicas for share in gather)
+        found.append(Collective(num_bytes, gather[0].axes, shares=True))
     return found
 
 

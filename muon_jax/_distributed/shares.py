@@ -106,15 +106,14 @@ def gathers_of(shares: Sequence[Share], max_bytes: int) -> Iterator[Gather]:
 
     for _, group in itertools.groupby(sorted(shares, key=alike), alike):
         together: list[Share] = []
+        sent = 0
         for share in group:
-            if (
-                together
-                and sum(each.sent_bytes(each.stack.units) for each in (*together, share))
-                > max_bytes
-            ):
+            own = share.bytes_of(share.stack.units) * (share.replicas - 1)
+            if together and sent + own > max_bytes:
                 yield tuple(together)
-                together = []
+                together, sent = [], 0
             together.append(share)
+            sent += own
         yield tuple(together)
 
 

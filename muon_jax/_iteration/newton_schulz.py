@@ -94,8 +94,8 @@ class NewtonSchulz:
         max_group_bytes: an optimizer orthogonalizes matrices of one shape, or of the transposed
             shape, together, in groups of at most this many bytes of momentum. None is 1 GiB, or
             less for 256 MiB of Gram matrices. 0 takes each parameter by itself. A parameter is
-            never cut: a larger stack of layers or experts is a group of its own. What devices send
-            is bounded by this and by 256 MiB, and there a stack may be cut.
+            never cut: a larger stack of layers or experts is a group of its own. At once, a device
+            sends at most the smaller of this and 256 MiB, or a single matrix if that is larger.
         before: a function of the matrices, `x -> y`, or None. The iteration runs on y instead of x.
             AdaMuon's is `jnp.sign`.
         after: a function of the polar factors and the matrices, `(o, x) -> result`, or None. x is

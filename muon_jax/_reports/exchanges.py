@@ -189,7 +189,7 @@ def _group(
     for own, start, stop in itertools.chain.from_iterable(chunk.parts for chunk in chunks):
         share = shares.get(own.index)  # whose results replicas gather
         count += share.count_within(start, stop) if share else stop - start
-        sent += share.sent_bytes(stop - start) if share else 0
+        sent += share.bytes_of(stop - start) * (share.replicas - 1) if share else 0
     split = [f"split over {', '.join(names_of(leaf.split))}"] * bool(leaf.split)
     blocks = [f"blocks over {', '.join(leaf.blocks)}"] * bool(leaf.blocks)
     return SharedMatrices(
